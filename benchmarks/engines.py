@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from shoal.config.load import File, Override, resolve
-from shoal.config.ranks import Place, environment_of
+from shoal.config.load import ConfigFile, Override, resolve
+from shoal.config.ranks import RankPlace, rank_environment
 from shoal.engines import build, enter
 from shoal.models import build as build_models
 from shoal.runs.training.train_alone import prepare
@@ -39,13 +38,13 @@ MEMORY = {"deepspeed-1": "≤ 0.95", "deepspeed-2": "≤ 0.85", "deepspeed-3": "
 
 
 def loaded(settings: dict[str, str], preset: str = "demo-gpt") -> Any:
-    return resolve([File(preset)], [Override(path, value, path) for path, value in settings.items()], environ={})
+    return resolve([ConfigFile(preset)], [Override(path, value, path) for path, value in settings.items()], environ={})
 
 
 # --- in a rank -----------------------------------------------------------------------------------------
 
 
-def speed(here: Place, folder: str) -> list[list[float]]:
+def speed(here: RankPlace, folder: str) -> list[list[float]]:
     """Samples/s of ours and of the peer, round by round."""
     quiet = {"evaluation.strategy": "never", "checkpoint.strategy": "never", "training.max_steps": "100000000"}
     quiet |= {"engine.kind": "ddp", "launch.devices_per_node": "2", "training.batch_size": str(BATCH), "training.device": "cpu"}
@@ -72,7 +71,7 @@ def speed(here: Place, folder: str) -> list[list[float]]:
 class Peer:
     """DistributedDataParallel and a plain loop, over the model and data of the preset."""
 
-    def __init__(self, here: Place) -> None:
+    def __init__(self, here: RankPlace) -> None:
         from shoal.runs.build_run import assemble
 
         parts = assemble(loaded({"training.device": "cpu"}).run)
@@ -94,7 +93,7 @@ class Peer:
             self.optimizer.step()
 
 
-def memory(here: Place, engine: str) -> float:
+def memory(here: RankPlace, engine: str) -> float:
     """Bytes in tensors for each parameter."""
     kind, _, stage = engine.partition("-")
     model = {"kind": "gpt", "hidden_size": "256", "num_layers": "8", "num_heads": "8", "max_seq_len": "32"}
@@ -167,10 +166,9 @@ def measure() -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     role, given = sys.argv[1], json.loads(sys.argv[2])
-    place = Place(given.pop("rank"), 2, 0, 2, file=given.pop("meeting"))
-    os.environ.update(environment_of(place))  # DeepSpeed looks there
+    place = RankPlace(given.pop("rank"), 2, 0, 2, file=given.pop("meeting"))
+    os.environ.update(rank_environment(place))  # DeepSpeed looks there
     found = globals()[role](place, **given)
     print(json.dumps(found), flush=True)
     os._exit(0)  # nobody waits for anybody any more

@@ -34,11 +34,11 @@ import zmq
 from processes import Helper, seconds_of
 from run import Row
 
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL, Contribute
-from shoal.runs.connections import ClientLine
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.connections import TransportConnection
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.updates import codecs
 from shoal.worker.sender import Courier
@@ -213,7 +213,7 @@ class Clock:
         return found | {"everything else": max(0.0, 1.0 - sum(found.values()))}
 
 
-def watched(loop: ClusterLoop) -> Clock:
+def watched(loop: CoordinatorLoop) -> Clock:
     clock, coordinator = Clock(), loop.coordinator
     clock.around(loop.server, "poll", "waiting for messages")
     clock.around(loop.server, "reply", "handing answers to ZeroMQ")
@@ -231,7 +231,7 @@ def watched(loop: ClusterLoop) -> Clock:
 
 def serve(given: dict[str, Any]) -> None:
     overrides = [Override(path, value, f"--set {path}={value}") for path, value in (COMMON | given["settings"]).items()]
-    loaded = resolve([File("starter")], overrides, environ={})
+    loaded = resolve([ConfigFile("starter")], overrides, environ={})
     hosts = ("0.0.0.0",) if given["curve"] else ("127.0.0.1",)
     transport = loaded.run.transport.replace(host=None, port=0)
     run_dir = str(Path(given["folder"]) / "run")
@@ -260,7 +260,7 @@ class Sender:
 
     def __init__(self, invitation: dict[str, Any], weights: bool) -> None:
         self.weights, self.protocol = weights, Protocol(None, {}, PROTOCOL, f"sender {os.getpid()}")
-        line = ClientLine(invitation["address"], invitation["token"], invitation["key"])
+        line = TransportConnection(invitation["address"], invitation["token"], invitation["key"])
         self.courier = Courier(line, self.protocol, lambda text: print(text, file=sys.stderr))
         self.protocol.ready = True
         self.courier.converse()  # joins, and pulls

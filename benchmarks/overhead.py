@@ -19,7 +19,7 @@ from run import Row
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.runs.build_run import assemble
 from shoal.runs.training.train_alone import prepare
 
@@ -29,14 +29,14 @@ ROUNDS = 7
 Timed = Callable[[int], float]
 
 
-def settings(kind: str) -> tuple[list[File], list[Override], int, int]:
+def settings(kind: str) -> tuple[list[ConfigFile], list[Override], int, int]:
     """Files, settings, batch size and steps of a round."""
     quiet = {"evaluation.strategy": "never", "checkpoint.strategy": "never", "training.max_steps": "100000000"}
     if kind == "mlp":
         source = {"data.source.kind": "mnist", "data.source.path": str(DATA / "mnist")} if DATA.is_dir() else {}
         values = quiet | source | {"model.hidden_sizes": "[128, 128]", "training.clipping.max_norm": "1.0", "training.epochs": "1000000"}
-        return [File("starter")], [_override(*item) for item in values.items()], 32, 2000
-    return [File("demo-gpt")], [_override(*item) for item in quiet.items()], 16, 12
+        return [ConfigFile("starter")], [_override(*item) for item in values.items()], 32, 2000
+    return [ConfigFile("demo-gpt")], [_override(*item) for item in quiet.items()], 16, 12
 
 
 def _override(path: str, value: str) -> Override:

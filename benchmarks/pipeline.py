@@ -14,13 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
+from engines import loaded
 from run import Row
 
-from engines import loaded
-from shoal.config.ranks import Place, environment_of, place
+from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.runs.training.train_alone import prepare
 
 ROUNDS, STEPS, BATCH, PARTS = 5, 2, 32, 8
@@ -32,7 +31,7 @@ SIDES = {
 }
 
 
-def speed(folder: str, side: str, here: Place | None) -> list[float]:
+def speed(folder: str, side: str, here: RankPlace | None) -> list[float]:
     """Samples/s, round by round."""
     torch.set_num_threads(1)
     loop = prepare(loaded(QUIET | WIDER | SIDES[side]), run_dir=os.path.join(folder, side), resume=False, reporters=[], here=here)
@@ -52,7 +51,7 @@ def started(folder: str, side: str, count: int) -> list[float]:
     """The rates of one side, in processes of their own."""
     processes = []
     for rank in range(count):
-        place_of = environment_of(Place(rank, count, rank, count, file=f"{folder}/meeting")) if count > 1 else {}
+        place_of = rank_environment(RankPlace(rank, count, rank, count, file=f"{folder}/meeting")) if count > 1 else {}
         environ = os.environ | place_of | {"OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen([sys.executable, __file__, folder, side], env=environ, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in processes]
@@ -67,5 +66,4 @@ def measure() -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    print(json.dumps(speed(sys.argv[1], sys.argv[2], place())), flush=True)
+    print(json.dumps(speed(sys.argv[1], sys.argv[2], rank_place())), flush=True)

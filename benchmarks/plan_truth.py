@@ -20,11 +20,11 @@ import real_runs
 from run import Row
 from simulate_truth import COMMON, measured
 
-from shoal.config.load import File, Loaded, Override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.machines import MachineKind
 from shoal.config.schema.strategy import Strategy
 from shoal.config.show import scalar
-from shoal.simulate.meta_model import sketch
+from shoal.simulate.meta_model import build_meta_model
 from shoal.simulate.planning import Candidate, Planned, plan
 
 SLOWDOWN = (4.0, 8.0, 16.0, 32.0)
@@ -32,15 +32,17 @@ SECONDS = float(os.environ.get("PLAN_SECONDS", "10"))
 _LEAST_SENT, _ROUNDS = 3, 3
 
 
-def variant(settings: Mapping[str, Any]) -> Loaded:
+def variant(settings: Mapping[str, Any]) -> LoadedConfig:
     overrides = [Override(path, value, path) for path, value in (real_runs.QUIET | COMMON).items()]
-    return resolve([File("starter")], [*overrides, *(Override(path, scalar(value), path) for path, value in settings.items())], environ={})
+    return resolve(
+        [ConfigFile("starter")], [*overrides, *(Override(path, scalar(value), path) for path, value in settings.items())], environ={}
+    )
 
 
 def planned(batch_s: float) -> Planned:
     kinds = {f"w{number}": MachineKind(steps_per_s=1 / (batch_s * slower)) for number, slower in enumerate(SLOWDOWN, 1)}
     run = variant({"strategy.kind": "async", "cluster.num_workers": len(SLOWDOWN)}).run
-    return plan(sketch(run), kinds, variant, lambda *_: None)
+    return plan(build_meta_model(run), kinds, variant, lambda *_: None)
 
 
 def measure() -> Iterator[Row]:

@@ -73,11 +73,11 @@ def watched(settings: Mapping[str, str], slowdown: Sequence[float], weather: str
 
 
 def coordinate(given: dict[str, Any]) -> None:
-    from shoal.config.load import File, Override, resolve
+    from shoal.config.load import ConfigFile, Override, resolve
     from shoal.runs.coordinator_setup import prepare
 
     overrides = [Override(path, value, f"--set {path}={value}") for path, value in given["settings"].items()]
-    loaded = resolve([File("starter")], overrides, environ={})
+    loaded = resolve([ConfigFile("starter")], overrides, environ={})
     transport, run_dir = loaded.run.transport.replace(host=None, port=0), str(Path(given["folder"]) / "run")
     made = prepare(loaded, run_dir=run_dir, resume=False, reporters=[], workers=given["workers"], hosts=("127.0.0.1",), transport=transport)
     print(json.dumps(made.invitation._asdict()), flush=True)
@@ -128,8 +128,8 @@ def work(given: dict[str, Any]) -> None:
     invitation = given["invitation"]
     proxy = NetemProxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None
     address = invitation["address"] if proxy is None else proxy.address
-    way = worker_run.Way(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
-    joined = worker_run.Joined(way, lambda text: None)
+    way = worker_run.JoinOptions(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
+    joined = worker_run.JoinedWorker(way, lambda text: None)
     joined.prepare()
     worker: Any = joined.worker
     told, begun = [0.0, 0.0, 0], [0.0]

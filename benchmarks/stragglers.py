@@ -141,7 +141,7 @@ def _until_target(coordinator: Helper, started: float) -> float:
 
 
 def coordinate(given: dict[str, Any]) -> None:
-    from shoal.config.load import File, Override, resolve
+    from shoal.config.load import ConfigFile, Override, resolve
     from shoal.runs.coordinator_setup import prepare
     from shoal.runs.monitoring.recorder import Reporter
 
@@ -162,7 +162,9 @@ def coordinate(given: dict[str, Any]) -> None:
         "evaluation.every_steps": str(EVERY_STEPS),
         "evaluation.batch_size": "1000",
     }
-    loaded = resolve([File("starter")], [Override(path, value, f"--set {path}={value}") for path, value in settings.items()], environ={})
+    loaded = resolve(
+        [ConfigFile("starter")], [Override(path, value, f"--set {path}={value}") for path, value in settings.items()], environ={}
+    )
     transport = loaded.run.transport.replace(host=None, port=0)
     coordinating = prepare(
         loaded,
@@ -191,8 +193,8 @@ def work(given: dict[str, Any]) -> None:
 
     worker_run.Worker = Forgetful  # type: ignore[attr-defined]
     invitation = given["invitation"]
-    way = worker_run.Way(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
-    joined = worker_run.Joined(way, lambda text: None)
+    way = worker_run.JoinOptions(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
+    joined = worker_run.JoinedWorker(way, lambda text: None)
     joined.prepare()
     print('"ready"', flush=True)
     sys.stdin.readline()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.config.load import File, resolve
+from shoal.config.load import ConfigFile, resolve
 from shoal.config.schema.engine import DeepSpeed
 from shoal.runs.folder.run_directory import RunDirectory
 
@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def smaller(files: list[str], engine: Mapping[str, str] = ONE_PROCESS) -> list[str]:
     """Options that make a stack fit this machine. They leave alone what makes it a stack: routers, features, penalties, precision."""
-    run = resolve([File(name) for name in files], environ={}).run
+    run = resolve([ConfigFile(name) for name in files], environ={}).run
     own = SIZES | MACHINE | PACE | dict(engine)
     if run.training.precision.kind == "fp8":
         own |= {"training.allow_emulation": "true"}

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, processes_in, wait_for
 from shoal.cli import demo, demo_alone, demo_scenes
 from shoal.cli.demo import activation
 from shoal.cli.demo_scenes import SCENES
 from shoal.cli.main import main
-from shoal.config.load import File, parse_override, resolve
+from shoal.config.load import ConfigFile, parse_override, resolve
+from tests.support.processes import HANG_S, processes_in, wait_for
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_every_scene_has_good_settings_together_and_alone(name: str) -> None:
     scene = SCENES[name]
     together = resolve(
-        [File(file) for file in scene.files], [parse_override(text) for text in (*scene.settings, *scene.together)], environ={}
+        [ConfigFile(file) for file in scene.files], [parse_override(text) for text in (*scene.settings, *scene.together)], environ={}
     )
     assert together.ok, together.problems
     if scene.compares:
         overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
-        assert resolve([File(file) for file in scene.files], overrides, environ={}).ok
+        assert resolve([ConfigFile(file) for file in scene.files], overrides, environ={}).ok
 
 
 @pytest.mark.parametrize("name", SCENES)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from commands import run_python
 from shoal.cli.main import main
-from shoal.config.load import File, parse_override, resolve
+from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.engines.health import HealthMonitor
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.tasks.language import LanguageModelling
+from tests.support.processes import run_python
 
 TEXT = """\
 dialect: shoal
@@ -217,7 +217,7 @@ def test_an_early_end_is_counted_from_the_documents_start() -> None:
 
 
 def test_null_for_a_section_that_must_be_there_changes_nothing() -> None:
-    run = resolve([File("demo-gpt")], [parse_override("model=null")], environ={}).run
+    run = resolve([ConfigFile("demo-gpt")], [parse_override("model=null")], environ={}).run
     assert (run.model.kind, run.chosen_task.kind) == ("gpt", "language-modelling")
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 
-def end(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End this process as the interpreter does, but for its memory: threads are waited for, what asked to be called at the end is called,
     what was printed is written. To take torch apart in memory, object by object, would take a second of a core; the system frees it at
     once. Files and sockets have been closed by those who opened them. A profiler or a debugger sees the whole end."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from shoal.config.dialects import DIALECTS, candidates
-from shoal.config.load import File, Loaded, resolve
-from shoal.config.source_span import Source
-from shoal.config.text import Node, data_of, parse
+from shoal.config.load import ConfigFile, LoadedConfig, resolve
+from shoal.config.source_span import SourceText
+from shoal.config.text import YamlNode, data_of, parse
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.yaml"))
 DIALECT_OF = {path: next(name for name in DIALECTS if path.stem.startswith(name)) for path in CORPUS}
@@ -57,15 +57,15 @@ OTHER: dict[str, Any] = {
 }
 
 
-def leaves(path: Path) -> list[Node]:
+def leaves(path: Path) -> list[YamlNode]:
     """The values of a corpus file, mappings and lists of mappings opened."""
     problems: list[Any] = []
-    root = parse(path.read_text(), Source(path.name, path.read_text()), problems.append)
+    root = parse(path.read_text(), SourceText(path.name, path.read_text()), problems.append)
     assert root is not None
     assert not problems
-    found: list[Node] = []
+    found: list[YamlNode] = []
 
-    def walk(node: Node) -> None:
+    def walk(node: YamlNode) -> None:
         if isinstance(node.value, dict) and not node.user_path.endswith("_kwargs"):
             for entry in node.value.values():
                 walk(entry.value)
@@ -82,7 +82,7 @@ def leaves(path: Path) -> list[Node]:
 CASES = [pytest.param(path, node, id=f"{path.stem}:{node.user_path}") for path in CORPUS for node in leaves(path)]
 
 
-def alone(path: Path, node: Node) -> list[str]:
+def alone(path: Path, node: YamlNode) -> list[str]:
     """The lines of a file, without other spellings of the same setting (two that differ would be refused)."""
     dialect = DIALECTS[DIALECT_OF[path]]
 
@@ -97,7 +97,7 @@ def alone(path: Path, node: Node) -> list[str]:
     return lines
 
 
-def rewritten(path: Path, node: Node, value: str) -> str:
+def rewritten(path: Path, node: YamlNode, value: str) -> str:
     """The text of a file with one value replaced, up to the end of its line."""
     lines = alone(path, node)
     line, column = node.span.line - 1, node.span.column - 1
@@ -105,16 +105,16 @@ def rewritten(path: Path, node: Node, value: str) -> str:
     return "\n".join(lines)
 
 
-def load_text(text: str, tmp_path: Path, dialect: str, overrides: str = "") -> Loaded:
+def load_text(text: str, tmp_path: Path, dialect: str, overrides: str = "") -> LoadedConfig:
     from shoal.config.load import parse_override
 
     file = tmp_path / "case.yaml"
     file.write_text(text)
     settings = [parse_override(overrides)] if overrides else []
-    return resolve([File(str(file))], settings, dialect=dialect, environ={})
+    return resolve([ConfigFile(str(file))], settings, dialect=dialect, environ={})
 
 
-def resolved(loaded: Loaded) -> Any:
+def resolved(loaded: LoadedConfig) -> Any:
     """All settings as plain data, whether or not rules between them hold."""
 
     def plain(tree: Any) -> Any:
@@ -123,7 +123,7 @@ def resolved(loaded: Loaded) -> Any:
     return plain(loaded.settings.tree)
 
 
-def other(node: Node) -> str:
+def other(node: YamlNode) -> str:
     import json
 
     value = node.value
@@ -145,14 +145,14 @@ def other(node: Node) -> str:
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_a_documented_file_loads_and_is_recognised(path: Path) -> None:
-    loaded = resolve([File(str(path))], environ={})
+    loaded = resolve([ConfigFile(str(path))], environ={})
     assert loaded.ok, loaded.problems
     assert [parsed.layer.dialect for parsed in loaded.files] == [DIALECT_OF[path]]
     assert loaded.run is not None
 
 
 @pytest.mark.parametrize(("path", "node"), CASES)
-def test_a_documented_key_changes_what_is_resolved(path: Path, node: Node, tmp_path: Path) -> None:
+def test_a_documented_key_changes_what_is_resolved(path: Path, node: YamlNode, tmp_path: Path) -> None:
     dialect = DIALECT_OF[path]
     beside = BESIDE.get(node.user_path, "")
     before = load_text("\n".join(alone(path, node)), tmp_path, dialect, beside)
@@ -163,7 +163,7 @@ def test_a_documented_key_changes_what_is_resolved(path: Path, node: Node, tmp_p
 
 
 @pytest.mark.parametrize(("path", "node"), CASES)
-def test_a_documented_key_of_a_wrong_type_is_refused_at_its_line(path: Path, node: Node, tmp_path: Path) -> None:
+def test_a_documented_key_of_a_wrong_type_is_refused_at_its_line(path: Path, node: YamlNode, tmp_path: Path) -> None:
     beside = BESIDE.get(node.user_path, "")
     loaded = load_text(rewritten(path, node, "[[]]"), tmp_path, DIALECT_OF[path], beside)
     assert not loaded.ok
@@ -207,25 +207,25 @@ def test_a_default_of_a_dialect_differs_from_the_schema() -> None:
 def test_fragments_that_fit_several_dialects_ask(tmp_path: Path) -> None:
     file = tmp_path / "fragment.yaml"
     file.write_text("training:\n  batch_size: 8\n  learning_rate: 0.001\n")
-    loaded = resolve([File(str(file))], environ={})
+    loaded = resolve([ConfigFile(str(file))], environ={})
     assert [problem.code for problem in loaded.problems] == ["ambiguous-dialect"]
     assert "--dialect" in loaded.problems[0].help
     for name in ("ava", "dist-llm-train", "smolcluster"):
-        assert resolve([File(str(file))], dialect=name, environ={}).ok
+        assert resolve([ConfigFile(str(file))], dialect=name, environ={}).ok
     file.write_text("dialect: ava\n" + file.read_text())
-    assert resolve([File(str(file))], environ={}).ok
+    assert resolve([ConfigFile(str(file))], environ={}).ok
 
 
 def test_a_fragment_takes_the_dialect_of_the_files_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "fragment.yaml"
     file.write_text("training:\n  batch_size: 16\n")
-    loaded = resolve([File("gpu/base"), File(str(file))], environ={})
+    loaded = resolve([ConfigFile("gpu/base"), ConfigFile(str(file))], environ={})
     assert loaded.run.training.batch_size == 16
 
 
 def test_detection_counts_known_keys() -> None:
     problems: list[Any] = []
     text = "training:\n  batch_size: 8\n  num_workunits_per_update: 2\n  lerning_rate_g: 1\n"
-    root = parse(text, Source("x", text), problems.append)
+    root = parse(text, SourceText("x", text), problems.append)
     assert root is not None
     assert candidates(root) == ["classroom"]

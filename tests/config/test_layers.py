@@ -10,19 +10,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.config.load import File, Loaded, Override, parse_override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
 from shoal.config.problems import ConfigError, render
 from shoal.config.show import explain, flat, show
 
 
 def stack(
     tmp_path: Path, *layers: str, overrides: list[str] | None = None, environ: dict[str, str] | None = None, **options: Any
-) -> Loaded:
+) -> LoadedConfig:
     files = []
     for number, text in enumerate(layers):
         file = tmp_path / f"layer{number}.yaml"
         file.write_text(text)
-        files.append(File(str(file)))
+        files.append(ConfigFile(str(file)))
     return resolve(files, [parse_override(text) for text in overrides or []], environ=environ or {}, **options)
 
 
@@ -81,10 +81,10 @@ def test_a_setting_of_another_kind_in_the_same_layer_is_an_error(tmp_path: Path)
 def test_a_dialects_key_waits_for_its_kind_in_any_layer() -> None:
     """`sync_window` is written in the file, the mode that needs it is chosen on the command line."""
     corpus = str(Path(__file__).parent / "corpus" / "dist-llm-train.yaml")
-    asynchronous = resolve([File(corpus)], environ={})
+    asynchronous = resolve([ConfigFile(corpus)], environ={})
     assert asynchronous.run.strategy.kind == "async"
     assert any(problem.code == "no-effect" and problem.path == "training.sync_window" for problem in asynchronous.problems)
-    synchronous = resolve([File(corpus)], [parse_override("controller.use_async_training=false")], environ={})
+    synchronous = resolve([ConfigFile(corpus)], [parse_override("controller.use_async_training=false")], environ={})
     assert (synchronous.run.strategy.kind, synchronous.run.strategy.window) == ("syncps", 2)
 
 
@@ -99,14 +99,14 @@ def test_precedence_files_environment_command_line(tmp_path: Path) -> None:
 
 
 def test_secrets_from_the_environment_reach_their_place() -> None:
-    run = resolve([File("classroom/small-class")], environ={"DB_PASSWORD": "12345", "HF_TOKEN": "hf_x"}).run
+    run = resolve([ConfigFile("classroom/small-class")], environ={"DB_PASSWORD": "12345", "HF_TOKEN": "hf_x"}).run
     assert run.transport.password.reveal() == "12345"
     assert run.hub.token.reveal() == "hf_x"
-    assert resolve([File("starter")], environ={"DB_PASSWORD": "x"}).run.transport.kind == "zmq"
+    assert resolve([ConfigFile("starter")], environ={"DB_PASSWORD": "x"}).run.transport.kind == "zmq"
 
 
 def test_a_bad_variable_of_the_environment_is_named() -> None:
-    loaded = resolve([File("starter")], environ={"TELEMETRY_ALPHA": "fast"})
+    loaded = resolve([ConfigFile("starter")], environ={"TELEMETRY_ALPHA": "fast"})
     assert "TELEMETRY_ALPHA" in render(loaded.problems)
     assert not loaded.ok
 
@@ -118,7 +118,7 @@ def test_config_path_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert resolve([], environ={"CONFIG_PATH": "mine.yaml"}).run.seed == 5
     (tmp_path / "config.yaml").write_text("dialect: shoal\nseed: 6\n")
     assert resolve([], environ={}).run.seed == 6
-    assert resolve([File("starter")], environ={"CONFIG_PATH": "mine.yaml"}).run.seed == 42
+    assert resolve([ConfigFile("starter")], environ={"CONFIG_PATH": "mine.yaml"}).run.seed == 42
 
 
 # --- flags -------------------------------------------------------------------------------------
@@ -130,44 +130,44 @@ def flag(name: str, value: str) -> Override:
 
 def test_a_leaf_key_is_a_flag_in_both_spellings() -> None:
     for name in ("batch_size", "batch-size", "training.batch_size"):
-        assert resolve([File("gpu/base")], [flag(name, "32")], environ={}).run.training.batch_size == 32
+        assert resolve([ConfigFile("gpu/base")], [flag(name, "32")], environ={}).run.training.batch_size == 32
 
 
 def test_the_nearest_leaf_is_meant() -> None:
     """The document's own command: training.warmup_steps, not gradient_health's."""
-    run = resolve([File("gpu/base")], [flag("warmup_steps", "5000")], environ={}).run
+    run = resolve([ConfigFile("gpu/base")], [flag("warmup_steps", "5000")], environ={}).run
     assert run.training.schedule.warmup_steps == 5000
     assert run.training.gradient_health.warmup_steps == 2000
 
 
 def test_a_bare_name_means_training_first() -> None:
-    run = resolve([File("starter")], [flag("batch_size", "5"), flag("learning-rate", "0.5")], environ={}).run
+    run = resolve([ConfigFile("starter")], [flag("batch_size", "5"), flag("learning-rate", "0.5")], environ={}).run
     assert (run.training.batch_size, run.training.optimizer.learning_rate) == (5, 0.5)
 
 
 def test_an_ambiguous_leaf_asks_for_its_path() -> None:
-    loaded = resolve([File("starter")], [flag("every_steps", "5")], environ={})
+    loaded = resolve([ConfigFile("starter")], [flag("every_steps", "5")], environ={})
     assert [problem.code for problem in loaded.problems] == ["ambiguous-flag"]
     assert "evaluation.every_steps" in loaded.problems[0].message
-    assert resolve([File("starter")], [flag("evaluation.every_steps", "5")], environ={}).run.evaluation.every_steps == 5
+    assert resolve([ConfigFile("starter")], [flag("evaluation.every_steps", "5")], environ={}).run.evaluation.every_steps == 5
 
 
 def test_two_spellings_of_one_setting_are_no_ambiguity() -> None:
-    run = resolve([File("gpu/base")], [flag("gradient_accumulation_steps", "2")], environ={}).run
+    run = resolve([ConfigFile("gpu/base")], [flag("gradient_accumulation_steps", "2")], environ={}).run
     assert run.training.gradient_accumulation_steps == 2
 
 
 def test_an_unknown_flag_is_refused_with_a_suggestion() -> None:
-    loaded = resolve([File("gpu/base")], [flag("batch_siz", "2")], environ={})
+    loaded = resolve([ConfigFile("gpu/base")], [flag("batch_siz", "2")], environ={})
     assert [problem.code for problem in loaded.problems] == ["unknown-key"]
     assert "batch_size" in loaded.problems[0].help
 
 
 def test_overrides_speak_the_dialect_or_shoal() -> None:
     for path in ("training.learning_rate", "training.optimizer.learning_rate"):
-        run = resolve([File("smolcluster/gpt_config")], [parse_override(f"{path}=3e-4")], environ={}).run
+        run = resolve([ConfigFile("smolcluster/gpt_config")], [parse_override(f"{path}=3e-4")], environ={}).run
         assert run.training.optimizer.learning_rate == 3e-4
-    assert resolve([File("smolcluster/gpt_config")], [parse_override("epochs=5")], environ={}).run.training.epochs == 5
+    assert resolve([ConfigFile("smolcluster/gpt_config")], [parse_override("epochs=5")], environ={}).run.training.epochs == 5
 
 
 @pytest.mark.parametrize("text", ["nonsense", "=5", ""])
@@ -177,7 +177,7 @@ def test_a_bad_override_is_refused(text: str) -> None:
 
 
 def test_override_values_are_yaml() -> None:
-    run = resolve([File("starter")], [parse_override("model.hidden_sizes=[3, 4]"), parse_override("name=null")], environ={}).run
+    run = resolve([ConfigFile("starter")], [parse_override("model.hidden_sizes=[3, 4]"), parse_override("name=null")], environ={}).run
     assert run.model.hidden_sizes == (3, 4)
     assert run.name is None
 
@@ -199,7 +199,7 @@ def test_explain_tells_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_every_setting_has_an_origin() -> None:
-    text = show(resolve([File("gpu/base"), File("hardware/h100_80gb")], environ={}), origin=True)
+    text = show(resolve([ConfigFile("gpu/base"), ConfigFile("hardware/h100_80gb")], environ={}), origin=True)
     values = [line for line in text.splitlines() if not line.rstrip().endswith(":")]
     assert all("  # " in line for line in values)
     assert "hardware/h100_80gb:3:16" in text
@@ -233,7 +233,7 @@ def test_the_last_layer_that_sets_a_value_wins(tmp_path_factory: pytest.TempPath
             expected[path], setter[path] = value, number
         file = folder / f"layer{number}.yaml"
         file.write_text(yaml.safe_dump(tree))
-        files.append(File(str(file)))
+        files.append(ConfigFile(str(file)))
     loaded = resolve(files, environ={})
     values = {".".join(path): value for path, value in flat(loaded.run)}
     for path, value in expected.items():
@@ -254,8 +254,8 @@ def test_a_layer_twice_is_a_layer_once(tmp_path_factory: pytest.TempPathFactory,
         Override(path, yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip(), "--set")
         for path, value in layer.items()
     ]
-    once = resolve([File(str(file))], overrides, environ={}).run
-    assert resolve([File(str(file)), File(str(file))], [*overrides, *overrides], environ={}).run == once
+    once = resolve([ConfigFile(str(file))], overrides, environ={}).run
+    assert resolve([ConfigFile(str(file)), ConfigFile(str(file))], [*overrides, *overrides], environ={}).run == once
 
 
 def test_the_order_of_options_does_not_matter(tmp_path: Path) -> None:

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config.load import File, Loaded, parse_override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, parse_override, resolve
 from shoal.config.problems import render
 from shoal.config.show import diff, explain, show
 
 
-def load(tmp_path: Path, text: str, dialect: str | None = "shoal", *overrides: str) -> Loaded:
+def load(tmp_path: Path, text: str, dialect: str | None = "shoal", *overrides: str) -> LoadedConfig:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    return resolve([File(str(file))], [parse_override(o) for o in overrides], dialect=dialect, environ={})
+    return resolve([ConfigFile(str(file))], [parse_override(o) for o in overrides], dialect=dialect, environ={})
 
 
 def test_the_text_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("distributed.yaml").write_text("strategy:\n  kind: syncps\n  pull_evry_steps: 100\n")
-    loaded = resolve([File("distributed.yaml")], dialect="shoal", environ={})
+    loaded = resolve([ConfigFile("distributed.yaml")], dialect="shoal", environ={})
     assert (
         render(loaded.problems)
         == """\
@@ -110,7 +110,7 @@ def test_the_controller_wins_with_a_warning(tmp_path: Path) -> None:
 def test_precision_in_two_sections_of_one_file_must_agree(tmp_path: Path) -> None:
     text = "training:\n  mixed_precision: fp16\ndeepspeed:\n  enabled: true\n  precision: bf16\n"
     assert [p.code for p in load(tmp_path, text, "ava").problems] == ["two-values"]
-    layered = resolve([File("gpu/base"), File("distributed/deepspeed_zero1")], environ={})
+    layered = resolve([ConfigFile("gpu/base"), ConfigFile("distributed/deepspeed_zero1")], environ={})
     assert layered.run.training.precision.kind == "bf16", "a later layer wins"
     fp8 = "deepspeed:\n  precision: fp8\n  fp8_enabled: false\n"
     assert [p.code for p in load(tmp_path, fp8, "ava").problems] == ["two-values", "needs-gpu"]
@@ -194,6 +194,6 @@ def test_no_view_tells_a_secret(tmp_path: Path) -> None:
 def test_a_key_in_the_wrong_place_is_told_the_right_one(tmp_path: Path, dialect: str, text: str, help: str) -> None:
     (tmp_path / "file.yaml").write_text(f"{text}\n")
     (problem,) = [
-        one for one in resolve([File(str(tmp_path / "file.yaml"))], dialect=dialect, environ={}).problems if one.code == "unknown-key"
+        one for one in resolve([ConfigFile(str(tmp_path / "file.yaml"))], dialect=dialect, environ={}).problems if one.code == "unknown-key"
     ]
     assert help in problem.help

@@ -12,7 +12,7 @@ import yaml
 from shoal import ConfigError, TrainerConfig
 from shoal.config.field_docs import field_docs
 from shoal.config.fields import Section
-from shoal.config.load import File, resolve
+from shoal.config.load import ConfigFile, resolve
 from shoal.config.migrate import migrate
 from shoal.config.presets import names
 from shoal.config.reference import dialects_page, json_schema, settings_page
@@ -70,10 +70,10 @@ def test_the_schema_helps_an_editor() -> None:
 
 
 def _yaml_1_2(text: str) -> Any:
-    from shoal.config.source_span import Source
+    from shoal.config.source_span import SourceText
     from shoal.config.text import data_of, parse
 
-    root = parse(text, Source("m", text), lambda problem: pytest.fail(problem.message))
+    root = parse(text, SourceText("m", text), lambda problem: pytest.fail(problem.message))
     assert root is not None
     return data_of(root)
 
@@ -83,7 +83,7 @@ def test_a_migrated_file_means_the_same(name: str, tmp_path: Path) -> None:
     file = tmp_path / "native.yaml"
     file.write_text(migrate(name))
     environ = {"DB_PASSWORD": "password", "HF_TOKEN": ""}
-    before, after = resolve([File(name)], environ=environ), resolve([File(str(file))], environ=environ)
+    before, after = resolve([ConfigFile(name)], environ=environ), resolve([ConfigFile(str(file))], environ=environ)
     assert [parsed.layer.dialect for parsed in after.files] == ["shoal"]
     assert after.run == before.run
 
@@ -104,7 +104,7 @@ def test_comments_and_variables_survive_and_secrets_do_not(tmp_path: Path) -> No
     assert "password: ${DB_PASSWORD}" in text
     native = tmp_path / "native.yaml"
     native.write_text(text)
-    run = resolve([File(str(native))], environ={"DB_HOST": "h", "DB_PASSWORD": "p"}).run
+    run = resolve([ConfigFile(str(native))], environ={"DB_HOST": "h", "DB_PASSWORD": "p"}).run
     assert (run.transport.host, run.transport.port) == ("h", 5432)
 
 
@@ -121,13 +121,13 @@ def test_a_file_with_errors_is_not_migrated(tmp_path: Path) -> None:
 def test_trainer_config_and_yaml_are_one() -> None:
     fields = yaml.safe_load(Path(ROOT / "src/shoal/config/presets/diloco/production.yaml").read_text())
     run = TrainerConfig(**fields | {"lr": 5e-6}).to_run()
-    assert run == resolve([File("diloco/production")], environ={}).run
+    assert run == resolve([ConfigFile("diloco/production")], environ={}).run
 
 
 def test_trainer_config_defaults_are_those_of_the_files(tmp_path: Path) -> None:
     file = tmp_path / "least.yaml"
     file.write_text("model_name: m\ndataset_name: d\n")
-    assert TrainerConfig("m", "d").to_run() == resolve([File(str(file))], environ={}).run
+    assert TrainerConfig("m", "d").to_run() == resolve([ConfigFile(str(file))], environ={}).run
 
 
 def test_trainer_config_reports_problems_by_field() -> None:

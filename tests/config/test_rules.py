@@ -10,7 +10,7 @@ import pytest
 
 from shoal.config.derived_values import quorum, tolerated
 from shoal.config.dialects import native_paths
-from shoal.config.load import File, Loaded, parse_override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, parse_override, resolve
 from shoal.config.problems import masked, render
 from shoal.config.rules import RULES
 from shoal.config.rules import rule as rules
@@ -173,7 +173,6 @@ BROKEN = [
         ["data.sequence_length", "model.max_seq_len"],
     ),
     ("engine", "strategy: {kind: edp}\nengine: {kind: collectives}\n", ["engine.kind", "strategy.kind"]),
-    ("engine", "strategy: {kind: diloco}\nengine: {kind: fsdp}\ntransport: {kind: collectives}\n", None),
     ("engine", "strategy: {kind: diloco, fragments: 2}\nengine: {kind: collectives}\n", ["strategy.fragments", "engine.kind"]),
     ("engine", "strategy: {kind: diloco, overlap_steps: 2}\nengine: {kind: collectives}\n", ["strategy.overlap_steps", "engine.kind"]),
     (
@@ -317,10 +316,10 @@ BROKEN = [
 ]
 
 
-def load(tmp_path: Path, text: str) -> Loaded:
+def load(tmp_path: Path, text: str) -> LoadedConfig:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    return resolve([File(str(file))], dialect="shoal", environ={})
+    return resolve([ConfigFile(str(file))], dialect="shoal", environ={})
 
 
 @pytest.mark.parametrize(("code", "text", "paths"), [case for case in BROKEN if "dialect: shoal" not in case[1]])
@@ -332,26 +331,6 @@ def test_a_broken_rule_is_an_error_with_its_places(tmp_path: Path, code: str, te
     assert all(label.span.line for label in problem.labels)
     if paths is not None:
         assert [label.text.strip("`") for label in problem.labels] == paths
-
-
-def test_collectives_in_their_former_place_load_and_are_told_where_they_are_now(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "strategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 4}\n")
-    assert (loaded.run.engine.kind, loaded.run.launch.devices_per_node) == ("collectives", 4)
-    assert (loaded.run.transport.kind, loaded.run.cluster.num_workers) == ("zmq", None)
-    assert [(problem.code, problem.severity, problem.labels[0].span.line) for problem in loaded.problems] == [("moved", "warning", 2)]
-
-
-def test_a_file_that_shoal_wrote_with_collectives_in_their_former_place_goes_on_silently(tmp_path: Path) -> None:
-    text = "engine: {kind: single}\nstrategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 2}\n"
-    (tmp_path / "config.yaml").write_text(text + "launch: {devices_per_node: null}\n")
-    loaded = resolve([File(str(tmp_path / "config.yaml"))], dialect="shoal", environ={}, resolved=True)
-    assert (loaded.run.engine.kind, loaded.run.launch.devices_per_node, loaded.problems) == ("collectives", 2, [])
-
-
-def test_torchrun_counts_the_processes_of_collectives_itself(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("strategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 4}\n")
-    loaded = resolve([File(str(tmp_path / "config.yaml"))], dialect="shoal", environ={"RANK": "0"})
-    assert (loaded.run.launch.devices_per_node, loaded.run.cluster.num_workers) == (None, None)
 
 
 def test_the_same_files_mended_load(tmp_path: Path) -> None:
@@ -385,7 +364,7 @@ def test_the_keywords_of_optimizers_are_those_of_torch() -> None:
 
 def test_keywords_of_the_inner_optimizer_are_refused_in_the_users_own_words(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model_name: x\ndataset_name: y\ninner_opt_kwargs: {bogus: 1}\n")
-    (problem,) = resolve([File(str(tmp_path / "run.yaml"))], dialect="diloco", environ={}).problems
+    (problem,) = resolve([ConfigFile(str(tmp_path / "run.yaml"))], dialect="diloco", environ={}).problems
     assert (problem.code, problem.message, problem.labels[0].text) == ("optimizer", "AdamW takes no `bogus`", "`inner_opt_kwargs.bogus`")
 
 
@@ -484,14 +463,14 @@ def test_every_rule_is_exercised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_short_test_run_of_a_long_config_only_warns() -> None:
     """The document's own advice: try a configuration with --max_steps 100."""
-    loaded = resolve([File("gpu/base")], [parse_override("training.max_steps=100")], environ={})
+    loaded = resolve([ConfigFile("gpu/base")], [parse_override("training.max_steps=100")], environ={})
     assert loaded.ok
     assert [problem.code for problem in loaded.problems] == ["warm-up"]
 
 
 def test_a_later_layer_outdates_the_global_batch() -> None:
     """base + a100 + zero2 with --num_gpus 8, and the full stack with --batch_size 16: both are documented commands."""
-    files = [File("gpu/base"), File("hardware/a100_80gb"), File("distributed/deepspeed_zero2")]
+    files = [ConfigFile("gpu/base"), ConfigFile("hardware/a100_80gb"), ConfigFile("distributed/deepspeed_zero2")]
     loaded = resolve(files, [parse_override("num_gpus=8")], environ={})
     assert loaded.ok
     assert loaded.run.training.global_batch_size == 4 * 8 * 8
@@ -503,7 +482,7 @@ def test_a_later_layer_outdates_the_global_batch() -> None:
 
 def test_a_documented_quorum_is_raised_with_a_warning_naming_both_lines() -> None:
     for name, needed, more in (("federated", 13, 11), ("high-security", 15, 12)):
-        loaded = resolve([File(f"dist-llm-train/{name}")], environ={})
+        loaded = resolve([ConfigFile(f"dist-llm-train/{name}")], environ={})
         assert loaded.run.strategy.contributions_per_update == needed
         (problem,) = loaded.problems
         assert (problem.code, problem.severity, len(problem.labels)) == ("quorum", "warning", 2)
@@ -541,9 +520,9 @@ def test_a_quorum_and_what_is_tolerated_are_each_other_s_inverse(rule: str) -> N
 
 
 def test_polyak_without_syncps_warns() -> None:
-    files = [File("smolcluster/cluster_config_edp"), File("smolcluster/nn_config")]
+    files = [ConfigFile("smolcluster/cluster_config_edp"), ConfigFile("smolcluster/nn_config")]
     assert [problem.code for problem in resolve(files, environ={}).problems] == ["no-effect"]
-    files[0] = File("smolcluster/cluster_config_syncps")
+    files[0] = ConfigFile("smolcluster/cluster_config_syncps")
     assert not resolve(files, environ={}).problems
 
 
@@ -581,7 +560,7 @@ def test_names_of_repositories(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_auto_values_of_the_gpt_file(overrides: list[str], batch_size: int, epochs: int) -> None:
-    run = resolve([File("smolcluster/gpt_config")], [parse_override(text) for text in overrides], environ={}).run
+    run = resolve([ConfigFile("smolcluster/gpt_config")], [parse_override(text) for text in overrides], environ={}).run
     assert (run.training.batch_size, run.training.epochs) == (batch_size, epochs)
 
 
@@ -593,15 +572,15 @@ def test_algorithms_are_told_apart_by_their_keys() -> None:
         "cluster_config_inference": ("local", "pipeline"),
     }
     for name, kinds in expected.items():
-        run = resolve([File(f"smolcluster/{name}")], environ={}).run
+        run = resolve([ConfigFile(f"smolcluster/{name}")], environ={}).run
         assert (run.strategy.kind, run.engine.kind) == kinds
-    assert resolve([File("cluster_config_mp")], environ={}).run.engine.timeout_s == 300
+    assert resolve([ConfigFile("cluster_config_mp")], environ={}).run.engine.timeout_s == 300
 
 
 def test_ports_may_be_a_map_by_host(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("host_ip: {s: 10.0.0.1, a: 10.0.0.1}\nport: {a: 7001, s: 7002}\nworkers: [a]\nserver: s\nnum_workers: 1\n")
-    run = resolve([File(str(file))], environ={}).run
+    run = resolve([ConfigFile(str(file))], environ={}).run
     assert run.cluster.hosts["a"].server_port == 7001
     assert run.cluster.hosts["a"].server_address == "10.0.0.1"
 
@@ -614,12 +593,12 @@ def test_a_nested_and_a_flat_gpt_file_are_one(tmp_path: Path) -> None:
         'tokenizer: "openai-community/gpt2"\n'
         'project_name: "smolcluster-gpt-wikitext2"\n'
     )
-    assert resolve([File(str(file))], environ={}).run == resolve([File("gpt_config")], environ={}).run
+    assert resolve([ConfigFile(str(file))], environ={}).run == resolve([ConfigFile("gpt_config")], environ={}).run
 
 
-def volunteers(tmp_path: Path, text: str) -> Loaded:
+def volunteers(tmp_path: Path, text: str) -> LoadedConfig:
     (tmp_path / "volunteers.yaml").write_text(text)
-    return resolve([File(str(tmp_path / "volunteers.yaml"))], dialect="dist-llm-train", environ={})
+    return resolve([ConfigFile(str(tmp_path / "volunteers.yaml"))], dialect="dist-llm-train", environ={})
 
 
 def test_a_memory_and_privacy_exclude_each_other(tmp_path: Path) -> None:
@@ -667,12 +646,12 @@ def test_an_ava_file_that_says_how_texts_are_padded_and_cut_has_them_padded_and_
     file = tmp_path / "ava.yaml"
     for text, batching in (("padding_side: left", "dynamic"), ("truncation: false", "dynamic"), ("max_length: 64", "packed")):
         file.write_text(f"model: {{num_experts: 2}}\ndata: {{{text}}}\n")
-        assert resolve([File(str(file))], dialect="ava", environ={}).run.data.batching == batching
+        assert resolve([ConfigFile(str(file))], dialect="ava", environ={}).run.data.batching == batching
 
 
 def test_a_later_layer_outdates_the_accumulation_of_an_earlier_one() -> None:
     """base + a100 + zero3: 12 accumulated batches are the A100's, and no number of devices makes 128 of 2 × 12."""
-    files = [File("gpu/base"), File("hardware/a100_80gb"), File("distributed/deepspeed_zero3")]
+    files = [ConfigFile("gpu/base"), ConfigFile("hardware/a100_80gb"), ConfigFile("distributed/deepspeed_zero3")]
     torchrun = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     for overrides, environ, steps in (([], {}, 64), ([parse_override("num_gpus=16")], {}, 4), ([], torchrun, 8)):
         loaded = resolve(files, overrides, environ=environ)
@@ -685,7 +664,7 @@ def test_a_later_layer_outdates_the_accumulation_of_an_earlier_one() -> None:
 
 
 def test_a_global_batch_that_the_processes_do_not_make_says_how_many_would() -> None:
-    files = [File("gpu/base"), File("hardware/a100_80gb"), File("distributed/deepspeed_zero1")]
+    files = [ConfigFile("gpu/base"), ConfigFile("hardware/a100_80gb"), ConfigFile("distributed/deepspeed_zero1")]
     torchrun = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     (told,) = [problem for problem in resolve(files, environ=torchrun).problems if problem.code == "batch-arithmetic"]
     assert (told.severity, told.message) == ("error", "a global batch of 32 is not 8 × 4 × 4 devices = 128")

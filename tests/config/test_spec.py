@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal import TrainerConfig
-from shoal.config.load import File, resolve
+from shoal.config.load import ConfigFile, resolve
 from shoal.config.problems import errors, render
 
 ENVIRON = {"DB_PASSWORD": "secret", "HF_TOKEN": "hf_secret"}
@@ -36,7 +36,7 @@ def test_every_yaml_block_loads(spec: Path, document: str, tmp_path: Path) -> No
         for text in files(block):
             file = tmp_path / "block.yaml"
             file.write_text(text, encoding="utf-8")
-            loaded = resolve([File(str(file))], dialect=DOCUMENTS[document], environ=ENVIRON)
+            loaded = resolve([ConfigFile(str(file))], dialect=DOCUMENTS[document], environ=ENVIRON)
             assert not errors(loaded.problems), f"{text}\n{render(loaded.problems)}"
             count += 1
     assert count >= 7
@@ -49,7 +49,7 @@ def test_whole_files_are_recognised_without_being_told(spec: Path, document: str
         for text in files(block):
             file = tmp_path / "block.yaml"
             file.write_text(text, encoding="utf-8")
-            loaded = resolve([File(str(file))], environ=ENVIRON)
+            loaded = resolve([ConfigFile(str(file))], environ=ENVIRON)
             if any(problem.code == "ambiguous-dialect" for problem in loaded.problems):
                 assert len(text.splitlines()) < 20, "only a fragment is ambiguous"
                 continue
@@ -97,5 +97,5 @@ def test_documented_fields_of_trainer_config_are_all_there(spec: Path) -> None:
     ],
 )
 def test_documented_combinations_load(layers: tuple[str, ...]) -> None:
-    loaded = resolve([File(name) for name in layers], environ={})
+    loaded = resolve([ConfigFile(name) for name in layers], environ={})
     assert loaded.ok, render(loaded.problems)

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.config.load import File, resolve
+from shoal.config.load import ConfigFile, resolve
 from shoal.config.problems import Problem
-from shoal.config.source_span import Source
-from shoal.config.text import Node, data_of, interpolate, parse, read
+from shoal.config.source_span import SourceText
+from shoal.config.text import YamlNode, data_of, interpolate, parse, read
 
 
 def parsed(text: str) -> tuple[Any, list[Problem]]:
     problems: list[Problem] = []
-    root = parse(text, Source("test.yaml", text), problems.append)
+    root = parse(text, SourceText("test.yaml", text), problems.append)
     return (data_of(root) if root else None), problems
 
 
@@ -66,7 +66,7 @@ def test_words_and_numbers_are_those_of_yaml_1_2(text: str, value: object) -> No
 
 def test_positions_are_of_the_text() -> None:
     text = "a:\n  b: 12\n  c: [x,  yy]\n  d: 'q'\n"
-    root = parse(text, Source("t", text), lambda problem: None)
+    root = parse(text, SourceText("t", text), lambda problem: None)
     assert root is not None
     section = root.get("a")
     assert section is not None
@@ -178,7 +178,7 @@ def test_missing_files_and_folders_say_what_to_do(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_fine(tmp_path: Path) -> None:
     file = tmp_path / "bom.yaml"
     file.write_bytes(b"\xef\xbb\xbfseed: 1\r\nlog_level: DEBUG\r\n")
-    run = resolve([File(str(file))], environ={}).run
+    run = resolve([ConfigFile(str(file))], environ={}).run
     assert (run.seed, run.log_level) == (1, "DEBUG")
 
 
@@ -187,7 +187,7 @@ def test_a_byte_order_mark_is_fine(tmp_path: Path) -> None:
 
 def expanded(text: str, environ: dict[str, str]) -> tuple[Any, list[str]]:
     problems: list[Problem] = []
-    root = parse(f"key: {text}\n", Source("t", f"key: {text}\n"), problems.append)
+    root = parse(f"key: {text}\n", SourceText("t", f"key: {text}\n"), problems.append)
     assert root is not None
     data = data_of(interpolate(root, environ, problems.append))
     return data["key"], [problem.code for problem in problems]
@@ -230,7 +230,7 @@ def test_unset_and_broken_variables_are_problems() -> None:
 )
 def test_expansion_ends_and_never_expands_what_it_inserted(environ: dict[str, str], text: str) -> None:
     problems: list[Problem] = []
-    node = Node(text, Source("t", text).whole(), raw=text)
+    node = YamlNode(text, SourceText("t", text).whole(), raw=text)
     value = interpolate(node, environ, problems.append).value
     assert isinstance(value, str)
     if "${" not in text:
@@ -253,7 +253,7 @@ def test_no_text_raises(text: str) -> None:
 def test_no_bytes_raise(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     file.write_bytes(content)
-    loaded = resolve([File(str(file))], environ={})
+    loaded = resolve([ConfigFile(str(file))], environ={})
     assert loaded.problems or loaded.ok
 
 
@@ -294,5 +294,5 @@ def test_no_tree_raises(tmp_path_factory: pytest.TempPathFactory, tree: dict[str
     file = tmp_path_factory.getbasetemp() / "tree.yaml"
     file.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="surrogatepass")
     for dialect in (None, "shoal", "ava", "smolcluster", "dist-llm-train"):
-        loaded = resolve([File(str(file))], dialect=dialect, environ={})
+        loaded = resolve([ConfigFile(str(file))], dialect=dialect, environ={})
         assert loaded.ok or all(problem.message for problem in loaded.problems)

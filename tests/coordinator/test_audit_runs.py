@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_journal_recovery import Durable
-from tiny_cluster import FakeWorker, strategy_of
 
 from shoal.cli.main import main
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.durable.ledger import sealed
-from shoal.coordinator.durable.lock import Lock
+from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
+from tests.coordinator.test_journal_recovery import Durable
+from tests.support.small_cluster import FakeWorker, strategy_of
 
 Lines = list[dict[str, Any]]
 
@@ -205,7 +205,7 @@ def test_a_receipt_that_was_changed(run: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_run_that_goes_on_is_running(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = Lock(run / "coordinator")
+    lock = FolderLock(run / "coordinator")
     lock.take()
     try:
         assert main(["audit", str(run)]) == 0
@@ -219,7 +219,7 @@ def test_a_run_that_goes_on_is_running(run: Path, capsys: pytest.CaptureFixture[
 def test_a_live_run_is_not_blamed_for_what_changed_while_it_was_read(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, lines, looks = Lock(run / "coordinator"), ledger_of(run), iter(range(100))
+    lock, lines, looks = FolderLock(run / "coordinator"), ledger_of(run), iter(range(100))
 
     def grows(folder: Path) -> bool:
         write_ledger(run, lines[: len(lines) - 8 + 4 * min(2, next(looks))])  # while the journal is at its end already

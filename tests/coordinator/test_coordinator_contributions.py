@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from tiny_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
-from shoal.coordinator.durable.journal import Journal
+from shoal.coordinator.durable.journal import FileJournal
 from shoal.coordinator.members.table import MOST_NAMES
-from shoal.coordinator.state import Concluded, Interrupted
+from shoal.coordinator.state import Interrupted, RunConcluded
 from shoal.protocol.messages import PROTOCOL, BadMessage, Join, parse
+from tests.support.small_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
 ASYNC = strategy_of(Async(max_staleness=50))
 SYNC = strategy_of(SyncPs(round_timeout_s=10.0))
@@ -152,7 +152,7 @@ def test_what_waits_when_the_run_is_over_is_named() -> None:
     call = other.contribute(c)
     other.carry_out(other.coordinator.handle(Interrupted("enough"), other.now))
     assert other.status(call) == "finished"
-    other.carry_out(other.coordinator.handle(Concluded(), other.now))
+    other.carry_out(other.coordinator.handle(RunConcluded(), other.now))
     assert [one[:2] for one in other.ledger[-1]["unused"]] == [["c", 0]]
 
 
@@ -248,11 +248,11 @@ def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leaving(cluster: Cluster, call: int) -> object:
-    from shoal.coordinator.state import Called
+    from shoal.coordinator.state import RequestReceived
     from shoal.protocol.messages import Leave
 
     cluster.calls += 1
-    return Called(cluster.calls, Leave(cluster.answers[call]["session"], 0))
+    return RequestReceived(cluster.calls, Leave(cluster.answers[call]["session"], 0))
 
 
 def test_too_many_sessions_are_refused_but_not_to_one_who_is_here() -> None:
@@ -276,7 +276,7 @@ def test_records_and_ledger_lines_are_small(tmp_path: object) -> None:
 
     cluster, a = alone(strategy_of(Edp()))
     cluster.step(a)
-    journal = Journal(Path(str(tmp_path)))
+    journal = FileJournal(Path(str(tmp_path)))
     journal.begin()
     for record, _ in cluster.records:
         journal.append(record)

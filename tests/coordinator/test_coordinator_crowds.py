@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import Int8Codec, NoCodec, Updates
 from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.rounds.weights_publisher import Publisher
-from shoal.coordinator.state import Bounds, Held
+from shoal.coordinator.rounds.weights_publisher import WeightsPublisher
+from shoal.coordinator.state import HeldContribution, MemberLimits
+from tests.support.small_cluster import Cluster, strategy_of
 
 STRATEGIES = {
     "edp": strategy_of(Edp()),
@@ -60,7 +60,7 @@ def test_a_contribution_and_a_heartbeat_walk_through_nobody_else(name: str, code
 
 
 def test_the_replicas_that_are_held_are_counted_as_they_come_and_go() -> None:
-    publisher, dice, have = Publisher(Int8Codec()), random.Random(0), dict[str, int]()
+    publisher, dice, have = WeightsPublisher(Int8Codec()), random.Random(0), dict[str, int]()
     for version in range(60):
         publisher.publish(version, torch.full((50,), float(version)), torch.empty(0))
         for name in dice.sample([f"s{number}" for number in range(8)], 3):
@@ -79,7 +79,7 @@ def test_those_who_can_still_send_to_a_round_are_counted_as_they_come_and_go() -
         name = f"w{dice.randrange(6)}"
         what = dice.choice(["activate", "deactivate", "hold", "miss", "close"])
         if what == "hold":
-            rounds.hold(0, Held({"worker": name, "seq": step, "late": dice.random() < 0.2}, (), torch.empty(0), torch.empty(0)))
+            rounds.hold(0, HeldContribution({"worker": name, "seq": step, "late": dice.random() < 0.2}, (), torch.empty(0), torch.empty(0)))
         elif what == "close":
             rounds.open.pop(0, None)
         elif what == "miss":
@@ -92,5 +92,5 @@ def test_those_who_can_still_send_to_a_round_are_counted_as_they_come_and_go() -
 
 def test_how_many_workers_may_be_here_is_a_matter_of_the_plan() -> None:
     cluster = Cluster(strategy_of(Async()))
-    plan = cluster.plan._replace(bounds=Bounds(sessions=3))
+    plan = cluster.plan._replace(bounds=MemberLimits(sessions=3))
     assert type(cluster.coordinator)(plan, cluster.strategy, cluster.learner).members.most_sessions == 3

@@ -6,17 +6,17 @@ import random
 from typing import Any
 
 import pytest
-from hard_weather import LONGEST, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_cluster import strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
-from shoal.coordinator.state import Plan, Task, Tasks
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.state import DataTask, RunPlan, TaskPlan
+from shoal.coordinator.units.cut import DataCut
 from shoal.scheduling import KINDS
 from shoal.strategies import Policies
+from tests.support.network_faults import LONGEST, World
+from tests.support.small_cluster import strategy_of
 
 STRATEGIES: dict[str, Policies] = {
     "syncps": strategy_of(SyncPs(round_timeout_s=10.0)),
@@ -36,7 +36,7 @@ STRATEGIES: dict[str, Policies] = {
     "edp, tasks": strategy_of(Edp(pull_every_steps=3)),
     "syncps, tasks": strategy_of(SyncPs(round_timeout_s=10.0)),
 }
-TASKS = Tasks((Task("long", 0, 3), Task("short", 3, 4)), 20, 1, KINDS["gale-shapley"], {})
+TASKS = TaskPlan((DataTask("long", 0, 3), DataTask("short", 3, 4)), 20, 1, KINDS["gale-shapley"], {})
 LIKELY = ["go"] * 8 + ["act"] * 5 + ["deliver"] * 5 + ["time"] * 3
 WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "snapshot", "rest"]
 DISK = ["full", "half", "snapshot", "spoil"]
@@ -46,9 +46,9 @@ SCHEDULE = st.lists(st.tuples(st.sampled_from(LIKELY + WRONG + DISK), st.integer
 
 def live_through(name: str, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
     strategy = STRATEGIES[name]
-    plan = Plan(Updates(), 0, workers, 1, steps, None, 8 * workers, 5.0, 0.5)
+    plan = RunPlan(Updates(), 0, workers, 1, steps, None, 8 * workers, 5.0, 0.5)
     if strategy.feed.leased:
-        plan = plan._replace(cut=Cut(LONGEST, strategy.feed.batches, 30), lease_s=20.0, attempts=50)
+        plan = plan._replace(cut=DataCut(LONGEST, strategy.feed.batches, 30), lease_s=20.0, attempts=50)
     if "tasks" in name:
         plan = plan._replace(tasks=TASKS)
     world = World(strategy, plan, workers)

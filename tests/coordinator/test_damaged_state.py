@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World
-from tiny_cluster import Numbers
 
 from shoal.cli.main import main
 from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.coordinator.driver import Captured, Driver, Surroundings
+from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.durable.journal import journals, path_of
-from shoal.coordinator.durable.records import Reading
+from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Message
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.runs.folder.repair import confirmed_in, refuse_forgotten
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World
+from tests.support.small_cluster import Numbers
 
 DAMAGES = 105
 """Of each strategy below: more than 200 together."""
@@ -51,12 +51,12 @@ class Killed(NamedTuple):
 
     def recovered(self) -> Recovered:
         """Come back, as `runs/coordinator_setup.py` does. Raises ShoalError."""
-        learner, store, told = Numbers(2), Files(self.state), Told()
+        learner, store, told = Numbers(2), FileStore(self.state), Told()
         key = store.receipt_key
         coordinator = Coordinator(self.world.plan._replace(receipt_key=key), self.world.strategy, learner)
-        capture = Captured({"vector": learner.vector}, {"coordinator": coordinator.state_dict(), "ledger": 0})
-        around = Surroundings(Wire(), store, told, Message({}), lambda: capture, lambda: 0.0, lambda: "s", threads=False)
-        driver = Driver(coordinator, around)
+        capture = SnapshotContent({"vector": learner.vector}, {"coordinator": coordinator.state_dict(), "ledger": 0})
+        around = DriverDeps(Wire(), store, told, Message({}), lambda: capture, lambda: 0.0, lambda: "s", threads=False)
+        driver = CoordinatorDriver(coordinator, around)
         try:
             snapshot = store.snapshots.newest(told.say)
             if snapshot is None:
@@ -189,7 +189,7 @@ def test_every_byte_of_the_newest_journal_is_checked(killed: Killed) -> None:
 def test_after_a_repair_the_run_goes_on_and_what_is_lost_has_a_name(killed: Killed, capsys: pytest.CaptureFixture[str]) -> None:
     copy = killed.copy("to repair")
     number = max(journals(copy.state))
-    reading = Reading(path_of(copy.state, number))
+    reading = JournalReader(path_of(copy.state, number))
     ends = [reading.end.length for _ in reading]
     content = bytearray(reading.path.read_bytes())
     content[ends[len(ends) // 2] + 40] ^= 1
@@ -213,7 +213,7 @@ def test_after_a_repair_the_run_goes_on_and_what_is_lost_has_a_name(killed: Kill
 
 def test_a_cut_between_two_records_is_told_by_the_ledger_or_by_receipts(killed: Killed) -> None:
     number = max(journals(killed.state))
-    reading = Reading(path_of(killed.state, number))
+    reading = JournalReader(path_of(killed.state, number))
     kinds, ends = zip(*[(record["kind"], reading.end.length) for record, _ in reading], strict=True)
     assert kinds[-1] == "accepted", "of a round that is open: the ledger knows nothing of it"
     for end in ends[:-1]:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, Numbers, believing, strategy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Exited
+from shoal.coordinator.state import WorkerExited
 from shoal.protocol.messages import Gone
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import spans
+from tests.support.small_cluster import Cluster, FakeWorker, Numbers, believing, strategy_of
 
 
 def policy(expected: int, **settings: Any) -> Policies:
@@ -166,10 +166,10 @@ def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
     cluster.contribute(one)
     cluster.contribute(two)
     assert cluster.coordinator.state.version == 0
-    cluster.carry_out(cluster.coordinator.handle(Exited("w2"), cluster.now))
+    cluster.carry_out(cluster.coordinator.handle(WorkerExited("w2"), cluster.now))
     assert cluster.coordinator.state.version == 1
     assert cluster.status(cluster.contribute(three)) == "unknown-session", "it has to come back"
-    assert not cluster.coordinator.handle(Exited("stranger"), cluster.now)
+    assert not cluster.coordinator.handle(WorkerExited("stranger"), cluster.now)
     one, two, three = (cluster.join(name) for name in ("w0", "w1", "w2"))
     cluster.contribute(one)
     cluster.contribute(two)

@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.coordinator.driver import Captured, Driver, Surroundings
+from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Exited, Plan
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.state import RunPlan, WorkerExited
+from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from tests.support.small_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 STRATEGIES = {
     "syncps": strategy_of(SyncPs(round_timeout_s=5.0)),
@@ -71,25 +71,25 @@ class World:
         self.folder, self.strategy, self.random = folder, strategy, random.Random(seed)
         self.now, self.heap, self._order = 0.0, list[tuple[float, int, Callable[[], None]]](), itertools.count()
         self.wire, self.versions = Wire(), list[int]()
-        self.plan = Plan(self.updates, 0, 3, 1, steps, None, 24, 5.0, 0.5)
+        self.plan = RunPlan(self.updates, 0, 3, 1, steps, None, 24, 5.0, 0.5)
         if strategy.feed.leased:  # eight epochs of six units, of which two make a version
-            self.plan = self.plan._replace(cut=Cut(12, 2, 8), total_batches=96, lease_s=30.0, attempts=3)
+            self.plan = self.plan._replace(cut=DataCut(12, 2, 8), total_batches=96, lease_s=30.0, attempts=3)
         self.driver = self.begin(resume=False)
         self.at(0.0, self.tick)
 
-    def begin(self, resume: bool) -> Driver:
+    def begin(self, resume: bool) -> CoordinatorDriver:
         learner = Numbers(2)
-        store = Files(self.folder / "coordinator")
+        store = FileStore(self.folder / "coordinator")
         coordinator = believing(Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner))
 
-        def capture() -> Captured:
-            return Captured({"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length})
+        def capture() -> SnapshotContent:
+            return SnapshotContent(
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+            )
 
         sessions = (f"{self.random.getrandbits(64):016x}" for _ in itertools.count())
-        around = Surroundings(
-            self.wire, store, self, Message({"size": 2}), capture, lambda: self.now, lambda: next(sessions), threads=False
-        )
-        driver = Driver(coordinator, around)
+        around = DriverDeps(self.wire, store, self, Message({"size": 2}), capture, lambda: self.now, lambda: next(sessions), threads=False)
+        driver = CoordinatorDriver(coordinator, around)
         if resume:
             snapshot = store.snapshots.newest(pytest.fail)
             assert snapshot is not None
@@ -217,7 +217,7 @@ def test_a_run_takes_no_time_no_thread_and_gives_the_same_from_the_same_seed(tmp
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_coordinator_that_dies_twice_loses_nothing_it_confirmed(tmp_path: Path, name: str) -> None:
     world = live(
-        tmp_path, STRATEGIES[name], 3, (6.0, World.crash), (9.5, lambda world: world.driver.happen(Exited("w2"))), (14.0, World.crash)
+        tmp_path, STRATEGIES[name], 3, (6.0, World.crash), (9.5, lambda world: world.driver.happen(WorkerExited("w2"))), (14.0, World.crash)
     )
     assert world.driver.coordinator.state.version == 24
     assert violations(world) == []

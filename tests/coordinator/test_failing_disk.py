@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_journal_recovery import STRATEGIES, Durable, kept
-from tiny_cluster import FakeWorker
 
 from shoal.coordinator.durable import journal as journal_module
-from shoal.coordinator.durable.journal import Journal, journals
-from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.journal import FileJournal, journals
+from shoal.coordinator.durable.ledger import FileLedger
 from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as checkpoint_module
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
+from tests.coordinator.test_journal_recovery import STRATEGIES, Durable, kept
+from tests.support.small_cluster import FakeWorker
 
 POSITIONS = 100
 """Places at which the disk fails, evenly spread over all that is written."""
@@ -74,10 +74,10 @@ class Slow:
 @pytest.fixture
 def inserted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Disk], None]]:
     """Put a disk under everything that a coordinator writes."""
-    opened, opened_ledger, rename = Journal._opened, Ledger._opened, Path.rename
+    opened, opened_ledger, rename = FileJournal._opened, FileLedger._opened, Path.rename
 
     def insert(disk: Disk) -> None:
-        def open_ledger(ledger: Ledger) -> Any:
+        def open_ledger(ledger: FileLedger) -> Any:
             ledger._file = slow = Slow(opened_ledger(ledger), disk)  # type: ignore[assignment]
             return slow
 
@@ -86,8 +86,8 @@ def inserted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Disk], None]
             return rename(path, target)
 
         monkeypatch.setattr(journal_module, "_AT_ONCE", None)
-        monkeypatch.setattr(Journal, "_opened", lambda journal, path, mode: Slow(opened(journal, path, mode), disk))
-        monkeypatch.setattr(Ledger, "_opened", open_ledger)
+        monkeypatch.setattr(FileJournal, "_opened", lambda journal, path, mode: Slow(opened(journal, path, mode), disk))
+        monkeypatch.setattr(FileLedger, "_opened", open_ledger)
         monkeypatch.setattr(Path, "rename", move)
         monkeypatch.setattr(checkpoint_module, "save_file", disk.save)
         monkeypatch.setattr(os, "fsync", lambda descriptor: disk.take(1))
@@ -200,7 +200,7 @@ def test_a_snapshot_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
 
 
 def test_a_snapshot_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, told = Files(tmp_path), list[str]()
+    store, told = FileStore(tmp_path), list[str]()
     writer = SnapshotWriter(store, told.append, threads=False)
     writer.write([], {"w": torch.zeros(1)}, {})
     assert not writer.due(False, 0.0)
@@ -233,7 +233,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_tried_again(tmp_path: Pat
 
 
 def test_a_journal_that_cannot_begin_leaves_the_one_before_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, told = Files(tmp_path), list[str]()
+    store, told = FileStore(tmp_path), list[str]()
     writer = SnapshotWriter(store, told.append, threads=False)
     writer.write([], {"w": torch.zeros(1)}, {})
     writer.finish()
@@ -248,11 +248,11 @@ def test_a_journal_that_cannot_begin_leaves_the_one_before_in_its_place(tmp_path
     store.journal.append({"kind": "accepted", "seq": 1}, (b"frame",))
     store.journal.close()
     assert journals(tmp_path) == [1]
-    assert list(Journal(tmp_path).recover(1)) == [({"kind": "accepted", "seq": 1}, (b"frame",))]
+    assert list(FileJournal(tmp_path).recover(1)) == [({"kind": "accepted", "seq": 1}, (b"frame",))]
 
 
 def test_without_any_snapshot_the_run_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = SnapshotWriter(Files(tmp_path), pytest.fail, threads=False)
+    writer = SnapshotWriter(FileStore(tmp_path), pytest.fail, threads=False)
 
     def fails(*arguments: Any) -> Path:
         raise ShoalError("cannot save a checkpoint: No space left on device")

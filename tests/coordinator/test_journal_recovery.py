@@ -12,25 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
-from shoal.coordinator.durable.journal import Journal, journals, path_of
-from shoal.coordinator.durable.ledger import Ledger
-from shoal.coordinator.durable.records import HEAD_BYTES, Reading
+from shoal.coordinator.durable.journal import FileJournal, journals, path_of
+from shoal.coordinator.durable.ledger import FileLedger
+from shoal.coordinator.durable.records import HEAD_BYTES, JournalReader
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoints
+from tests.support.small_cluster import Cluster, FakeWorker, strategy_of
 
 MARK = 8  # bytes at the end of a record without which it is still whole: the next one writes them again
 RECORDS = [({"kind": "accepted", "seq": number}, (bytes([number]) * (3 * number), b"tail")) for number in range(4)]
 
 
 def whole(folder: Path, number: int = 1) -> list[int]:
-    return [record["seq"] for record, _ in Reading(path_of(folder, number))]
+    return [record["seq"] for record, _ in JournalReader(path_of(folder, number))]
 
 
 def test_a_cut_at_any_byte_costs_only_the_record_it_is_in(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "first")
+    journal = FileJournal(tmp_path / "first")
     ends = [0]
     journal.begin()
     for record, frames in RECORDS:
@@ -43,7 +43,7 @@ def test_a_cut_at_any_byte_costs_only_the_record_it_is_in(tmp_path: Path) -> Non
         folder.mkdir(exist_ok=True)
         path_of(folder, 1).write_bytes(content[:length])
         survived = sum(end - MARK <= length for end in ends[1:])
-        again = Journal(folder)
+        again = FileJournal(folder)
         assert list(again.recover(1)) == RECORDS[:survived]
         again.append({"kind": "accepted", "seq": 99})
         again.close()
@@ -51,7 +51,7 @@ def test_a_cut_at_any_byte_costs_only_the_record_it_is_in(tmp_path: Path) -> Non
 
 
 def test_a_journal_written_over_an_old_one_never_takes_its_records_for_its_own(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "run")
+    journal = FileJournal(tmp_path / "run")
     journal.begin()
     for number in range(20):
         journal.append({"kind": "accepted", "seq": 100 + number}, (b"old" * number,))
@@ -72,7 +72,7 @@ def test_a_journal_written_over_an_old_one_never_takes_its_records_for_its_own(t
         left = new[:length] + old[length:]
         path_of(folder, 3).write_bytes(left)
         survived = sum(left[: end - MARK] == new[: end - MARK] for end in ends[1:])  # the byte that was cut off may be there by chance
-        again = Journal(folder)
+        again = FileJournal(folder)
         assert list(again.recover(3)) == RECORDS[:survived]
         again.append({"kind": "accepted", "seq": 99})
         assert whole(folder, 3) == [*range(survived), 99]
@@ -82,8 +82,8 @@ def test_a_journal_written_over_an_old_one_never_takes_its_records_for_its_own(t
 WRITER = """
 import sys
 from pathlib import Path
-from shoal.coordinator.durable.journal import Journal
-journal = Journal(Path(sys.argv[1]))
+from shoal.coordinator.durable.journal import FileJournal
+journal = FileJournal(Path(sys.argv[1]))
 for seq in range(10_000):
     if seq % 5 == 0:
         journal.forget_before(journal.begin() - 1)
@@ -101,7 +101,7 @@ def test_what_was_written_over_old_journals_survives_a_kill(tmp_path: Path, afte
     written += map(int, writer.stdout.read().split())
     writer.wait()
     writer.stdout.close()
-    journal = Journal(tmp_path)
+    journal = FileJournal(tmp_path)
     found = list(journal.recover(min(journals(tmp_path))))
     journal.close()
     seqs = [record["seq"] for record, _ in found]
@@ -112,7 +112,7 @@ def test_what_was_written_over_old_journals_survives_a_kill(tmp_path: Path, afte
 
 
 def test_zeros_that_a_power_cut_left_are_no_records(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = FileJournal(tmp_path)
     journal.begin()
     journal.append(*RECORDS[0])
     journal.close()
@@ -122,26 +122,26 @@ def test_zeros_that_a_power_cut_left_are_no_records(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_is_missing_or_damaged_before_another_is_no_guess(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = FileJournal(tmp_path)
     for _ in range(3):
         journal.begin()
         journal.append(*RECORDS[1])
     journal.close()
-    assert len(list(Journal(tmp_path).recover(1))) == 3
+    assert len(list(FileJournal(tmp_path).recover(1))) == 3
     path = path_of(tmp_path, 2)
     content = path.read_bytes()
     path.write_bytes(content[: -MARK - 1])
     with pytest.raises(ShoalError, match="damaged"):
-        list(Journal(tmp_path).recover(1))
+        list(FileJournal(tmp_path).recover(1))
     path.unlink()
     with pytest.raises(ShoalError, match="missing"):
-        list(Journal(tmp_path).recover(1))
+        list(FileJournal(tmp_path).recover(1))
     with pytest.raises(ShoalError, match="missing"):
-        list(Journal(tmp_path).recover(7))
+        list(FileJournal(tmp_path).recover(7))
 
 
 def test_the_ledger_goes_back_to_what_the_snapshot_knows(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = FileLedger(tmp_path)
     ledger.append({"version": 1})
     length = ledger.length
     ledger.append({"version": 2})
@@ -165,7 +165,7 @@ class Durable(Cluster):
 
     def __init__(self, folder: Path, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.journal, self.file, self.snapshots = Journal(folder), Ledger(folder), Checkpoints(folder / "snapshots", 2)
+        self.journal, self.file, self.snapshots = FileJournal(folder), FileLedger(folder), Checkpoints(folder / "snapshots", 2)
 
     def carry_out(self, effects: Any) -> None:
         records, lines = len(self.records), len(self.ledger)

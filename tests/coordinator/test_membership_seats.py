@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from tiny_cluster import Cluster, strategy_of
-
 from shoal.config.schema.strategy import Async
-from shoal.coordinator.members.table import Membership, Seats, Worker
+from shoal.coordinator.members.table import Member, MemberTable, Seats
 from shoal.protocol.messages import PROTOCOL, Join
+from tests.support.small_cluster import Cluster, strategy_of
 
 
 def test_the_first_free_seat_is_given_away() -> None:
@@ -32,7 +31,7 @@ def test_the_first_free_seat_is_given_away() -> None:
 
 def test_speed_is_the_rate_over_the_median_rate() -> None:
     generator = random.Random(1)
-    members = Membership(5.0)
+    members = MemberTable(5.0)
     workers = [members.add(f"w{number}", f"s{number}", {}, 0.0) for number in range(9)]
     now = 0.0
     for _ in range(400):
@@ -50,7 +49,7 @@ def test_speed_is_the_rate_over_the_median_rate() -> None:
 
 
 def test_the_silent_are_found_longest_silent_first() -> None:
-    members = Membership(1.0)
+    members = MemberTable(1.0)
     a, b = (members.add(name, name, {}, 0.0) for name in "ab")
     members.hear(a, 2.0)
     assert members.silent(3.0) is None
@@ -61,19 +60,19 @@ def test_the_silent_are_found_longest_silent_first() -> None:
 
 
 def test_names_are_given_to_those_without() -> None:
-    members = Membership(1.0)
+    members = MemberTable(1.0)
     members.known = {"worker-1": 0}
     members.add("worker-2", "s", {}, 0.0)
     assert [members.free_name() for _ in range(2)] == ["worker-3", "worker-4"]
 
 
 def test_the_table_has_a_row_for_each() -> None:
-    members = Membership(1.0)
+    members = MemberTable(1.0)
     members.add("a", "s", {"system": "Linux"}, 0.0)
     (row,) = members.table()
     assert row["worker"] == "a"
     assert row["system"] == "Linux"
-    assert isinstance(members.by_name["a"], Worker)
+    assert isinstance(members.by_name["a"], Member)
 
 
 def test_of_two_processes_with_one_name_the_newer_stays_and_the_older_is_told() -> None:

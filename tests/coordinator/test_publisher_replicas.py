@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec
 from shoal.coordinator.rounds import weights_publisher as publishing
-from shoal.coordinator.rounds.weights_publisher import Bulletin, Notice, Publisher
+from shoal.coordinator.rounds.weights_publisher import WeightsFeed, WeightsMessage, WeightsPublisher
 from shoal.updates import codecs
 
 CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05), TopKCodec(values="int4"))
@@ -39,7 +39,7 @@ def moved(vector: Tensor, generator: torch.Generator, share: float) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.kind}{getattr(codec, 'values', '')}")
 def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> None:
     chance, generator = random.Random(3), torch.Generator().manual_seed(3)
-    publisher, vector = Publisher(codec), torch.randn(SIZE, generator=generator)
+    publisher, vector = WeightsPublisher(codec), torch.randn(SIZE, generator=generator)
     workers = {f"s{number}": Replica(codec) for number in range(4)}
     for version in range(120):
         moved(vector, generator, 0.02 if chance.random() < 0.8 else 1.0)
@@ -74,7 +74,7 @@ def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> Non
 )
 def test_the_smaller_way_is_taken(codec: Codec, share: float, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    publisher, vector = Publisher(codec), torch.zeros(SIZE)
+    publisher, vector = WeightsPublisher(codec), torch.zeros(SIZE)
     publisher.publish(0, vector, torch.empty(0))
     worker = Replica(codec)
     fields, frames = publisher.since("s", -1)
@@ -88,7 +88,7 @@ def test_the_smaller_way_is_taken(codec: Codec, share: float, kind: str) -> None
 
 
 def test_what_rounding_lost_is_in_the_next_difference() -> None:
-    publisher, vector, worker = Publisher(Int8Codec()), torch.zeros(SIZE), Replica(Int8Codec())
+    publisher, vector, worker = WeightsPublisher(Int8Codec()), torch.zeros(SIZE), Replica(Int8Codec())
     generator = torch.Generator().manual_seed(0)
     for version in range(40):
         moved(vector, generator, 1.0)
@@ -99,7 +99,7 @@ def test_what_rounding_lost_is_in_the_next_difference() -> None:
 
 
 def test_an_answer_that_was_lost_is_followed_by_everything() -> None:
-    publisher, vector = Publisher(Int8Codec()), torch.zeros(SIZE)
+    publisher, vector = WeightsPublisher(Int8Codec()), torch.zeros(SIZE)
     publisher.publish(0, vector, torch.empty(0))
     publisher.since("s", -1)
     publisher.publish(1, vector + 1, torch.empty(0))
@@ -110,7 +110,7 @@ def test_an_answer_that_was_lost_is_followed_by_everything() -> None:
 
 @pytest.mark.parametrize("codec", CODECS[1:], ids=lambda codec: f"{codec.kind}{getattr(codec, 'values', '')}")
 def test_workers_that_were_sent_the_same_share_a_replica_and_what_is_found_for_it(codec: Codec) -> None:
-    publisher, generator, vector = Publisher(codec), torch.Generator().manual_seed(0), torch.zeros(SIZE)
+    publisher, generator, vector = WeightsPublisher(codec), torch.Generator().manual_seed(0), torch.zeros(SIZE)
     for version in range(3):
         moved(vector, generator, 1.0)
         publisher.publish(version, vector, torch.empty(0))
@@ -122,7 +122,7 @@ def test_workers_that_were_sent_the_same_share_a_replica_and_what_is_found_for_i
 def test_replicas_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are all at different versions have different weights."""
     monkeypatch.setattr(publishing, "MOST_REPLICA_BYTES", 3 * 4 * SIZE)
-    publisher, vector = Publisher(Int8Codec()), torch.zeros(SIZE)
+    publisher, vector = WeightsPublisher(Int8Codec()), torch.zeros(SIZE)
     for version in range(9):
         publisher.publish(version, vector + version, torch.empty(0))
         publisher.since(f"s{version % 6}", version - 6 if version >= 6 else -1)
@@ -134,12 +134,12 @@ def test_replicas_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPa
 def test_two_in_step_keep_getting_differences_with_room_for_one_replica(monkeypatch: pytest.MonkeyPatch, spans: list[Any]) -> None:
     """And after an answer was lost, or the coordinator was started again."""
     monkeypatch.setattr(publishing, "MOST_REPLICA_BYTES", 4 * SIZE)
-    publisher, generator, vector = Publisher(Int8Codec()), torch.Generator().manual_seed(0), torch.zeros(SIZE)
+    publisher, generator, vector = WeightsPublisher(Int8Codec()), torch.Generator().manual_seed(0), torch.zeros(SIZE)
     kinds = []
     for version in range(12):
         moved(vector, generator, 1.0)
         if version == 8:
-            publisher = Publisher(Int8Codec())
+            publisher = WeightsPublisher(Int8Codec())
         publisher.publish(version, vector, torch.empty(0), spans[version % len(spans)])
         have = version - 2 if version == 4 else version - 1  # what came before was lost on the way to both
         kinds += [publisher.since(session, have)[0]["weights"][0] for session in ("a", "b")]
@@ -147,7 +147,7 @@ def test_two_in_step_keep_getting_differences_with_room_for_one_replica(monkeypa
 
 
 def test_one_that_is_far_behind_does_not_make_it_long_for_the_others() -> None:
-    publisher, generator, vector = Publisher(TopKCodec()), torch.Generator().manual_seed(0), torch.zeros(SIZE)
+    publisher, generator, vector = WeightsPublisher(TopKCodec()), torch.Generator().manual_seed(0), torch.zeros(SIZE)
     kinds: list[str] = []
     for version in range(200):
         moved(vector, generator, 0.05)
@@ -159,7 +159,7 @@ def test_one_that_is_far_behind_does_not_make_it_long_for_the_others() -> None:
 
 
 def test_what_is_being_sent_does_not_change_with_the_next_version() -> None:
-    publisher, vector = Publisher(NoCodec()), torch.zeros(4)
+    publisher, vector = WeightsPublisher(NoCodec()), torch.zeros(4)
     publisher.publish(0, vector, torch.ones(2))
     _, frames = publisher.since("s", -1)
     vector += 1
@@ -170,9 +170,9 @@ class Board:
     """What hangs out: the newest full weights and what follows, as the database keeps it."""
 
     def __init__(self) -> None:
-        self.hanging: dict[tuple[int, str], Notice] = {}
+        self.hanging: dict[tuple[int, str], WeightsMessage] = {}
 
-    def hang_out(self, version: int, notices: list[Notice]) -> None:
+    def hang_out(self, version: int, notices: list[WeightsMessage]) -> None:
         for notice in notices:
             self.hanging[version, notice.kind] = notice
             if notice.kind == "full":
@@ -194,8 +194,8 @@ class Board:
 def test_all_who_read_the_bulletin_have_the_same_however_often_they_look(codec: Codec) -> None:
     chance, generator = random.Random(5), torch.Generator().manual_seed(5)
     vector, board = torch.randn(SIZE, generator=generator), Board()
-    publisher = Publisher(codec)
-    bulletin = Bulletin(publisher)
+    publisher = WeightsPublisher(codec)
+    bulletin = WeightsFeed(publisher)
     readers = [Replica(codec) for _ in range(4)]
     for version in range(150):
         moved(vector, generator, 0.02 if chance.random() < 0.8 else 1.0)
@@ -203,9 +203,9 @@ def test_all_who_read_the_bulletin_have_the_same_however_often_they_look(codec: 
         board.hang_out(version, bulletin.notices())
         assert bulletin.notices() is bulletin.notices(), "to do it again changes nothing"
         if chance.random() < 0.1:  # the coordinator ends, and goes on from the same version
-            publisher = Publisher(codec)
+            publisher = WeightsPublisher(codec)
             publisher.publish(version, vector, torch.empty(0))
-            bulletin = Bulletin(publisher)
+            bulletin = WeightsFeed(publisher)
             board.hang_out(version, bulletin.notices())
         else:
             known = publisher._held["all"][1].vector if "all" in publisher._held else vector
@@ -219,8 +219,8 @@ def test_all_who_read_the_bulletin_have_the_same_however_often_they_look(codec: 
 
 
 def test_differences_hang_out_and_everything_now_and_then() -> None:
-    publisher, vector = Publisher(Int8Codec()), torch.zeros(SIZE)
-    bulletin = Bulletin(publisher)
+    publisher, vector = WeightsPublisher(Int8Codec()), torch.zeros(SIZE)
+    bulletin = WeightsFeed(publisher)
     kinds = []
     for version in range(11):
         moved(vector, torch.Generator().manual_seed(version), 1.0)

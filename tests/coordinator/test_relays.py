@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World, violations
-from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Int4Codec, NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import missing_above
-from shoal.coordinator.driver import Captured, Driver, Surroundings
-from shoal.coordinator.state import Above, Adopted, Plan, Upstream
+from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
+from shoal.coordinator.state import RelayPlace, RunPlan, UpstreamAnswered, UpstreamState
 from shoal.protocol.messages import PROTOCOL, Message, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
 from shoal.worker.session import Protocol
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World, violations
+from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 ROUNDS = 16
 
@@ -71,7 +71,7 @@ class Relay:
         self.above, self.name, self.seat, self.strategy, self.updates = above, name, seat, STRATEGIES[strategy], above.updates
         self.folder, self.random, self.at, self.wire, self.dies = above.folder / name, above.random, above.at, Wire(), dies
         self.life, self.deaths = 0, 0
-        self.driver: Driver | None = None
+        self.driver: CoordinatorDriver | None = None
         self._connect()
         self.at(0.0, self.tick)
         self.workers = [Learner(self, f"{name}-{number}", 1.0 + number) for number in range(2)]
@@ -91,18 +91,18 @@ class Relay:
         self.at(0.0, lambda life=self.life: self.speak(life))
 
     def begin(self, resume: bool) -> None:
-        learner, store = Taker(2), Files(self.folder / "coordinator")
-        plan = Plan(self.updates, 0, 2, 1, 2**31, None, 2, 5.0, 0.5, receipt_key=store.receipt_key, above=Above(self.seat, 3, 7))
+        learner, store = Taker(2), FileStore(self.folder / "coordinator")
+        plan = RunPlan(self.updates, 0, 2, 1, 2**31, None, 2, 5.0, 0.5, receipt_key=store.receipt_key, above=RelayPlace(self.seat, 3, 7))
         coordinator = believing(Coordinator(plan, self.strategy, learner))
 
-        def capture() -> Captured:
-            return Captured({"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length})
+        def capture() -> SnapshotContent:
+            return SnapshotContent(
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+            )
 
         sessions = (f"{self.random.getrandbits(64):016x}" for _ in itertools.count())
-        around = Surroundings(
-            self.wire, store, self, Message({"size": 2}), capture, lambda: self.now, lambda: next(sessions), threads=False
-        )
-        self.driver = Driver(coordinator, around)
+        around = DriverDeps(self.wire, store, self, Message({"size": 2}), capture, lambda: self.now, lambda: next(sessions), threads=False)
+        self.driver = CoordinatorDriver(coordinator, around)
         if resume:
             snapshot = store.snapshots.newest(pytest.fail)
             assert snapshot is not None
@@ -113,9 +113,9 @@ class Relay:
             coordinator.begin_below(self.upstream(begun_at=0))
         self.driver.open()
 
-    def upstream(self, begun_at: int) -> Upstream:
+    def upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber
-        return Upstream(self.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
+        return UpstreamState(self.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
 
     def tick(self) -> None:
         if self.driver is not None:
@@ -184,7 +184,7 @@ class Relay:
         if answered is not None:
             assert self.driver is not None
             upstream = self.upstream(self.driver.coordinator.state.upstream["begun_at"])
-            self.driver.happen(Adopted(upstream, answered.status, answered.frames, self.protocol.done))
+            self.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
         self.at(0.01, lambda: self.speak(life))
 
 

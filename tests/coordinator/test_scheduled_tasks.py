@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_driver import Walker, World
-from tiny_cluster import Cluster, FakeWorker, believing, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.coordinator.driver import Driver
-from shoal.coordinator.state import Claimed, Exited, Task, Tasks
+from shoal.coordinator.driver import CoordinatorDriver
+from shoal.coordinator.state import DataTask, DeclaredResources, TaskPlan, WorkerExited
 from shoal.scheduling import KINDS
+from tests.coordinator.test_driver import Walker, World
+from tests.support.small_cluster import Cluster, FakeWorker, believing, strategy_of
 
 
 class Tasked(Cluster):
     """A cluster whose data is cut into tasks, and workers that go where they are told."""
 
-    def __init__(self, tasks: Tasks, strategy: Any = None, total: int | None = None, **other: Any) -> None:
+    def __init__(self, tasks: TaskPlan, strategy: Any = None, total: int | None = None, **other: Any) -> None:
         super().__init__(strategy or strategy_of(Async()), **other)
         self.tasks = tasks
         self.plan = self.plan._replace(tasks=tasks, total_batches=total, batches_per_step=1)
@@ -48,10 +48,12 @@ class Tasked(Cluster):
         return self.coordinator.tasks.task_of(self.coordinator.members.by_name[worker.name])
 
 
-def cut(*sizes: int, epochs: int | None = 1, kind: str = "gale-shapley", claims: dict[str, Claimed] | None = None, **of_all: Any) -> Tasks:
+def cut(
+    *sizes: int, epochs: int | None = 1, kind: str = "gale-shapley", claims: dict[str, DeclaredResources] | None = None, **of_all: Any
+) -> TaskPlan:
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    tasks = tuple(Task(f"t{number}", end - size, end, **of_all) for number, (size, end) in enumerate(zip(sizes, ends, strict=True)))
-    return Tasks(tasks, epochs, 1, KINDS[kind], claims or {})
+    tasks = tuple(DataTask(f"t{number}", end - size, end, **of_all) for number, (size, end) in enumerate(zip(sizes, ends, strict=True)))
+    return TaskPlan(tasks, epochs, 1, KINDS[kind], claims or {})
 
 
 @pytest.mark.parametrize("settings", [Async(), Edp(), SyncPs()])
@@ -81,7 +83,7 @@ def test_a_worker_is_told_with_its_receipt_where_to_go_on_and_where_that_ends() 
 
 
 def test_the_faster_worker_has_the_larger_task_though_it_came_second() -> None:
-    claims = {"slow": Claimed(speed=10.0), "fast": Claimed(speed=100.0)}
+    claims = {"slow": DeclaredResources(speed=10.0), "fast": DeclaredResources(speed=100.0)}
     cluster = Tasked(cut(2, 8, claims=claims))
     slow, fast = cluster.join("slow", pull=False), cluster.join("fast", pull=False)
     cluster.pull(slow)
@@ -186,8 +188,8 @@ def test_a_coordinator_that_takes_the_records_again_knows_who_has_what() -> None
 
 
 def test_a_task_that_fits_nobody_is_named_and_the_others_are_done() -> None:
-    tasks = (Task("huge", 0, 2, memory_gb=64.0), Task("small", 2, 4, memory_gb=1.0))
-    cluster = Tasked(Tasks(tasks, None, 1, KINDS["capability"], {"a": Claimed(memory_gb=8.0)}))
+    tasks = (DataTask("huge", 0, 2, memory_gb=64.0), DataTask("small", 2, 4, memory_gb=1.0))
+    cluster = Tasked(TaskPlan(tasks, None, 1, KINDS["capability"], {"a": DeclaredResources(memory_gb=8.0)}))
     worker = cluster.join("a")
     for _ in range(4):
         cluster.work(worker)
@@ -203,7 +205,7 @@ def test_a_task_that_fits_nobody_is_named_and_the_others_are_done() -> None:
 def test_a_worker_that_no_task_fits_is_told_why_it_is_not_let_in() -> None:
     from shoal.protocol.messages import PROTOCOL, Join
 
-    cluster = Tasked(cut(2, claims={"pi": Claimed(memory_gb=1.0)}, memory_gb=4.0))
+    cluster = Tasked(cut(2, claims={"pi": DeclaredResources(memory_gb=1.0)}, memory_gb=4.0))
     answer = cluster.answers[cluster.ask_in(Join("pi", PROTOCOL, {}))]
     assert (answer["reason"], answer["detail"]) == ("unfit", "no task fits: t0 needs 4 GB of memory, and pi, which has the most, has 1")
     assert any("pi cannot take part" in note for note in cluster.notes)
@@ -237,7 +239,7 @@ class TaskedWorld(World):
 
     tasks = cut(9, 5, 7, 3, epochs=2)
 
-    def begin(self, resume: bool) -> Driver:
+    def begin(self, resume: bool) -> CoordinatorDriver:
         self.plan = self.plan._replace(tasks=self.tasks, total_batches=48, batches_per_step=2)
         return super().begin(resume)
 
@@ -247,7 +249,7 @@ def test_tasks_survive_a_coordinator_that_dies_twice_and_workers_that_die(tmp_pa
     world = TaskedWorld(tmp_path, strategy_of(settings, 3), seed=3)
     for number in range(3):
         Walker(world, f"w{number}", 1.0 + number)
-    for when, what in ((4.0, world.crash), (7.5, lambda: world.driver.happen(Exited("w2"))), (11.0, world.crash)):
+    for when, what in ((4.0, world.crash), (7.5, lambda: world.driver.happen(WorkerExited("w2"))), (11.0, world.crash)):
         world.at(when, what)
     world.run()
     found: list[str] = []

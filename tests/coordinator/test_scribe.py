@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from commands import HANG_S
-from shoal.coordinator.durable.journal_writer import WORTH_BYTES, Scribe
-from shoal.coordinator.effects import Effect, Entry, Persist, Reply
+from shoal.coordinator.durable.journal_writer import WORTH_BYTES, JournalWriter
+from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
 from shoal.errors import ShoalError
+from tests.support.processes import HANG_S
 
 LARGE = bytes(WORTH_BYTES)
 
@@ -21,7 +21,7 @@ class Desk:
         self.done: list[str] = []
         self.may_write, self.wrote = threading.Event(), threading.Semaphore(0)
         self.problem: Exception | None = None
-        self.scribe = Scribe(self.append, self.carry_out, self.wrote.release)
+        self.scribe = JournalWriter(self.append, self.carry_out, self.wrote.release)
 
     def append(self, record: Persist) -> None:
         if len(record.frames) and not self.may_write.wait(HANG_S):
@@ -35,7 +35,7 @@ class Desk:
 
 
 def event(number: int, frames: tuple[bytes, ...] = (LARGE,)) -> list[Effect]:
-    return [Persist({"n": number}, frames), Entry({}), Reply(number, {})]
+    return [Persist({"n": number}, frames), LedgerEntry({}), Reply(number, {})]
 
 
 def test_small_records_are_written_at_once() -> None:

@@ -24,15 +24,26 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, believing, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply
-from shoal.coordinator.state import Called, Concluded, Event, LeaseResult, Opened, Plan, Spoiled, Tick, former_key_of, key_of
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.effects import Effect, Issue, LedgerEntry, Note, Persist, Published, Reply
+from shoal.coordinator.state import (
+    Event,
+    LeaseResult,
+    RequestReceived,
+    RunConcluded,
+    RunPlan,
+    ServingStarted,
+    Tick,
+    UnusableResult,
+    former_key_of,
+    key_of,
+)
+from shoal.coordinator.units.cut import DataCut
 from shoal.protocol import messages
+from tests.support.small_cluster import Numbers, believing, nameplate, strategy_of
 
 TRACES: list[dict[str, Any]] = json.loads(gzip.decompress((Path(__file__).parent / "traces.json.gz").read_bytes()))
 SETTINGS = {"syncps": SyncPs, "edp": Edp, "async": Async, "diloco": DiLoCo, "workunits": WorkUnits}
@@ -49,7 +60,7 @@ def plain(effect: Effect) -> Any:
             said: list[Any] = ["reply", effect.caller, dict(effect.header), digests(effect.frames)]
         case Persist():
             said = ["persist", {name: value for name, value in effect.record.items() if name != "key"}, digests(effect.frames)]
-        case Entry():
+        case LedgerEntry():
             said = ["entry", effect.line]
         case Published():
             said = ["published", effect.version, dict(effect.metrics), effect.weight, effect.samples, effect.batches]
@@ -72,7 +83,7 @@ def asked_of(header: dict[str, Any]) -> Any:
 def event_of(recorded: dict[str, Any]) -> Event:
     frames = tuple(bytes.fromhex(frame) for frame in recorded.get("frames", ()))
     if recorded["kind"] == "called":
-        return Called(recorded["caller"], asked_of(recorded["asked"]), frames, recorded["session"])
+        return RequestReceived(recorded["caller"], asked_of(recorded["asked"]), frames, recorded["session"])
     return LeaseResult(asked_of(recorded["asked"]), frames, recorded["more"]) if recorded["kind"] == "passed" else Tick()
 
 
@@ -87,10 +98,10 @@ class Replayed:
         if settings["kind"] == "async":
             self.strategy = replace(self.strategy, rounds=replace(self.strategy.rounds, different=True))
         self.former_names: dict[tuple[str, int], str] = {}
-        cut, workers = Cut(*trace["cut"]) if "cut" in trace else None, trace["workers"]
+        cut, workers = DataCut(*trace["cut"]) if "cut" in trace else None, trace["workers"]
         per_step = trace.get("batches_per_step", 8 * workers)
         # The earlier version tried a unit once more than `max_retries` says.
-        self.plan = Plan(
+        self.plan = RunPlan(
             Updates(), 0, workers, trace["needed"], trace["steps"], trace.get("batches"), per_step, 5.0, 0.5, cut, 60.0, 4, True
         )
         self.coordinator = believing(Coordinator(self.plan, self.strategy, Numbers(2)))
@@ -127,7 +138,7 @@ class Replayed:
         return Persist({"kind": "closed", "round": record["round"], "workers": names})
 
     def _proved(self, event: Event) -> Event:
-        if not isinstance(event, Called) or not isinstance(event.asked, messages.Join):
+        if not isinstance(event, RequestReceived) or not isinstance(event.asked, messages.Join):
             return event
         nonce = self.coordinator.door.challenge(event.session, 1e9)["nonce"]
         return event._replace(asked=event.asked._replace(nonce=nonce, proof="0" * 128))
@@ -152,11 +163,13 @@ def test_the_coordinator_does_what_it_did(number: int) -> None:
             assert replayed.coordinator.state.version == entry["version"], at
             assert replayed.coordinator.learner.vector.tolist() == pytest.approx(entry["weights"]), at
         elif "offer" in entry:
-            assert replayed.happen(Opened(), now) == [["issue", *entry["offer"]]]
+            assert replayed.happen(ServingStarted(), now) == [["issue", *entry["offer"]]]
         else:
             if any(effect[0] == "note" and "given up" in effect[1] and "no result in time" not in effect[1] for effect in entry["effects"]):
                 return  # the earlier version counted results that could not be used; now the database does, where it counts the rest
-            event = event_of(entry["event"]) if "event" in entry else Spoiled(*entry["spoil"]) if "spoil" in entry else Concluded()
+            event = (
+                event_of(entry["event"]) if "event" in entry else UnusableResult(*entry["spoil"]) if "spoil" in entry else RunConcluded()
+            )
             assert replayed.happen(event, now, entry.get("carried")) == entry["effects"], at
     assert torch.allclose(replayed.coordinator.learner.vector, torch.tensor(trace["weights"]))
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test_driver import STRATEGIES, Walker, World
-
 from shoal.coordinator.audit.files import gather
-from shoal.coordinator.audit.run import Report, audit
-from shoal.coordinator.driver import Driver
+from shoal.coordinator.audit.run import AuditReport, audit
+from shoal.coordinator.driver import CoordinatorDriver
+from tests.coordinator.test_driver import STRATEGIES, Walker, World
 
 
 class Units(World):
@@ -18,7 +17,7 @@ class Units(World):
         self.most = most
         super().__init__(folder, STRATEGIES["workunits"], seed)
 
-    def begin(self, resume: bool) -> Driver:
+    def begin(self, resume: bool) -> CoordinatorDriver:
         if self.most is not None:
             self.plan = self.plan._replace(total_batches=None, total_steps=self.most)
         return super().begin(resume)
@@ -28,7 +27,7 @@ class Units(World):
             Walker(self, f"w{number}", step_s)
         self.run()
 
-    def audited(self, complete: bool = False) -> Report:
+    def audited(self, complete: bool = False) -> AuditReport:
         found: list[str] = []
         evidence = gather(self.folder / "coordinator", sorted((self.folder / "workers").glob("*.jsonl")), found)
         return audit(evidence, found, units=True, complete=complete)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_cluster import RATE, Numbers, strategy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import NoCodec, Updates
-from shoal.coordinator.durable.replayed_state import Book
-from shoal.coordinator.state import Plan
+from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.state import RunPlan
 from shoal.updates import codecs
 from shoal.updates.experts import ExpertBlocks
+from tests.support.small_cluster import RATE, Numbers, strategy_of
 
 BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, loads_at=0, cap=1.5)
 """Four numbers: the second and the third are experts."""
@@ -22,8 +22,8 @@ def after_a_round(*reports: list[float] | None) -> torch.Tensor:
     """The weights after one round, taken from records as a journal has them: each worker moved all its numbers by its own number."""
     learner: Any = Numbers()
     learner.buffers = torch.zeros(2)
-    plan = Plan(Updates(), 0, 2, 1, 100, None, 16, 5.0, 0.5, experts=BLOCKS)
-    book = Book(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
+    plan = RunPlan(Updates(), 0, 2, 1, 100, None, 16, 5.0, 0.5, experts=BLOCKS)
+    book = ReplayedState(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
     for number, report in enumerate(reports):
         told = [] if report is None else [torch.tensor(report)]
         frames = [codecs.encode(NoCodec(), values, None)[0] for values in (torch.full((4,), float(number)), *told)]

@@ -8,23 +8,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_cluster import Numbers, believing, strategy_of
 
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import Krum, NoCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published
-from shoal.coordinator.state import Concluded, LeaseResult, Opened, Plan
-from shoal.coordinator.units.cut import Cut, Settled
+from shoal.coordinator.effects import Effect, Issue, LedgerEntry, Note, Persist, Published
+from shoal.coordinator.state import LeaseResult, RunConcluded, RunPlan, ServingStarted
+from shoal.coordinator.units.cut import DataCut, SettledUnits
 from shoal.protocol.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
 from shoal.updates import codecs
+from tests.support.small_cluster import Numbers, believing, strategy_of
 
 
-def made(quorum: int = 3, cut: Cut | None = None, needed: int = 1, updates: Updates | None = None) -> Coordinator:
-    cut = cut or Cut(batches_per_epoch=10, batches_per_unit=2, total_epochs=2)
+def made(quorum: int = 3, cut: DataCut | None = None, needed: int = 1, updates: Updates | None = None) -> Coordinator:
+    cut = cut or DataCut(batches_per_epoch=10, batches_per_unit=2, total_epochs=2)
     strategy = strategy_of(WorkUnits(units_per_update=quorum))
     total = cut.batches_per_epoch * cut.total_epochs
-    plan = Plan(updates or Updates(), 0, 1, needed, 10**6, total, cut.batches_per_unit * quorum, 5.0, 0.5, cut, 300.0, 3, True)
+    plan = RunPlan(updates or Updates(), 0, 1, needed, 10**6, total, cut.batches_per_unit * quorum, 5.0, 0.5, cut, 300.0, 3, True)
     return believing(Coordinator(plan, strategy, Numbers()))
 
 
@@ -39,7 +39,7 @@ class Board:
         self.ledger: list[dict[str, Any]] = []
         self.published: list[Published] = []
         self.notes: list[str] = []
-        self.carry_out(coordinator.handle(Opened(), self.now))
+        self.carry_out(coordinator.handle(ServingStarted(), self.now))
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -49,7 +49,7 @@ class Board:
                 self.offered |= set(effect.units)
             elif isinstance(effect, Persist):
                 self.records.append((effect.record, tuple(bytes(frame) for frame in effect.frames)))
-            elif isinstance(effect, Entry):
+            elif isinstance(effect, LedgerEntry):
                 self.ledger.append(effect.line)
             elif isinstance(effect, Published):
                 self.published.append(effect)
@@ -78,7 +78,7 @@ class Board:
 
 
 def test_units_are_cut_from_epochs_and_the_last_one_is_shorter() -> None:
-    cut = Cut(batches_per_epoch=7, batches_per_unit=3, total_epochs=2)
+    cut = DataCut(batches_per_epoch=7, batches_per_unit=3, total_epochs=2)
     assert (cut.per_epoch, cut.total) == (3, 6)
     assert [cut.unit(number) for number in (0, 2, 3)] == [(0, 0, 3), (0, 6, 1), (1, 0, 3)]
     assert all(cut.number(*cut.unit(number)[:2]) == number for number in range(cut.total))
@@ -86,12 +86,12 @@ def test_units_are_cut_from_epochs_and_the_last_one_is_shorter() -> None:
 
 @given(st.permutations(range(12)))
 def test_settled_units_are_remembered_in_any_order(order: list[int]) -> None:
-    settled = Settled()
+    settled = SettledUnits()
     for done, number in enumerate(order, 1):
         assert number not in settled
         settled.add(number)
         assert sum(unit in settled for unit in range(12)) == done
-        again = Settled.of(settled.state_dict())
+        again = SettledUnits.of(settled.state_dict())
         assert list(again.open(12, 99)) == [unit for unit in range(12) if unit not in settled]
     assert settled.all_of(12)
     assert not settled.beyond
@@ -109,7 +109,7 @@ def test_a_round_closes_with_the_quorum_and_what_is_left_is_offered_for_the_new_
 
 
 def test_a_result_counts_by_its_samples() -> None:
-    board = Board(made(quorum=2, cut=Cut(batches_per_epoch=5, batches_per_unit=4, total_epochs=1)))
+    board = Board(made(quorum=2, cut=DataCut(batches_per_epoch=5, batches_per_unit=4, total_epochs=1)))
     board.deliver(0, value=1.0)
     board.deliver(1, value=6.0)
     assert torch.allclose(board.coordinator.learner.vector, torch.full((4,), -0.25 * (4 * 1.0 + 6.0) / 5))
@@ -127,7 +127,7 @@ def test_what_came_while_a_round_closed_is_in_the_next_one_and_counts_less() -> 
 
 @given(st.data())
 def test_every_epoch_is_whole_whatever_the_order_and_whoever_dies(data: st.DataObject) -> None:
-    cut = Cut(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)))
+    cut = DataCut(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)))
     board = Board(made(data.draw(st.integers(1, 5)), cut))
     for _ in range(400):
         if board.coordinator.finished:
@@ -162,22 +162,22 @@ def _recover(board: Board) -> None:
     assert fresh.book.settled == old.book.settled
     assert torch.equal(fresh.learner.vector, old.learner.vector)
     board.coordinator = fresh
-    board.carry_out(fresh.handle(Opened(), board.now))
+    board.carry_out(fresh.handle(ServingStarted(), board.now))
 
 
 def test_a_run_without_any_unit_left_ends_though_too_few_workers_came_for_the_rule() -> None:
     updates = Updates(aggregation=Krum(byzantine=0))
-    board = Board(made(quorum=3, cut=Cut(4, 1, 1), needed=3, updates=updates))
+    board = Board(made(quorum=3, cut=DataCut(4, 1, 1), needed=3, updates=updates))
     for number in range(4):
         board.deliver(number, "only")
     assert board.coordinator.state.version == 0
     assert board.coordinator.finished
-    assert len(board.coordinator.handle(Concluded(), board.now)) == 1
+    assert len(board.coordinator.handle(RunConcluded(), board.now)) == 1
 
 
 def test_a_worker_with_many_units_is_one_voice_under_a_rule_that_compares() -> None:
     updates = Updates(aggregation=Krum(byzantine=0))
-    board = Board(made(quorum=5, cut=Cut(20, 1, 1), needed=3, updates=updates))
+    board = Board(made(quorum=5, cut=DataCut(20, 1, 1), needed=3, updates=updates))
     for number, (worker, value) in enumerate([("evil", 100.0), ("evil", 100.0), ("evil", 100.0), ("a", 1.0), ("b", 1.0)]):
         board.deliver(number, worker, value)
     assert board.coordinator.state.version == 1
@@ -195,7 +195,7 @@ def test_workers_cannot_pass_themselves_off_as_the_keeper_of_leases() -> None:
 
 def test_more_units_are_given_out_while_a_rule_waits_for_results_of_more_workers() -> None:
     updates = Updates(aggregation=Krum(byzantine=0))
-    board = Board(made(quorum=3, cut=Cut(1000, 1, 1), needed=3, updates=updates))
+    board = Board(made(quorum=3, cut=DataCut(1000, 1, 1), needed=3, updates=updates))
     done = 0
     for _ in range(100):
         number = min(board.offered)
@@ -210,7 +210,7 @@ def test_more_units_are_given_out_while_a_rule_waits_for_results_of_more_workers
 
 def test_or_the_run_stops_where_that_is_wanted() -> None:
     updates = Updates(aggregation=Krum(byzantine=0), below_quorum="stop")
-    board = Board(made(quorum=3, cut=Cut(1000, 1, 1), needed=3, updates=updates))
+    board = Board(made(quorum=3, cut=DataCut(1000, 1, 1), needed=3, updates=updates))
     for worker in "abc":
         board.deliver(min(board.offered), worker)
     assert board.coordinator.state.version == 1

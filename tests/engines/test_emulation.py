@@ -151,9 +151,9 @@ def test_matrices_of_odd_sizes_are_refused_in_real_fp8() -> None:
 
 
 def test_emulation_is_labelled() -> None:
-    from shoal.config.load import File, resolve
+    from shoal.config.load import ConfigFile, resolve
 
-    loaded = resolve([File("gpu/tiny"), File("research/quantization_nvfp4")], environ={})
+    loaded = resolve([ConfigFile("gpu/tiny"), ConfigFile("research/quantization_nvfp4")], environ={})
     assert loaded.ok
     assert any(problem.code == "emulated" for problem in loaded.problems)
 

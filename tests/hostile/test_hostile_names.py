@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tiny_cluster import Cluster, FakeWorker, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async
-from shoal.coordinator.state import Called
+from shoal.coordinator.state import RequestReceived
 from shoal.protocol.messages import PROTOCOL, Join
+from tests.support.small_cluster import Cluster, FakeWorker, nameplate, strategy_of
 
 ASYNC = strategy_of(Async(max_staleness=50))
 
@@ -98,7 +98,7 @@ def test_a_crowd_at_one_address_keeps_nobody_out_who_comes_from_another() -> Non
     def come(name: str, address: str) -> str | None:
         def ask(asked: Join) -> int:
             cluster.calls += 1
-            event = Called(cluster.calls, asked, (), f"session-{cluster.calls}", address=address)
+            event = RequestReceived(cluster.calls, asked, (), f"session-{cluster.calls}", address=address)
             cluster.carry_out(cluster.coordinator.handle(event, cluster.now))
             return cluster.calls
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, contribution, strategy_of
 
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import NoCodec
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Bounds, Called, Opened
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.state import MemberLimits, RequestReceived, ServingStarted
+from shoal.coordinator.units.cut import DataCut
 from shoal.coordinator.units.leases import PATIENCE_LEASES
 from shoal.protocol.messages import Asked, header_of, parse
 from shoal.updates import codecs
 from shoal.worker.session import Left, Unit
+from tests.support.small_cluster import Cluster, FakeWorker, contribution, strategy_of
 
 
 class Invited(Cluster):
@@ -27,7 +27,7 @@ class Invited(Cluster):
 
     def ask(self, asked: Asked, frames: Sequence[bytes | memoryview] = ()) -> int:
         self.calls += 1
-        event = Called(self.calls, parse(header_of(asked)), frames, f"session-{self.calls}", guest=self.guest)
+        event = RequestReceived(self.calls, parse(header_of(asked)), frames, f"session-{self.calls}", guest=self.guest)
         self.carry_out(self.coordinator.handle(event, self.now))
         return self.calls
 
@@ -36,19 +36,19 @@ def class_of(*names: str, guests: dict[str, int] | None = None) -> tuple[Invited
     """Ten epochs of twenty units, each tried twice at most; a batch has four samples."""
     cluster = Invited(strategy_of(WorkUnits(batches_per_unit=1, units_per_update=2)))
     cluster.plan = cluster.plan._replace(
-        cut=Cut(20, 1, 10),
+        cut=DataCut(20, 1, 10),
         total_batches=200,
         lease_s=1000.0,
         attempts=2,
         samples_per_batch=4,
         samples_per_epoch=78,
         heartbeat_interval_s=1e6,
-        bounds=Bounds(guests=guests or {}),
+        bounds=MemberLimits(guests=guests or {}),
     )
     believed = cluster.coordinator.door.is_proved
     cluster.coordinator = Coordinator(cluster.plan, cluster.strategy, cluster.learner)
     cluster.coordinator.door.is_proved = believed
-    cluster.carry_out(cluster.coordinator.handle(Opened(), cluster.now))
+    cluster.carry_out(cluster.coordinator.handle(ServingStarted(), cluster.now))
     return cluster, [cluster.join(name) for name in names]
 
 

@@ -7,7 +7,6 @@ import io
 import queue
 import re
 import secrets
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,18 +18,15 @@ from psycopg import errors
 from rich.console import Console
 
 from shoal.cli.status import _drawn
-from shoal.coordinator.units.database_leases import Notes
+from shoal.coordinator.units.database_leases import DatabaseNotes
 from shoal.transports import Message, Refused
 from shoal.transports.database_address import Access, parse
 from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.queries import look
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "transports"))
-
-from postgres_harness import Database, PostgresProcess, running
-from transport_harness import PATIENCE_S, eventually
+from tests.support.postgres_server import Database, PostgresProcess, running
+from tests.support.transport_harness import PATIENCE_S, eventually
 
 Student = psycopg.Connection[tuple[object, ...]]
 
@@ -685,7 +681,7 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
 
 
 def test_a_student_who_comes_and_goes_all_the_time_hides_no_warning(database: Database, server: PostgresServer, eve: Access) -> None:
-    notes = Notes(server)
+    notes = DatabaseNotes(server)
     with database.connect() as owner:
         owner.execute("SELECT shoal.add_note('eve left: spam ' || n) FROM generate_series(1, 300) n")
         owner.execute("SELECT shoal.add_note('warning: something else')")
@@ -707,7 +703,7 @@ def test_what_a_student_says_of_itself_steers_no_terminal(database: Database, se
     for unit in hostile.claim(5, 0.0):
         hostile.fail_unit(unit, "\x1b]0;owned\x07")
     hostile.close()
-    assert Notes(server).read(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
+    assert DatabaseNotes(server).read(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
     with connect(parse(database.conninfo("admin"))) as owner:
         server.open_run(Message({}), resume=False)
         view = look(owner)

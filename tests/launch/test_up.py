@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_slurm import tiny_slurm
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.launch import ssh_workers
-from shoal.launch.up_file import running
+from shoal.launch.up_file import running_process
 from shoal.version import __version__
+from tests.support.processes import HANG_S
+from tests.support.small_slurm import tiny_slurm
 
 SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
 FLEET = SMALL + "strategy: {kind: syncps, round_timeout_s: 5}\ntransport: {kind: zmq, port: 0}\ncluster: {workers: [ann, bo]}\n"
@@ -67,7 +67,7 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
     assert main(["up", "fleet.yaml", *more, *FOR_EVER, "--run-dir", "run", "--host", "127.0.0.1"]) == 0
     try:
         assert "shoal down run" in capsys.readouterr().out
-        assert running(Path("run")) is not None
+        assert running_process(Path("run")) is not None
         ledger = by_ssh / "run" / "coordinator" / "ledger.jsonl"
         wait_until(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
         wait_until(lambda: _has_a_receipt(by_ssh / "homes" / "ada@ann") and _has_a_receipt(by_ssh / "homes" / "bo"))
@@ -79,7 +79,7 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
         assert "is up already" in capsys.readouterr().err
     finally:
         main(["down", "run"])
-    assert running(Path("run")) is None
+    assert running_process(Path("run")) is None
     assert not _process_in(by_ssh / "homes" / "ada@ann")
     assert not (by_ssh / "homes" / "bo" / ".shoal").exists()
     assert main(["audit", "run"]) == 0
@@ -116,10 +116,10 @@ def test_machines_that_are_not_fit_are_named_with_what_to_do(by_ssh: Path, capsy
 
 
 def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path) -> None:
-    from shoal.config.load import File, resolve
+    from shoal.config.load import ConfigFile, resolve
     from shoal.runs.invitation import Invitation
 
-    run = resolve([File("fleet.yaml")], [], environ={}).run
+    run = resolve([ConfigFile("fleet.yaml")], [], environ={}).run
     said: list[str] = []
     made = ssh_workers.SshWorkers(run, by_ssh / "w", Invitation("tcp://h:1", "t", None), {"ann": (), "nobody": ()}, said.append)
     made.pythons = {"ann": "python3", "nobody": "python3"}
@@ -135,10 +135,10 @@ def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path)
 
 
 def test_every_machine_is_told_the_address_under_which_it_reaches_the_server(folder: Path) -> None:
-    from shoal.config.load import File, resolve
+    from shoal.config.load import ConfigFile, resolve
     from shoal.runs.invitation import Invitation
 
-    run = resolve([File("cluster_config_edp"), File("nn_config")], [], environ={}).run
+    run = resolve([ConfigFile("cluster_config_edp"), ConfigFile("nn_config")], [], environ={}).run
     made = ssh_workers.SshWorkers(run, folder / "w", Invitation("tcp://10.10.0.1:65432", "t", None), {"pi5": (), "win": ()}, print)
     assert [made.invitation_of(worker)["address"] for worker in made.workers] == ["tcp://192.168.50.1:65432", "tcp://10.10.0.1:65432"]
 
@@ -197,14 +197,14 @@ def test_kubernetes_gets_manifests_whose_parts_fit_each_other(folder: Path) -> N
 
 
 def test_a_coordinator_takes_the_secrets_that_its_manifests_were_written_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs.invitation import Secrets
+    from shoal.runs.invitation import CoordinatorSecrets
     from shoal.transports.keys import new_keys
 
     keys = new_keys()
     monkeypatch.setenv("SHOAL_TOKEN", "t" * 32)
-    assert Secrets.of(folder).token != "t" * 32, "a token alone is for joining"
+    assert CoordinatorSecrets.of(folder).token != "t" * 32, "a token alone is for joining"
     monkeypatch.setenv("SHOAL_SECRET_KEY", keys.secret)
-    assert (Secrets.of(folder).token, Secrets.of(folder).keys.public) == ("t" * 32, keys.public)
+    assert (CoordinatorSecrets.of(folder).token, CoordinatorSecrets.of(folder).keys.public) == ("t" * 32, keys.public)
 
 
 def test_launchers_settings_without_their_launcher_are_told_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

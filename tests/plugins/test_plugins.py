@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, Processes, processes_in
+import shoal.plugins
 from shoal.cli.main import main
 from shoal.config import plugins
-from shoal.config.load import File, Loaded, resolve, resolve_data
+from shoal.config.load import ConfigFile, LoadedConfig, resolve, resolve_data
 from shoal.config.parts import FAMILIES
 from shoal.config.reference import json_schema, settings_page
 from shoal.config.schema.task import Gan
 from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
+from tests.support.processes import HANG_S, Processes, processes_in
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "plugins"
@@ -55,7 +58,7 @@ def nothing_stays() -> Iterator[None]:
     """A test's plugins end with it."""
     yield
     for plugin in list(plugins.LOADED.values()):
-        plugins.forget(plugin)
+        plugins.unload(plugin)
 
 
 @pytest.fixture
@@ -72,13 +75,13 @@ def processes(folder: Path) -> Iterator[Processes]:
         yield made
 
 
-def loaded_with(text: str, *named: str | Path) -> Loaded:
+def loaded_with(text: str, *named: str | Path) -> LoadedConfig:
     plugins.load(*named)
     Path("other.yaml").write_text(text, encoding="utf-8")
-    return resolve([File("other.yaml")], dialect="shoal", environ={})
+    return resolve([ConfigFile("other.yaml")], dialect="shoal", environ={})
 
 
-def codes(loaded: Loaded) -> list[str]:
+def codes(loaded: LoadedConfig) -> list[str]:
     return [problem.code for problem in loaded.problems]
 
 
@@ -148,6 +151,39 @@ def test_the_documentation_shows_the_examples_as_they_are() -> None:
     shown = dict(re.findall(r"<!-- (examples/\S+) -->\n```python\n(.*?)```\n", page, re.DOTALL))
     assert shown == {f"examples/plugins/{file.name}": file.read_text(encoding="utf-8") for file in EXAMPLES.glob("*.py")}, "run `make docs`"
     assert len(shown) == len(FAMILIES), "one example for each kind of part"
+
+
+def shoal_imports(text: str) -> set[str]:
+    """The modules of Shoal that Python text imports."""
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    return {name for name in imported if name.split(".")[0] == "shoal"}
+
+
+def test_plugins_import_nothing_of_shoal_but_shoal_plugins() -> None:
+    for file in [*EXAMPLES.glob("*.py"), HERE / "my_parts.py"]:
+        assert shoal_imports(file.read_text(encoding="utf-8")) == {"shoal.plugins"}, file
+    page = (HERE.parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"(?:from|import) (shoal(?:\.\w+)*)", page)) == {"shoal.plugins"}
+
+
+def test_every_name_for_plugins_is_there_and_has_a_type_for_type_checkers() -> None:
+    tree = ast.parse(Path(shoal.plugins.__file__).read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.asname: f"{node.module}.{alias.name}" for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert typed == shoal.plugins._IMPORTED_ON_USE
+    assert all(hasattr(shoal.plugins, name) for name in shoal.plugins.__all__)
+
+
+def test_importing_shoal_plugins_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, shoal.plugins; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=HANG_S).returncode == 0
 
 
 # --- settings -----------------------------------------------------------------------------------------
@@ -268,7 +304,7 @@ def test_an_installed_plugin_is_imported_only_when_it_is_named(folder: Path, mon
     before = plugins.needed_by(loaded.run)
     assert list(before) == ["own"]
     (package / "one.py").write_text(RULE.format(kind="own") + "# changed\n")
-    plugins.forget(plugins.LOADED["own"])
+    plugins.unload(plugins.LOADED["own"])
     assert plugins.load("own")[0].digest != before["own"], "the digest is of all files of the package"
 
 
@@ -283,7 +319,7 @@ def test_a_run_without_plugins_needs_none(folder: Path) -> None:
 def test_a_coordinators_words_about_plugins_are_not_trusted() -> None:
     for needed in ({"x; rm -rf .": "0" * 64}, {"mine.py": "not a digest"}):
         with pytest.raises(ShoalError, match="in an impossible way"):
-            plugins.expect(needed, "this run")
+            plugins.require_same(needed, "this run")
 
 
 def test_a_part_of_the_program_itself_is_no_part_for_other_processes(folder: Path) -> None:
@@ -294,4 +330,4 @@ def test_a_part_of_the_program_itself_is_no_part_for_other_processes(folder: Pat
             plugins.needed_by(loaded_with("model: {kind: waves}\nstrategy: {kind: syncps}\n").run)
         assert plugins.needed_by(loaded_with("model: {kind: waves}\n").run) == {}, "a run within the program"
     finally:
-        plugins.forget(spec)
+        plugins.unload(spec)

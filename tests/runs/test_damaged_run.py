@@ -14,7 +14,7 @@ from torch import nn
 from shoal import train
 from shoal.cli.main import main
 from shoal.coordinator.durable.journal import journals, path_of
-from shoal.coordinator.durable.records import Reading
+from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
@@ -55,7 +55,7 @@ def test_a_run_is_audited_live_damaged_repaired_and_resumed(tmp_path: Path, caps
     assert all(len(line) == 6 for line in sealed if line[2] == "accepted"), "every confirmation bears the coordinator's seal"
 
     journal = path_of(killed / "coordinator", max(journals(killed / "coordinator")))
-    reading = Reading(journal)
+    reading = JournalReader(journal)
     ends = [reading.end.length for _ in reading]
     content = bytearray(journal.read_bytes())
     content[ends[9] - 20] ^= 1  # in the update of the tenth record

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.config.load import File, Loaded, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, resolve
 from shoal.coordinator.durable.journal import journals, path_of
-from shoal.coordinator.durable.records import Reading, head_of
+from shoal.coordinator.durable.records import JournalReader, head_of
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.training import train_alone
@@ -31,8 +31,8 @@ def old(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def loaded(folder: Path) -> Loaded:
-    return resolve([File(str(folder / "config.yaml"))], [], dialect="shoal", resolved=True)
+def loaded(folder: Path) -> LoadedConfig:
+    return resolve([ConfigFile(str(folder / "config.yaml"))], [], dialect="shoal", resolved=True)
 
 
 @pytest.mark.parametrize("kind", ["async", "syncps", "diloco"])
@@ -75,7 +75,7 @@ def test_its_journal_is_called_unchecked_and_followed_by_one_that_is_not(old: Pa
 def test_its_journal_may_be_damaged_and_repaired(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = old / "async" / "coordinator"
     path = path_of(folder, max(journals(folder)))
-    reading = Reading(path)
+    reading = JournalReader(path)
     ends = [reading.end.length for _ in reading]
     content = bytearray(path.read_bytes())
     content[ends[len(ends) // 2] + 20] ^= 1  # in a header: there are checksums of those

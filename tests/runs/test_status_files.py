@@ -16,7 +16,7 @@ from shoal import train
 from shoal.cli.main import main
 from shoal.cli.top import drawn
 from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
-from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.ledger import FileLedger
 from shoal.runs.folder.run_reader import RunFolder, Tail, clean, newest_run
 from shoal.runs.monitoring.history import History
 from shoal.updates.rules import aggregation
@@ -208,7 +208,7 @@ def test_a_mean_leaves_out_nobody() -> None:
 
 
 def test_a_ledger_of_before_whom_rules_left_out_was_kept_is_still_followed(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = FileLedger(tmp_path)
     ledger.append({"version": 1, "from": []})
     ledger.cut(0)
     ledger.append({"version": 1, "from": [], "dropped": ["w3"]})

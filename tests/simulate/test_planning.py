@@ -11,14 +11,14 @@ import pytest
 
 from shoal.cli import plan as plan_command
 from shoal.cli.main import main
-from shoal.config.load import File, Loaded, Override, resolve, resolve_data
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve, resolve_data
 from shoal.config.machines import MachineKind, read_machines
 from shoal.config.problems import ConfigError
 from shoal.config.schema.strategy import DiLoCo, Strategy
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 from shoal.simulate import planning
-from shoal.simulate.meta_model import fitting, sketch, what_would_fit
+from shoal.simulate.meta_model import build_meta_model, machines_that_fit, ways_to_fit
 from shoal.simulate.planning import Candidate, Planned, Prediction, chosen, plan, reason_for
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
@@ -31,12 +31,12 @@ def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiLoCo, "worth_trying", lambda workers: tuple({"inner_steps": steps} for steps in (1, 10, 50)))
 
 
-def starter(settings: dict[str, Any] | None = None) -> Loaded:
-    return resolve([File("starter")], [Override(path, scalar(value), path) for path, value in (settings or {}).items()])
+def starter(settings: dict[str, Any] | None = None) -> LoadedConfig:
+    return resolve([ConfigFile("starter")], [Override(path, scalar(value), path) for path, value in (settings or {}).items()])
 
 
 def planned(kinds: dict[str, MachineKind], **settings: Any) -> Planned:
-    return plan(sketch(starter(settings).run), kinds, lambda changed: starter(settings | dict(changed)), lambda *_: None)
+    return plan(build_meta_model(starter(settings).run), kinds, lambda changed: starter(settings | dict(changed)), lambda *_: None)
 
 
 def prediction(rate: float, apart: float, codec: str = "none", order: int = 0) -> Prediction:
@@ -106,17 +106,17 @@ def test_a_plan_is_the_same_again_and_its_file_gives_the_same_run(tmp_path: Path
     assert first[2:] == again[2:]
     file = tmp_path / "plan.yaml"
     file.write_text(brief(first.loaded))
-    loaded = resolve([File(str(file))])
+    loaded = resolve([ConfigFile(str(file))])
     assert loaded.problems == []
     assert loaded.run == first.loaded.run
 
 
 @pytest.mark.parametrize("preset", ["starter", "demo-gpt", "dist-llm-train/lan", "diloco/quick-start"])
 def test_the_brief_form_of_a_run_gives_the_same_run(preset: str, tmp_path: Path) -> None:
-    loaded = resolve([File(preset)])
+    loaded = resolve([ConfigFile(preset)])
     file = tmp_path / "brief.yaml"
     file.write_text(brief(loaded))
-    assert resolve([File(str(file))]).run == loaded.run
+    assert resolve([ConfigFile(str(file))]).run == loaded.run
 
 
 def test_of_those_that_are_about_as_fast_the_one_whose_workers_are_least_apart_is_chosen() -> None:
@@ -157,13 +157,13 @@ def test_a_model_that_fits_only_a_few_machines_leaves_the_others_out_or_takes_a_
 
 def test_what_would_fit_is_said() -> None:
     settings = {"model.kind": "gpt", "model.num_layers": 6, "model.hidden_size": 128, "model.num_heads": 4, "training.batch_size": 32}
-    loaded = resolve([File("demo-gpt")], [Override(path, str(value), path) for path, value in settings.items()])
-    run, found = loaded.run, sketch(loaded.run)
+    loaded = resolve([ConfigFile("demo-gpt")], [Override(path, str(value), path) for path, value in settings.items()])
+    run, found = loaded.run, build_meta_model(loaded.run)
     whole = found.memory(run).gb
-    assert not fitting(found, run, {"m": FAST.replace(memory_gb=0.9 * whole)})
-    assert what_would_fit(found, run, 0.9 * whole)[0].startswith("training.batch_size=16: ")
-    assert what_would_fit(found, run, 0.9 * whole)[1].startswith("training.gradient_checkpointing=true and training.batch_size=")
-    shared = what_would_fit(found, run, 0.5 * found.memory(run.replace(training=run.training.replace(batch_size=1))).gb)
+    assert not machines_that_fit(found, run, {"m": FAST.replace(memory_gb=0.9 * whole)})
+    assert ways_to_fit(found, run, 0.9 * whole)[0].startswith("training.batch_size=16: ")
+    assert ways_to_fit(found, run, 0.9 * whole)[1].startswith("training.gradient_checkpointing=true and training.batch_size=")
+    shared = ways_to_fit(found, run, 0.5 * found.memory(run.replace(training=run.training.replace(batch_size=1))).gb)
     assert re.match(r"engine.kind=fsdp over \d devices", shared[-2]) or "gradient_checkpointing" in shared[0]
     assert found.parts.single.vector.device.type == "meta", "no numbers are kept of a model that may be larger than this machine"
 
@@ -214,7 +214,7 @@ def test_a_machine_is_timed_without_the_data_where_its_size_is_given(capsys: pyt
 def test_machines_of_several_devices_are_planned_with_an_engine_that_fits_them() -> None:
     """Where each device holds all of the weights, less is exchanged; where it cannot, the devices share them."""
     settings = {"model.hidden_sizes": [512, 512], "strategy.kind": "async"}
-    found = sketch(starter(settings).run)
+    found = build_meta_model(starter(settings).run)
     whole = found.memory(found.run).gb
     for memory_gb, engine in ((2 * whole, "ddp"), (0.6 * whole, "fsdp")):
         first = planned({"box": MachineKind(count=2, steps_per_s=20.0, devices=2, memory_gb=memory_gb)}, **settings).first

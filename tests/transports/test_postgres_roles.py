@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from postgres_harness import Database
 from psycopg import errors
-from transport_harness import PATIENCE_S
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Unreachable
 from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServer, schema
+from tests.support.postgres_server import Database
+from tests.support.transport_harness import PATIENCE_S
 
 TABLES = (
     *(

@@ -13,8 +13,8 @@ from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.coordinator.audit.files import Evidence
-    from shoal.coordinator.audit.run import Report
+    from shoal.coordinator.audit.files import AuditInput
+    from shoal.coordinator.audit.run import AuditReport
 
 _MOST_SHOWN = 20
 _MORE_LOOKS = 4
@@ -23,24 +23,24 @@ _LONGEST_LINE = 10_000
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal audit", description="Check that nothing a coordinator confirmed was lost, or counted twice.")
-    made.add_argument("run", metavar="RUN", help="the run's folder, on the machine that coordinated it")
-    made.add_argument(
+    parser = argparse.ArgumentParser("shoal audit", description="Check that nothing a coordinator confirmed was lost, or counted twice.")
+    parser.add_argument("run", metavar="RUN", help="the run's folder, on the machine that coordinated it")
+    parser.add_argument(
         "--receipts",
         action="append",
         default=[],
         metavar="PATH",
         help="receipts of workers elsewhere: a file or a folder (may be repeated)",
     )
-    made.add_argument("--relay", action="append", default=[], metavar="DIR", help="the folder of a relay of this run (may be repeated)")
-    made.add_argument(
+    parser.add_argument("--relay", action="append", default=[], metavar="DIR", help="the folder of a relay of this run (may be repeated)")
+    parser.add_argument(
         "--regenerate",
         type=int,
         default=0,
         metavar="N",
         help="make the answers of N units again, with the weights of the run's checkpoints (strategy rollouts)",
     )
-    arguments = made.parse_args(argv)
+    arguments = parser.parse_args(argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
     claims = [path for given in arguments.receipts for path in _receipts(Path(given))]
@@ -59,10 +59,10 @@ def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
 
     found: list[str] = []
     evidence, _ = _from_files(folder, settings, [], [], found)
-    made = regenerate(folder, (line for _, line in evidence.ledger), most)
-    for line in made.told():
+    regenerated = regenerate(folder, (line for _, line in evidence.ledger), most)
+    for line in regenerated.told():
         print(line)
-    return made.violations()
+    return regenerated.violations()
 
 
 def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
@@ -75,7 +75,7 @@ def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
     return [*found, *missing_above(above, below)]
 
 
-def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:
+def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
     """What an audit finds, and whether the run goes on. Files of a run that goes on change while they are read: there only what is found
     again and again is wrong."""
     report, running = _audit(folder, settings, claims)
@@ -88,7 +88,7 @@ def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, b
     return report, running
 
 
-def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:
+def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
     from shoal.coordinator.audit.run import audit
 
     violations: list[str] = []
@@ -101,7 +101,7 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, boo
     return audit(evidence, violations, first, units=_leases_units(settings), complete=complete, tasks=tasks), running
 
 
-def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
+def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[AuditInput, bool]:
     from shoal.coordinator.audit.files import gather
     from shoal.coordinator.durable.lock import is_held
 
@@ -112,11 +112,11 @@ def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path]
     return gather(state, own, violations, claims), running
 
 
-def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
-    from shoal.cli.db import connected, place_of
-    from shoal.cli.options import parse, parser
+def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[AuditInput, bool]:
+    from shoal.cli.db import connected, database_location
+    from shoal.cli.options import make_parser, parse
 
-    with place_of(*parse(parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
+    with database_location(*parse(make_parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
         from shoal.coordinator.audit.files import gather_from, gather_receipts
         from shoal.transports.postgres.queries import damage, look, trail
 

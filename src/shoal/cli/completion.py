@@ -44,14 +44,14 @@ def run(argv: list[str]) -> int:
     if argv[:1] == ["--words"]:
         print("\n".join(words(argv[1:])))
         return 0
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal completion",
         description="Print what a shell needs to complete `shoal` commands.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("shell", choices=tuple(_SCRIPTS))
-    print(_SCRIPTS[made.parse_args(argv).shell], end="")
+    parser.add_argument("shell", choices=tuple(_SCRIPTS))
+    print(_SCRIPTS[parser.parse_args(argv).shell], end="")
     return 0
 
 

@@ -6,8 +6,8 @@ import sys
 
 from shoal import ShoalError
 from shoal.cli.main import leading_flags, report
-from shoal.cli.options import add_plugin_option, load, load_plugins, parse, parser, require
-from shoal.config.missing_packages import refusals
+from shoal.cli.options import add_plugin_option, load, load_plugins, make_parser, parse, require
+from shoal.config.missing_packages import package_problems
 from shoal.config.problems import ConfigError, render
 from shoal.config.schema import Run
 
@@ -38,12 +38,14 @@ def run(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    made = parser("config check", "Check a configuration: everything that `shoal train` would refuse, at once; exit code 2 if it would.")
-    made.add_argument("--format", choices=("text", "json", "github"), default="text")
-    arguments, overrides = parse(made, argv)
+    parser = make_parser(
+        "config check", "Check a configuration: everything that `shoal train` would refuse, at once; exit code 2 if it would."
+    )
+    parser.add_argument("--format", choices=("text", "json", "github"), default="text")
+    arguments, overrides = parse(parser, argv)
     loaded = load(arguments, overrides)
     if loaded.ok:
-        loaded.problems += refusals(loaded, packages="warning")
+        loaded.problems += package_problems(loaded, packages="warning")
     if arguments.format != "text":
         print(render(loaded.problems, arguments.format))
     elif loaded.problems:
@@ -65,10 +67,10 @@ def _summary(run: Run, dialects: list[str]) -> list[str]:
 def show(argv: list[str]) -> int:
     from shoal.config.show import show as text
 
-    made = parser("config show", "Print every setting of a configuration, secrets masked.")
-    made.add_argument("--origin", action="store_true", help="and where each comes from")
-    made.add_argument("--format", choices=("yaml", "json"), default="yaml")
-    arguments, overrides = parse(made, argv)
+    parser = make_parser("config show", "Print every setting of a configuration, secrets masked.")
+    parser.add_argument("--origin", action="store_true", help="and where each comes from")
+    parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
+    arguments, overrides = parse(parser, argv)
     loaded = require(load(arguments, overrides))
     if loaded.problems:
         report(ConfigError(loaded.problems))
@@ -80,10 +82,10 @@ def explain(argv: list[str]) -> int:
     from shoal.config.show import explain as text
     from shoal.config.show import find_setting
 
-    made = parser("config explain", "Tell where the value of one setting comes from.", files="")
-    made.add_argument("path", metavar="PATH", help="a setting: its path in Shoal's words or in the files'")
-    made.add_argument("files", nargs="*", metavar="FILE")
-    arguments, overrides = parse(made, argv)
+    parser = make_parser("config explain", "Tell where the value of one setting comes from.", files="")
+    parser.add_argument("path", metavar="PATH", help="a setting: its path in Shoal's words or in the files'")
+    parser.add_argument("files", nargs="*", metavar="FILE")
+    arguments, overrides = parse(parser, argv)
     loaded = require(load(arguments, overrides))
     print(text(loaded, find_setting(loaded, arguments.path)), end="")
     return 0
@@ -92,15 +94,15 @@ def explain(argv: list[str]) -> int:
 def diff(argv: list[str]) -> int:
     from shoal.config.show import diff as text
 
-    made = parser("config diff", "Compare two configurations: A… -- B…; exit code 1 if they differ.")
+    parser = make_parser("config diff", "Compare two configurations: A… -- B…; exit code 1 if they differ.")
     if "--" not in argv:
-        arguments, overrides = parse(made, argv)
+        arguments, overrides = parse(parser, argv)
         if len(arguments.files) != 2:
             raise ShoalError("put `--` between the files of the two configurations: shoal config diff A… -- B…")
         first, second = (require(load(arguments, overrides, [file])) for file in arguments.files)
     else:
         cut = argv.index("--")
-        first, second = (require(load(*parse(made, side))) for side in (argv[:cut], argv[cut + 1 :]))
+        first, second = (require(load(*parse(parser, side))) for side in (argv[:cut], argv[cut + 1 :]))
     difference = text(first, second)
     print(difference or "no difference\n", end="")
     return 1 if difference else 0
@@ -112,9 +114,9 @@ def schema(argv: list[str]) -> int:
 
     from shoal.config.reference import json_schema
 
-    made = argparse.ArgumentParser("shoal config schema", description="Print the JSON Schema of a native file.")
-    add_plugin_option(made)
-    load_plugins(made.parse_args(argv))
+    parser = argparse.ArgumentParser("shoal config schema", description="Print the JSON Schema of a native file.")
+    add_plugin_option(parser)
+    load_plugins(parser.parse_args(argv))
     print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return 0
 
@@ -126,12 +128,12 @@ def migrate(argv: list[str]) -> int:
     from shoal.config.dialects import NAMES
     from shoal.config.migrate import migrate as text
 
-    made = argparse.ArgumentParser("shoal config migrate", description="Rewrite a dialect file in Shoal's own words, comments kept.")
-    made.add_argument("file", metavar="FILE", help="a file or a preset")
-    made.add_argument("--output", "-o", metavar="FILE", help="where to write it (default: standard output)")
-    made.add_argument("--dialect", choices=NAMES)
-    made.add_argument("--force", action="store_true", help="overwrite the output")
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal config migrate", description="Rewrite a dialect file in Shoal's own words, comments kept.")
+    parser.add_argument("file", metavar="FILE", help="a file or a preset")
+    parser.add_argument("--output", "-o", metavar="FILE", help="where to write it (default: standard output)")
+    parser.add_argument("--dialect", choices=NAMES)
+    parser.add_argument("--force", action="store_true", help="overwrite the output")
+    arguments = parser.parse_args(argv)
     native = text(arguments.file, arguments.dialect)
     if arguments.output:
         write(arguments.output, native, force=arguments.force)

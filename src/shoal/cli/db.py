@@ -1,4 +1,4 @@
-"""`shoal db`: the PostgreSQL database of a run: made, looked into, wiped, and opened for students."""
+"""`shoal db`: the PostgreSQL database of a run: parser, looked into, wiped, and opened for students."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.options import load, make_parser, parse, require
 from shoal.cli.output import quoted
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.launch.postgres.connection_file import FILE, Memory
+from shoal.launch.postgres.connection_file import FILE, ConnectionFile
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
 from shoal.transports.database_address import Access, access_of, is_address
 from shoal.transports.database_address import parse as parse_address
@@ -47,7 +47,7 @@ KINDS = {
 _MOST_TABLES = 5
 
 
-class Place(NamedTuple):
+class DatabaseLocation(NamedTuple):
     """A database, and how other machines reach it."""
 
     access: Access
@@ -70,8 +70,8 @@ def run(argv: list[str]) -> int:
 
 
 def init(argv: list[str]) -> int:
-    made = parser("db init", "Make the database and its tables, or bring them up to date.")
-    with place_of(*parse(made, argv)) as place:
+    parser = make_parser("db init", "Make the database and its tables, or bring them up to date.")
+    with database_location(*parse(parser, argv)) as place:
         from shoal.transports.postgres import schema
         from shoal.transports.postgres.access import create_database
 
@@ -86,10 +86,10 @@ def init(argv: list[str]) -> int:
 
 
 def status(argv: list[str]) -> int:
-    made = parser("db status", "Tell what is in the database.")
-    made.add_argument("--json", action="store_true", help="as JSON")
-    arguments, overrides = parse(made, argv)
-    with place_of(arguments, overrides) as place, connected(place.access) as connection:
+    parser = make_parser("db status", "Tell what is in the database.")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    arguments, overrides = parse(parser, argv)
+    with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
 
         found = schema.describe(connection)
@@ -101,10 +101,10 @@ def status(argv: list[str]) -> int:
 
 
 def reset(argv: list[str]) -> int:
-    made = parser("db reset", "Delete the run in the database, with its weights, work and figures. Roles stay.")
-    made.add_argument("--yes", action="store_true", help="do not ask")
-    arguments, overrides = parse(made, argv)
-    with place_of(arguments, overrides) as place, connected(place.access) as connection:
+    parser = make_parser("db reset", "Delete the run in the database, with its weights, work and figures. Roles stay.")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    arguments, overrides = parse(parser, argv)
+    with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
 
         if not arguments.yes:
@@ -115,15 +115,15 @@ def reset(argv: list[str]) -> int:
 
 
 def grant(argv: list[str]) -> int:
-    made = parser("db grant", "Let somebody in, with a role that may do no more than its kind needs.", files="")
-    made.add_argument("kind", choices=KINDS, help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()))
-    made.add_argument(
+    parser = make_parser("db grant", "Let somebody in, with a role that may do no more than its kind needs.", files="")
+    parser.add_argument("kind", choices=KINDS, help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()))
+    parser.add_argument(
         "name", metavar="NAME", help="the role, one for each person; of kind class: one for all, whose token makes a role for each"
     )
-    made.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
-    made.add_argument("--password", help="the role's password (default: a new one is made, and shown once)")
-    arguments, overrides = parse(made, argv)
-    with place_of(arguments, overrides) as place, connected(place.access) as connection:
+    parser.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
+    parser.add_argument("--password", help="the role's password (default: a new one is made, and shown once)")
+    arguments, overrides = parse(parser, argv)
+    with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
 
         known = arguments.name in schema.describe(connection)["roles"]
@@ -134,11 +134,13 @@ def grant(argv: list[str]) -> int:
 
 
 def revoke(argv: list[str]) -> int:
-    made = parser("db revoke", "Shut somebody out who was let in. Who is at work is thrown out; what they handed in stays.", files="")
-    made.add_argument("name", metavar="NAME", help="the role, as it was granted")
-    made.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
-    arguments, overrides = parse(made, argv)
-    with place_of(arguments, overrides) as place, connected(place.access) as connection:
+    parser = make_parser(
+        "db revoke", "Shut somebody out who was let in. Who is at work is thrown out; what they handed in stays.", files=""
+    )
+    parser.add_argument("name", metavar="NAME", help="the role, as it was granted")
+    parser.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
+    arguments, overrides = parse(parser, argv)
+    with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
 
         schema.revoke(connection, arguments.name)
@@ -146,7 +148,7 @@ def revoke(argv: list[str]) -> int:
     return 0
 
 
-def _tell_granted(arguments: argparse.Namespace, place: Place, password: str | None) -> None:
+def _tell_granted(arguments: argparse.Namespace, place: DatabaseLocation, password: str | None) -> None:
     kept = "" if password else "; the password stays as it is (--password changes it)"
     print(f"`{arguments.name}` may {KINDS[arguments.kind]}{kept}")
     theirs = Access(place.host, place.port or place.access.port, place.access.database, arguments.name, password, place.options)
@@ -166,11 +168,11 @@ def _tell_granted(arguments: argparse.Namespace, place: Place, password: str | N
 
 
 @contextmanager
-def place_of(arguments: argparse.Namespace, overrides: list[Override]) -> Iterator[Place]:
+def database_location(arguments: argparse.Namespace, overrides: list[Override]) -> Iterator[DatabaseLocation]:
     """The database that is meant. One in a run's folder is started for as long as it takes, if it does not run."""
     meant = _meant(arguments, overrides)
     if isinstance(meant, Access):
-        yield Place(meant, _seen_from_elsewhere(meant.host), meant.options)
+        yield DatabaseLocation(meant, _seen_from_elsewhere(meant.host), meant.options)
         return
     from shoal.launch.postgres.server import database_of
 
@@ -178,14 +180,14 @@ def place_of(arguments: argparse.Namespace, overrides: list[Override]) -> Iterat
         yield _of_run(meant, access, listening)
 
 
-def _of_run(folder: Path, access: Access, listening: str) -> Place:
+def _of_run(folder: Path, access: Access, listening: str) -> DatabaseLocation:
     from shoal.launch.postgres.certificate import certificate_of
 
-    memory = Memory.of(folder)
+    memory = ConnectionFile.of(folder)
     if memory is None or is_loopback(listening):
-        return Place(access, to_tell(listening), "", pin="")
+        return DatabaseLocation(access, to_tell(listening), "", pin="")
     pin = certificate_of(folder).pin
-    return Place(access, to_tell(listening), f"pin={pin}", memory.port, pin)
+    return DatabaseLocation(access, to_tell(listening), f"pin={pin}", memory.port, pin)
 
 
 def _meant(arguments: argparse.Namespace, overrides: list[Override]) -> Access | Path:

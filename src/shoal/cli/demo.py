@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.demo_scenes import SCENES, Happening, Scene, require
+from shoal.cli.demo_scenes import SCENES, DemoEvent, Scene, require
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch.demo_processes import Seen, Stage
+    from shoal.launch.demo_processes import DemoProcesses, DemoProgress
 
 SECONDS = 20.0
 _LOOK_S, _TELL_S = 0.1, 2.5
@@ -35,17 +35,19 @@ What it writes is in {folder}
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal demo",
         description="Train together on built-in data while machines come, go and die, and prove that nothing was lost. Without a name: "
         "three workers and a table of digits.",
     )
-    made.add_argument("scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}")
-    made.add_argument("--run-dir", metavar="DIR", help="where the runs go (default: a temporary folder)")
-    made.add_argument("--seconds", type=float, help=f"how long to train (default: {SECONDS:.0f}; volunteers: 45)")
-    arguments = made.parse_args(argv)
+    parser.add_argument(
+        "scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}"
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="where the runs go (default: a temporary folder)")
+    parser.add_argument("--seconds", type=float, help=f"how long to train (default: {SECONDS:.0f}; volunteers: 45)")
+    arguments = parser.parse_args(argv)
     if arguments.seconds is not None and not 1 <= arguments.seconds <= 3600:
-        made.error("--seconds takes 1 to 3600")
+        parser.error("--seconds takes 1 to 3600")
     folder = Path(arguments.run_dir or tempfile.mkdtemp(prefix="shoal-demo-"))
     if folder.exists() and any(folder.iterdir()):
         raise ShoalError(f"{folder} holds something already: choose another --run-dir")
@@ -70,12 +72,12 @@ def _names() -> list[str]:
 def _together(scene: Scene, folder: Path, seconds: float) -> None:
     """Train together for a while, prove that nothing was lost, show what was learned."""
     require(scene.needs, scene.extra)
-    from shoal.launch.demo_processes import Stage
+    from shoal.launch.demo_processes import DemoProcesses
 
     print(f"{scene.title}\n{_FOREWORD.format(seconds=seconds, folder=folder)}", flush=True)
     began = time.monotonic()
     settings = [word for setting in (*scene.settings, *scene.together) for word in ("--set", setting)]
-    with Stage(folder, [*scene.files, *settings], len(scene.workers)) as stage:
+    with DemoProcesses(folder, [*scene.files, *settings], len(scene.workers)) as stage:
         _say(began, "a coordinator starts (shoal coordinate)")
         stage.open()
         for worker in scene.workers:
@@ -94,7 +96,7 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
     print(f"\nyour own: {scene.next}\nthe page: {scene.page}", flush=True)
 
 
-def _play(scene: Scene, stage: Stage, seconds: float, began: float) -> Seen:
+def _play(scene: Scene, stage: DemoProcesses, seconds: float, began: float) -> DemoProgress:
     """Let the time pass, and everything happen that is to happen; how far the run came."""
     _first_update(stage)
     start, told, waiting = time.monotonic(), 0.0, list(scene.happenings)
@@ -113,12 +115,12 @@ def _play(scene: Scene, stage: Stage, seconds: float, began: float) -> Seen:
     return stage.seen()
 
 
-def _goes_on(stage: Stage, back: int) -> bool:
+def _goes_on(stage: DemoProcesses, back: int) -> bool:
     """Whether the run has come further than it was, and all who joined have a part in it: who came late may still be loading."""
     return stage.seen().version > back and all(stage.takes_part(name) for name in stage.workers)
 
 
-def _first_update(stage: Stage) -> None:
+def _first_update(stage: DemoProcesses) -> None:
     until = time.monotonic() + _BEGIN_S
     while not stage.seen().version and not stage.ended():
         if time.monotonic() > until:
@@ -126,7 +128,7 @@ def _first_update(stage: Stage) -> None:
         time.sleep(_LOOK_S)
 
 
-def _happen(happening: Happening, scene: Scene, stage: Stage, began: float) -> None:
+def _happen(happening: DemoEvent, scene: Scene, stage: DemoProcesses, began: float) -> None:
     _tell_progress(stage.seen(), began)
     _say(began, f"» {happening.story}")
     if happening.what == "kill":
@@ -140,7 +142,7 @@ def _happen(happening: Happening, scene: Scene, stage: Stage, began: float) -> N
         _say(began, "  it is back, with the very weights it last confirmed; the workers find it again")
 
 
-def _tell_progress(seen: Seen, began: float) -> None:
+def _tell_progress(seen: DemoProgress, began: float) -> None:
     figures = "   ".join(f"{name} {value:.3g}" for name, value in seen.figures.items())
     _say(began, f"  version {seen.version:>5}   {seen.samples:>7,} samples   {figures}".rstrip())
 
@@ -163,7 +165,7 @@ def _audit(folder: Path) -> None:
 # --- beside one process ----------------------------------------------------------------------------------
 
 
-def _compare(scene: Scene, folder: Path, seen: Seen) -> None:
+def _compare(scene: Scene, folder: Path, seen: DemoProgress) -> None:
     """Hold the run against one process that learned from as many samples."""
     from shoal.cli.eval import judged
 
@@ -178,18 +180,19 @@ def _compare(scene: Scene, folder: Path, seen: Seen) -> None:
 
 def _alone(scene: Scene, folder: Path, samples: int) -> int:
     """Train in this process, for some seconds at most; the samples that it learned from."""
-    from shoal.config.load import File, Loaded, Override, parse_override, resolve
-    from shoal.launch.start import Asked, plan, started
+    from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
+    from shoal.launch.start import start_run
+    from shoal.launch.start_mode import StartOptions, plan_start
 
     overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
-    files = [File(name) for name in scene.files]
+    files = [ConfigFile(name) for name in scene.files]
     batch = resolve(files, overrides, environ={}).run.training.batch_size or 1
     overrides.append(parse_override(f"training.max_steps={max(1, samples // batch)}"))
 
-    def load(more: Sequence[Override]) -> Loaded:
+    def load(more: Sequence[Override]) -> LoadedConfig:
         return resolve(files, [*overrides, *more], environ={})
 
-    with started(plan(load, Asked(str(folder))), []) as ready:
+    with start_run(plan_start(load, StartOptions(str(folder))), []) as ready:
         late = threading.Timer(_ALONE_S, ready.loop.interrupt)
         late.start()
         try:

@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 from shoal.errors import ShoalError
 
 
-class Worker(NamedTuple):
+class DemoWorker(NamedTuple):
     """Somebody who takes part, and how their machine is unlike the others."""
 
     name: str
     arguments: tuple[str, ...] = ()
 
 
-class Happening(NamedTuple):
+class DemoEvent(NamedTuple):
     """What befalls the run at a share of its time."""
 
     share: float
@@ -34,8 +34,8 @@ class Scene(NamedTuple):
     """What is learned, and how."""
     together: tuple[str, ...]
     """How it is learned together; one process alone does without these."""
-    workers: tuple[Worker, ...]
-    happenings: tuple[Happening, ...]
+    workers: tuple[DemoWorker, ...]
+    happenings: tuple[DemoEvent, ...]
     shows: Literal["digits", "text", "poem", "drawing"]
     page: str
     next: str
@@ -70,11 +70,11 @@ SCENES = {
         files=("starter",),
         settings=_DIGITS,
         together=(*_QUICK, "strategy.kind=syncps", "strategy.round_timeout_s=2", "cluster.num_workers=3"),
-        workers=(Worker("ada"), Worker("ben"), Worker("eve")),
+        workers=(DemoWorker("ada"), DemoWorker("ben"), DemoWorker("eve")),
         happenings=(
-            Happening(0.15, "kill", "ben", "ben is killed (kill -9), in the middle of a round: the others go on"),
-            Happening(0.35, "join", "fay", "fay joins late, and takes the share of the data that ben left"),
-            Happening(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
+            DemoEvent(0.15, "kill", "ben", "ben is killed (kill -9), in the middle of a round: the others go on"),
+            DemoEvent(0.35, "join", "fay", "fay joins late, and takes the share of the data that ben left"),
+            DemoEvent(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
         ),
         shows="digits",
         page="docs/README.md",
@@ -90,11 +90,11 @@ SCENES = {
             *("data.loader.num_workers=0", "training.device=cpu"),
         ),
         together=("strategy.units_per_update=3", "coordinator.heartbeat_interval_s=0.5"),
-        workers=(Worker("mia"), Worker("noah"), Worker("emma")),
+        workers=(DemoWorker("mia"), DemoWorker("noah"), DemoWorker("emma")),
         happenings=(
-            Happening(0.2, "kill", "noah", "noah closes the lid in the middle of a unit: somebody else gets it"),
-            Happening(0.35, "join", "liam", "liam comes late, and takes the next unit"),
-            Happening(0.6, "crash", "", "the coordinator is killed (kill -9), its database with it, and started again with --resume"),
+            DemoEvent(0.2, "kill", "noah", "noah closes the lid in the middle of a unit: somebody else gets it"),
+            DemoEvent(0.35, "join", "liam", "liam comes late, and takes the next unit"),
+            DemoEvent(0.6, "crash", "", "the coordinator is killed (kill -9), its database with it, and started again with --resume"),
         ),
         shows="drawing",
         page="docs/classroom.md",
@@ -108,11 +108,11 @@ SCENES = {
         files=("cluster_config_edp", "nn_config"),
         settings=(*_DIGITS, "evaluation.strategy=epoch", "model.input_dim=64"),
         together=_QUICK,
-        workers=(Worker("pi5", ("--slowdown", "4")), Worker("win"), Worker("macbook")),
+        workers=(DemoWorker("pi5", ("--slowdown", "4")), DemoWorker("win"), DemoWorker("macbook")),
         happenings=(
-            Happening(0.2, "kill", "win", "win is switched off (kill -9)"),
-            Happening(0.4, "join", "win", "win is switched on again, and goes on where it was"),
-            Happening(0.6, "crash", "", "the server is killed (kill -9), and started again with --resume"),
+            DemoEvent(0.2, "kill", "win", "win is switched off (kill -9)"),
+            DemoEvent(0.4, "join", "win", "win is switched on again, and goes on where it was"),
+            DemoEvent(0.6, "crash", "", "the server is killed (kill -9), and started again with --resume"),
         ),
         shows="digits",
         page="docs/shelf.md",
@@ -129,14 +129,14 @@ SCENES = {
         ),
         together=(*_QUICK, "transport.host=127.0.0.1", "strategy.contributions_per_update=2"),
         workers=(
-            Worker("datacenter-gpu", ("--netem", "good")),
-            Worker("edge-device", ("--netem", "cellular", "--slowdown", "2")),
-            Worker("volunteer-node", ("--netem", "good")),
+            DemoWorker("datacenter-gpu", ("--netem", "good")),
+            DemoWorker("edge-device", ("--netem", "cellular", "--slowdown", "2")),
+            DemoWorker("volunteer-node", ("--netem", "good")),
         ),
         happenings=(
-            Happening(0.25, "kill", "volunteer-node", "volunteer-node takes its machine back (kill -9): its task goes to another"),
-            Happening(0.45, "join", "late-volunteer", "late-volunteer joins, whom no file names"),
-            Happening(0.65, "crash", "", "the controller is killed (kill -9), and started again with --resume"),
+            DemoEvent(0.25, "kill", "volunteer-node", "volunteer-node takes its machine back (kill -9): its task goes to another"),
+            DemoEvent(0.45, "join", "late-volunteer", "late-volunteer joins, whom no file names"),
+            DemoEvent(0.65, "crash", "", "the controller is killed (kill -9), and started again with --resume"),
         ),
         shows="poem",
         seconds=45.0,
@@ -152,11 +152,11 @@ SCENES = {
             *("strategy.kind=diloco", "strategy.inner_steps=10", "strategy.round_timeout_s=20", "updates.codec.kind=int8"),
             *("engine.kind=fsdp", "launch.devices_per_node=2", "cluster.num_workers=2"),
         ),
-        workers=(Worker("paris", ("--netem", "50mbit")), Worker("oslo", ("--netem", "50mbit"))),
+        workers=(DemoWorker("paris", ("--netem", "50mbit")), DemoWorker("oslo", ("--netem", "50mbit"))),
         happenings=(
-            Happening(0.3, "kill", "oslo", "the island oslo loses its power (kill -9)"),
-            Happening(0.45, "join", "oslo", "oslo comes back with what it kept: its optimizer and its place at the data"),
-            Happening(0.65, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
+            DemoEvent(0.3, "kill", "oslo", "the island oslo loses its power (kill -9)"),
+            DemoEvent(0.45, "join", "oslo", "oslo comes back with what it kept: its optimizer and its place at the data"),
+            DemoEvent(0.65, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
         ),
         shows="text",
         page="docs/islands.md",
@@ -172,11 +172,11 @@ SCENES = {
             *("model.experts.count=8", "model.experts.per_token=2"),
         ),
         together=(*_QUICK, "strategy.kind=syncps", "strategy.round_timeout_s=5", "cluster.num_workers=2"),
-        workers=(Worker("left"), Worker("right")),
+        workers=(DemoWorker("left"), DemoWorker("right")),
         happenings=(
-            Happening(0.2, "kill", "right", "right is killed (kill -9)"),
-            Happening(0.35, "join", "right", "right is back"),
-            Happening(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
+            DemoEvent(0.2, "kill", "right", "right is killed (kill -9)"),
+            DemoEvent(0.35, "join", "right", "right is back"),
+            DemoEvent(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
         ),
         shows="text",
         page="docs/rack.md",

@@ -12,11 +12,11 @@ _PLAIN = {"good": "ok", "doubtful": "--", "bad": "!!"}
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal doctor", description="See what works on this machine: Python, torch, GPUs, disk, clock, ports, database, extras."
     )
-    made.add_argument("--json", action="store_true", help="for programs")
-    arguments = made.parse_args(argv)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    arguments = parser.parse_args(argv)
     from shoal.launch.doctor import BAD, examine
 
     findings = []

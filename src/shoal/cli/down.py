@@ -9,10 +9,10 @@ _PATIENCE_S = 90.0
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal down", description="End a fleet that `shoal up` started: the run is saved, its workers leave.")
-    made.add_argument("run", metavar="RUN", help="the run's folder")
-    made.add_argument("--patience", type=float, default=_PATIENCE_S, metavar="SECONDS", help="then end it at once (default: 90)")
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal down", description="End a fleet that `shoal up` started: the run is saved, its workers leave.")
+    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    parser.add_argument("--patience", type=float, default=_PATIENCE_S, metavar="SECONDS", help="then end it at once (default: 90)")
+    arguments = parser.parse_args(argv)
     from shoal.launch.up_file import take_down
 
     saved = take_down(Path(arguments.run), arguments.patience)

@@ -21,11 +21,11 @@ class Verdict(NamedTuple):
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal eval", description="Judge a run's newest checkpoint on its held-out data.")
-    made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
-    made.add_argument("--format", choices=("text", "json"), default="text")
-    add_plugin_option(made)
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal eval", description="Judge a run's newest checkpoint on its held-out data.")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    add_plugin_option(parser)
+    arguments = parser.parse_args(argv)
     load_plugins(arguments)
 
     verdict = judged(arguments.run)
@@ -39,12 +39,12 @@ def run(argv: list[str]) -> int:
 
 def judged(path: str) -> Verdict:
     """Judge the newest checkpoint of a run, or one of its checkpoints. Raises ShoalError."""
-    from shoal.runs.build_run import assemble, held_out
+    from shoal.runs.build_run import assemble, held_out_batches
     from shoal.runs.trained_model import open_run
 
     trained = open_run(path, lambda text: print(f"warning: {text}", file=sys.stderr))
     parts = assemble(trained.run, tokenizer_of=trained.root)
-    batches = held_out(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
+    batches = held_out_batches(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
     if batches is None:
         raise ShoalError("this run's data has nothing held out to judge it on")
     parts.engine.load_weights(trained.checkpoint.weights)

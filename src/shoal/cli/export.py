@@ -17,21 +17,21 @@ same. Checkpoints of several processes are put together.
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal export", description="Write a run's model into a folder, for other programs.", epilog=EPILOG, allow_abbrev=False
     )
-    made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
-    made.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
-    made.add_argument("--adapters", action="store_true", help="of a run with LoRA: its small matrices alone, as peft loads them")
-    made.add_argument("--mixtral", action="store_true", help="of a mixture of experts: as transformers loads it")
-    add_plugin_option(made)
-    arguments = made.parse_args(argv)
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
+    parser.add_argument("--adapters", action="store_true", help="of a run with LoRA: its small matrices alone, as peft loads them")
+    parser.add_argument("--mixtral", action="store_true", help="of a mixture of experts: as transformers loads it")
+    add_plugin_option(parser)
+    arguments = parser.parse_args(argv)
     load_plugins(arguments)
 
     from shoal.runs.trained_model import export
 
     if arguments.adapters and arguments.mixtral:
-        made.error("--adapters and --mixtral contradict each other: give one of them")
+        parser.error("--adapters and --mixtral contradict each other: give one of them")
     warn = lambda text: print(f"warning: {text}", file=sys.stderr)  # noqa: E731
     export(arguments.run, Path(arguments.folder), warn, adapters=arguments.adapters, mixtral=arguments.mixtral)
     print(f"written: {arguments.folder}")

@@ -15,7 +15,7 @@ from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.runs.trained_model import Trained
+    from shoal.runs.trained_model import TrainedModel
 
 WAYS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
 """How a token may be chosen: what `serving.decoding.active` takes."""
@@ -40,39 +40,38 @@ def run(argv: list[str]) -> int:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    made = argparse.ArgumentParser("shoal generate", description="Let a run's newest checkpoint write or draw.")
-    made.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or one of its checkpoints")
-    made.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print what two runs answer, side by side")
-    made.add_argument("--prompt", default="", help="what the text begins with")
-    made.add_argument("--context", default="", help="a text that a model with cross-attention reads beside it")
-    made.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
-    made.add_argument("--decoding", choices=WAYS, help="how a token is chosen (default: the run's setting)")
-    made.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="draw images into a PNG file (GAN)")
-    add_plugin_option(made)
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal generate", description="Let a run's newest checkpoint write or draw.")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print what two runs answer, side by side")
+    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument("--context", default="", help="a text that a model with cross-attention reads beside it")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
+    parser.add_argument("--decoding", choices=WAYS, help="how a token is chosen (default: the run's setting)")
+    parser.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="draw images into a PNG file (GAN)")
+    add_plugin_option(parser)
+    arguments = parser.parse_args(argv)
     load_plugins(arguments)
     if bool(arguments.run) == bool(arguments.compare):
-        made.error("name one RUN, or two with --compare BEFORE AFTER")
+        parser.error("name one RUN, or two with --compare BEFORE AFTER")
     if arguments.compare and arguments.grid:
-        made.error("--compare prints texts; --grid draws images")
+        parser.error("--compare prints texts; --grid draws images")
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        made.error("--max-new-tokens must be at least 1")
+        parser.error("--max-new-tokens must be at least 1")
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
-        made.error("--temperature must be a number at least 0")
+        parser.error("--temperature must be a number at least 0")
     if not 0 <= arguments.seed < 2**63:
-        made.error("--seed must be at least 0 and below 2**63")
+        parser.error("--seed must be at least 0 and below 2**63")
     if arguments.grid and not arguments.grid.lower().endswith(".png"):
-        made.error("--grid takes the name of a .png file")
+        parser.error("--grid takes the name of a .png file")
     return arguments
 
 
-def _draw(trained: Trained, file: str) -> None:
-    from shoal.tasks import Draws
+def _draw(trained: TrainedModel, file: str) -> None:
     from shoal.tasks.images import grid, save_png
 
-    if not isinstance(trained.task, Draws):
+    if not trained.task.draws_images:
         raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
     try:
         save_png(grid(trained.task.images()), Path(file))
@@ -81,7 +80,7 @@ def _draw(trained: Trained, file: str) -> None:
     print(f"wrote {file} (64 images, step {trained.checkpoint.step})")
 
 
-def _write(trained: Trained, arguments: argparse.Namespace) -> None:
+def _write(trained: TrainedModel, arguments: argparse.Namespace) -> None:
     sys.stdout.write(arguments.prompt)
     for piece in _pieces(trained, arguments, arguments.seed):
         sys.stdout.write(piece)
@@ -89,7 +88,7 @@ def _write(trained: Trained, arguments: argparse.Namespace) -> None:
     sys.stdout.write("\n")
 
 
-def _pieces(trained: Trained, arguments: argparse.Namespace, seed: int) -> Iterator[str]:
+def _pieces(trained: TrainedModel, arguments: argparse.Namespace, seed: int) -> Iterator[str]:
     from shoal.runs.trained_model import generate_text
 
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens

@@ -13,21 +13,21 @@ learns from one of these documents never finds its passages in it. The folder's 
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal index",
         description="Make an index of texts, whose passages a model reads.",
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    made.add_argument("files", metavar="FILES", nargs="+", help="text files (.txt, .jsonl, gzipped or not), or folders of them")
-    made.add_argument("--out", metavar="FOLDER", required=True, help="where to: a new folder")
-    made.add_argument(
+    parser.add_argument("files", metavar="FILES", nargs="+", help="text files (.txt, .jsonl, gzipped or not), or folders of them")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="where to: a new folder")
+    parser.add_argument(
         "--encoder", choices=("minilm", "words"), default="minilm", help="compare by meaning, or by words (minilm: needs shoal[rag])"
     )
-    made.add_argument("--passage-words", metavar="N", type=int, default=64, help="words of a passage (64)")
-    arguments = made.parse_args(argv)
+    parser.add_argument("--passage-words", metavar="N", type=int, default=64, help="words of a passage (64)")
+    arguments = parser.parse_args(argv)
     if arguments.passage_words < 1:
-        made.error("--passage-words: a passage has at least one word")
+        parser.error("--passage-words: a passage has at least one word")
 
     from shoal.cli.output import download
     from shoal.data.retrieval.load_index import index_files

@@ -12,12 +12,12 @@ from shoal.config.presets import find, names
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal init", description="Write a configuration to start from.")
-    made.add_argument("file", nargs="?", default=DEFAULT_FILE, help=f"where to (default: {DEFAULT_FILE})")
-    made.add_argument("--preset", default="starter", metavar="NAME", help="which one (default: starter)")
-    made.add_argument("--list", action="store_true", help="list the presets")
-    made.add_argument("--force", action="store_true", help="overwrite the file")
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal init", description="Write a configuration to start from.")
+    parser.add_argument("file", nargs="?", default=DEFAULT_FILE, help=f"where to (default: {DEFAULT_FILE})")
+    parser.add_argument("--preset", default="starter", metavar="NAME", help="which one (default: starter)")
+    parser.add_argument("--list", action="store_true", help="list the presets")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    arguments = parser.parse_args(argv)
     if arguments.list:
         print("\n".join(f"{name:<40} {_title(name)}" for name in names()))
         return 0

@@ -14,16 +14,17 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shoal.cli.engine_processes import as_rank, ignore_signals, island
 from shoal.cli.options import add_plugin_option, load_plugins
-from shoal.cli.output import download, tell
+from shoal.cli.output import download, print_log
 from shoal.config.environment import database_password, join_token
-from shoal.config.load import File, parse_override, resolve
-from shoal.config.ranks import of_several, place
+from shoal.config.load import ConfigFile, parse_override, resolve
+from shoal.config.ranks import rank_place, uses_several_processes
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Invitation
@@ -33,9 +34,9 @@ from shoal.transports.database_address import access_of, is_address
 from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
-    from shoal.config.ranks import Place
-    from shoal.launch import Crew
-    from shoal.runs.worker_run import Joined, Way
+    from shoal.config.ranks import RankPlace
+    from shoal.launch import EngineProcesses
+    from shoal.runs.worker_run import JoinedWorker, JoinOptions
     from shoal.transports.netem import NetemProxy
 
 EPILOG = """\
@@ -49,7 +50,7 @@ def run(argv: list[str]) -> int:
     load_plugins(arguments)
     if arguments.node:
         return _hold_layers(arguments)
-    here = place()
+    here = rank_place()
     if here is None:
         return _take_part(arguments, argv)
     work = (lambda: _follow(arguments, here)) if here.rank else (lambda: _take_part(arguments, argv))
@@ -57,73 +58,73 @@ def run(argv: list[str]) -> int:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal join",
         description="Work for a coordinator, on this machine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
-    made.add_argument("--token", help="the join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
-    made.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
-    made.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
-    made.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
-    made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
-    add_plugin_option(made)
-    made.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
-    made.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
-    made.add_argument(
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
+    parser.add_argument("--token", help="the join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
+    parser.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
+    parser.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
+    parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
+    add_plugin_option(parser)
+    parser.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
+    parser.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
+    parser.add_argument(
         "--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
-    made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
-    made.add_argument(
+    parser.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
+    parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
         metavar="SECONDS",
         help="how long to wait for a coordinator that is gone, or not there yet (default: 600)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
     )
-    made.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
-    made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
-    return made.parse_args(argv)
+    parser.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
+    parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
 
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
-    from shoal.launch import Crew, place_in
+    from shoal.launch import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
-    from shoal.runs.worker_run import Joined
+    from shoal.runs.worker_run import JoinedWorker
     from shoal.worker.session import Left
 
     invitation, crew = _invitation(arguments)
-    working: list[Leaver] = []
-    _leave_when_asked(arguments.stdin, working)
+    stops: list[Callable[[], None]] = []
+    _leave_when_asked(arguments.stdin, stops)
     if crew is not None:
-        return _lead(crew, arguments, argv, invitation, working)
+        return _lead(crew, arguments, argv, invitation, stops)
     weather, reached = None, invitation
     if arguments.netem:
         weather, address = _through_weather(invitation.address, arguments.netem, arguments.name or "")
         reached = invitation._replace(address=address)
     try:
         try:
-            joined = Joined(_way(arguments, reached), tell)
+            joined = JoinedWorker(_way(arguments, reached), print_log)
         except Left as refusal:
             if refusal.reason != STAGES:
                 raise
-            return _attend(arguments, reached, working)
+            return _attend(arguments, reached, stops)
         check_trust(joined, arguments.factory)
-        here = place_in(joined.run)
-        if here is None and of_several(joined.run):
+        here = place_in_engine(joined.run)
+        if here is None and uses_several_processes(joined.run):
             joined.leave()
-            arguments.name, crew = joined.name, Crew.of(joined.run, "join", tell)
+            arguments.name, crew = joined.name, EngineProcesses.of(joined.run, "join", print_log)
             assert crew is not None
-            return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), working)
-        working.append(joined)
-        tell(f"joined as {joined.name}")
+            return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
+        stops.append(joined.stop)
+        print_log(f"joined as {joined.name}")
         joined.prepare(download, here)
         joined.work()
         print(f"{joined.name}: {joined.summary()}", flush=True)
@@ -134,38 +135,38 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def _attend(arguments: argparse.Namespace, invitation: Invitation, working: list[Leaver]) -> int:
+def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Have a stage of a model that is too large for one machine."""
-    from shoal.launch.pipeline_rendezvous import Attending
+    from shoal.launch.pipeline_rendezvous import PipelineMember
 
     overrides = [parse_override(text) for text in arguments.settings]
-    machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
-    working.append(machine)
-    return machine.work(tell)
+    machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
+    stops.append(machine.stop)
+    return machine.work(print_log)
 
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
     """Hold layers for a server until it ends, or this process is asked to leave."""
-    from shoal.serve.nodes.node import NodeProcess, Reached
+    from shoal.serve.nodes.node import NodeProcess, ServerAddress
 
     invitation, _ = _invitation(arguments)
     node = NodeProcess(
-        Reached(invitation.address, invitation.token, invitation.key),
+        ServerAddress(invitation.address, invitation.token, invitation.key),
         arguments.name,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,
-        tell=tell,
+        tell=print_log,
     )
-    _leave_when_asked(arguments.stdin, [node])
+    _leave_when_asked(arguments.stdin, [node.stop])
     node.work()
     return 0
 
 
-def check_trust(joined: Joined, trusted: list[str]) -> None:
+def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
     """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
-    from shoal.runs.live_objects import factories_of
+    from shoal.runs.live_objects import factory_names
 
-    unknown = [name for name in factories_of(joined.run) if name not in trusted]
+    unknown = [name for name in factory_names(joined.run) if name not in trusted]
     if unknown:
         wanted = " ".join(f"--factory {name}" for name in unknown)
         problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
@@ -173,30 +174,34 @@ def check_trust(joined: Joined, trusted: list[str]) -> None:
         raise problem
 
 
-def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
+def _lead(
+    crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
+) -> int:
     """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
-    from shoal.runs.worker_run import say_gone
+    from shoal.runs.worker_run import report_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
-        started = island(crew, arguments.name, [*argv, *kept], invitation._asdict(), tell, lambda: say_gone(_way(arguments, invitation)))
-        working.append(started)
+        started = island(
+            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: report_gone(_way(arguments, invitation))
+        )
+        stops.append(started.stop)
         return started.run()
 
 
-def _follow(arguments: argparse.Namespace, here: Place) -> int:
+def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
     """Work as one of several processes, of which the first has joined and decides when to stop."""
-    from shoal.runs.worker_run import follow
+    from shoal.runs.worker_run import follow_first_process
 
     ignore_signals()
-    follow(here, _way(arguments, Invitation("", "", None)))
+    follow_first_process(here, _way(arguments, Invitation("", "", None)))
     return 0
 
 
-def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
-    from shoal.runs.worker_run import Way
+def _way(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
+    from shoal.runs.worker_run import JoinOptions
 
-    return Way(
+    return JoinOptions(
         *invitation,
         name=arguments.name,
         overrides=[parse_override(text) for text in arguments.settings],
@@ -207,17 +212,17 @@ def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
     )
 
 
-def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]:
+def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProcesses | None]:
     """How to reach the coordinator; and how many processes to start, where the one who started this one knows."""
     if not arguments.stdin:
         return typed(arguments), None
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
-    from shoal.launch import Crew
+    from shoal.launch import EngineProcesses
 
     crew = given.get("crew")
-    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), Crew(*crew) if crew else None
+    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(*crew) if crew else None
 
 
 def typed(arguments: argparse.Namespace) -> Invitation:
@@ -255,7 +260,7 @@ def _asked_for(what: str) -> str | None:
 
 def _configured(file: str) -> str:
     """The database that a configuration names."""
-    settings = resolve([File(file)], []).run.transport
+    settings = resolve([ConfigFile(file)], []).run.transport
     if not isinstance(settings, Postgres) or settings.host == "embedded":
         raise ShoalError(f"{file} names no database to join through: `shoal coordinate` prints the command for its workers")
     return access_of(settings).address
@@ -276,29 +281,25 @@ def _through_weather(address: str, name: str, worker: str) -> tuple[NetemProxy, 
     return weather, access._replace(host=reached.host, port=reached.port).address
 
 
-class Leaver(Protocol):
-    """Who works here, and can be asked to stop."""
-
-    def stop(self) -> None: ...
-
-
-def _leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
-    """Stop on a signal, at once on a second one; `with_parent`: also when whoever started this worker is gone."""
+def _leave_when_asked(with_parent: bool, stops: list[Callable[[], None]]) -> None:
+    """Call `stops` on a signal, and exit at once on a second one; `with_parent`: also when the process that started this one ends."""
     asked = [0]
 
     def stop(number: int, frame: FrameType | None) -> None:
         asked[0] += 1
-        if asked[0] > 1 or not working:
+        if asked[0] > 1 or not stops:
             os._exit(130)
-        # By another thread: this one may be in the middle of writing to the very stream, and Python refuses to begin again within that
-        threading.Thread(target=tell, args=("leaving after this step; once more to leave at once",), name="leaving", daemon=True).start()
-        for one in working:
-            one.stop()
+        # From another thread: this one may be inside a write to the same stream, which Python does not allow to nest
+        threading.Thread(
+            target=print_log, args=("leaving after this step; once more to leave at once",), name="leaving", daemon=True
+        ).start()
+        for stop_work in stops:
+            stop_work()
 
     def watch() -> None:
         sys.stdin.read()
-        for one in working:
-            one.stop()
+        for stop_work in stops:
+            stop_work()
             time.sleep(5.0)
         os._exit(0)
 

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from shoal.config.dialects import NAMES
-from shoal.config.load import File, Loaded, Override, parse_override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
 from shoal.config.problems import ConfigError, Label, Problem
-from shoal.config.source_span import Source
+from shoal.config.source_span import SourceText
 from shoal.errors import ShoalError
 
 LAYERS = {"config": "base", "hardware_config": "hardware", "distributed_config": "distributed", "rlhf_config": "rlhf"}
@@ -24,27 +24,27 @@ SWITCHES = ("--allow_emulation", "--allow-emulation")
 """Settings that are written without a value where they are meant to be true."""
 
 
-def parser(name: str, description: str, *, files: str = "*") -> argparse.ArgumentParser:
+def make_parser(name: str, description: str, *, files: str = "*") -> argparse.ArgumentParser:
     """A parser with the common options."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         f"shoal {name}", description=description, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     if files:
-        made.add_argument(
+        parser.add_argument(
             "files", nargs=files, metavar="FILE", help="YAML files or presets, in order (default: $CONFIG_PATH, or config.yaml)"
         )
     for layer, meaning in LAYERS.items():
         spellings = {f"--{layer}", f"--{layer.replace('_', '-')}"}
-        made.add_argument(*sorted(spellings), dest=layer, metavar="FILE", help=f"the {meaning} layer")
-    made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
-    add_plugin_option(made)
-    made.add_argument("--dialect", choices=NAMES, help="the vocabulary of the files, where their keys do not tell")
-    return made
+        parser.add_argument(*sorted(spellings), dest=layer, metavar="FILE", help=f"the {meaning} layer")
+    parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
+    add_plugin_option(parser)
+    parser.add_argument("--dialect", choices=NAMES, help="the vocabulary of the files, where their keys do not tell")
+    return parser
 
 
-def add_plugin_option(made: argparse.ArgumentParser) -> None:
+def add_plugin_option(parser: argparse.ArgumentParser) -> None:
     help = "parts of your own: a file (my_parts.py), a module, or an installed plugin by name (may be repeated)"
-    made.add_argument("--plugin", dest="plugins", action="append", default=[], metavar="PLUGIN", help=help)
+    parser.add_argument("--plugin", dest="plugins", action="append", default=[], metavar="PLUGIN", help=help)
 
 
 def load_plugins(arguments: argparse.Namespace) -> None:
@@ -55,32 +55,34 @@ def load_plugins(arguments: argparse.Namespace) -> None:
         plugins.load(*arguments.plugins)
 
 
-def parse(made: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[Override]]:
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     """The options, and the settings that were given as options."""
-    known, flags = _split(made, argv)
-    arguments = made.parse_args(known)
+    known, flags = _split(parser, argv)
+    arguments = parser.parse_args(known)
     load_plugins(arguments)
     return arguments, [parse_override(text) for text in arguments.settings] + flags
 
 
-def load(arguments: argparse.Namespace, overrides: list[Override], files: list[str] | None = None, *, resolved: bool = False) -> Loaded:
+def load(
+    arguments: argparse.Namespace, overrides: list[Override], files: list[str] | None = None, *, resolved: bool = False
+) -> LoadedConfig:
     """Resolve what the options name."""
-    named = [File(path) for path in (arguments.files if files is None else files)]
-    layers = [File(path, LAYERS[layer]) for layer in LAYERS if (path := getattr(arguments, layer))]
+    named = [ConfigFile(path) for path in (arguments.files if files is None else files)]
+    layers = [ConfigFile(path, LAYERS[layer]) for layer in LAYERS if (path := getattr(arguments, layer))]
     base = [file for file in layers if file.layer == "base"]
     rest = [file for file in layers if file.layer != "base"]
     return resolve([*base, *named, *rest], overrides, dialect=arguments.dialect, resolved=resolved)
 
 
-def require(loaded: Loaded) -> Loaded:
+def require(loaded: LoadedConfig) -> LoadedConfig:
     if not loaded.ok:
         raise ConfigError(loaded.problems)
     return loaded
 
 
-def _split(made: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[Override]]:
+def _split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[Override]]:
     """Tell the command's own options from settings: an unknown `--name value` is a setting."""
-    takes_value: Callable[[str], bool | None] = lambda option: _takes_value(made, option)  # noqa: E731
+    takes_value: Callable[[str], bool | None] = lambda option: _takes_value(parser, option)  # noqa: E731
     known: list[str] = []
     flags: list[Override] = []
     rest = list(argv)
@@ -100,15 +102,15 @@ def _split(made: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], l
             value = rest.pop(0)
             flags.append(Override(option[2:], value, f"{word} {value}", exact=False))
         else:
-            source = Source("command line", word, kind="command line")
+            source = SourceText("command line", word, kind="command line")
             help = f"write {word} VALUE, for a switch {word} true"
             raise ConfigError([Problem("bad-override", f"`{word}` needs a value", (Label(source.whole()),), help=help)])
     return known, flags
 
 
-def _takes_value(made: argparse.ArgumentParser, option: str) -> bool | None:
+def _takes_value(parser: argparse.ArgumentParser, option: str) -> bool | None:
     """None for an option that is not the command's own."""
-    action = made._option_string_actions.get(option)
+    action = parser._option_string_actions.get(option)
     return None if action is None else action.nargs != 0
 
 

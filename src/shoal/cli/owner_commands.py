@@ -10,17 +10,17 @@ RUN is the run's folder, or, from another machine, a copy of the owner.json in i
 """
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         f"shoal {name}", description=description, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    made.add_argument("run", metavar="RUN", help="a run's folder, or its owner.json")
-    return made
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its owner.json")
+    return parser
 
 
-def give(run: str, action: str, name: str | None = None) -> int:
+def send_command(run: str, action: str, name: str | None = None) -> int:
     """Give an order, and print what the coordinator says."""
-    from shoal.runs.owner import order, owner_in
+    from shoal.runs.owner import read_owner_file, send_command
 
-    print(order(owner_in(Path(run)), action, name))
+    print(send_command(read_owner_file(Path(run)), action, name))
     return 0

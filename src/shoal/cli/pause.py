@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.cli.owner_commands import give, parser
+from shoal.cli.owner_commands import make_parser, send_command
 
 
 def run(argv: list[str]) -> int:
-    made = parser(
+    parser = make_parser(
         "pause",
         "Hold a run up: no new weights are made, and workers wait, until `shoal resume`, also if the coordinator is restarted.",
     )
-    return give(made.parse_args(argv).run, "pause")
+    return send_command(parser.parse_args(argv).run, "pause")

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.options import load, make_parser, parse, require
 from shoal.config import Run
-from shoal.config.load import Loaded, Override
+from shoal.config.load import LoadedConfig, Override
 from shoal.config.machines import MachineKind, read_machines
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.simulate.meta_model import Sketch
+    from shoal.simulate.meta_model import MetaModel
     from shoal.simulate.planning import Planned, Prediction
 
 _SHOWN = 12
@@ -25,9 +25,13 @@ _SHOWN = 12
 
 
 def run(argv: list[str]) -> int:
-    made = parser("plan", "Find the strategy, codec, quorum and batch that suit a model and your machines, by simulating candidates.")
-    made.add_argument("--machines", metavar="FILE", help="YAML: names of machines, with memory_gb, steps_per_s or flops, bandwidth_mbps …")
-    made.add_argument(
+    parser = make_parser(
+        "plan", "Find the strategy, codec, quorum and batch that suit a model and your machines, by simulating candidates."
+    )
+    parser.add_argument(
+        "--machines", metavar="FILE", help="YAML: names of machines, with memory_gb, steps_per_s or flops, bandwidth_mbps …"
+    )
+    parser.add_argument(
         "--measure",
         nargs="?",
         const="",
@@ -35,11 +39,11 @@ def run(argv: list[str]) -> int:
         help="time this machine, and plan for as many like it as the run expects; with the folder of a run: plan for those who joined it, "
         "as fast as they and their links were there",
     )
-    made.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read")
-    made.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
-    made.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
-    arguments, overrides = parse(made, argv)
+    parser.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read")
+    parser.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
+    parser.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
+    arguments, overrides = parse(parser, argv)
     if bool(arguments.machines) == (arguments.measure is not None):
         raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
     if arguments.samples is not None and arguments.samples < 1:
@@ -61,22 +65,22 @@ def _listed(run: Run, arguments: argparse.Namespace) -> dict[str, MachineKind]:
     return dict(read_machines(arguments.machines)) if arguments.machines else _joined(run, Path(arguments.measure))
 
 
-def _sketched(run: Run, samples: int | None) -> Sketch:
-    from shoal.simulate.meta_model import data_of, sketch
+def _sketched(run: Run, samples: int | None) -> MetaModel:
+    from shoal.simulate.meta_model import build_meta_model, data_of
 
-    return sketch(run, data_of(run, samples))
+    return build_meta_model(run, data_of(run, samples))
 
 
-def _planned(found: Sketch, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
-    from shoal.simulate.meta_model import devices_of, sharing
+def _planned(found: MetaModel, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
+    from shoal.simulate.meta_model import devices_of, with_sharded_engine
     from shoal.simulate.planning import plan
 
-    def variant(settings: Mapping[str, Any]) -> Loaded:
+    def variant(settings: Mapping[str, Any]) -> LoadedConfig:
         further = [Override(path, scalar(value), f"--set {path}={scalar(value)}") for path, value in settings.items()]
         return load(arguments, [*overrides, *further])
 
     print(f"data: {found.parts.data.info.name}")
-    nobody = _tell_of_memory(found, sharing(found.run, devices_of(kinds)), kinds)
+    nobody = _tell_of_memory(found, with_sharded_engine(found.run, devices_of(kinds)), kinds)
     try:
         return plan(found, kinds, variant, _progress, arguments.seed)
     except ShoalError as error:
@@ -91,7 +95,7 @@ def _progress(number: int, count: int, text: str) -> None:
 # --- this machine -------------------------------------------------------------------------------------
 
 
-def _measured(found: Sketch, samples: int | None) -> dict[str, MachineKind]:
+def _measured(found: MetaModel, samples: int | None) -> dict[str, MachineKind]:
     """This machine, as often as the run expects workers; what was found is printed as a line for a file of machines."""
     from shoal.simulate import measured_step_s, to_be_timed
 
@@ -145,9 +149,9 @@ def _memory_gb(device: Any) -> float | None:
 # --- what fits ----------------------------------------------------------------------------------------
 
 
-def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> str:
+def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> str:
     """Say what training needs, and whom it does not fit; what would help where it fits nobody, however small the batch."""
-    from shoal.simulate.meta_model import fitting, what_would_fit
+    from shoal.simulate.meta_model import machines_that_fit, ways_to_fit
     from shoal.simulate.pipeline_plans import machines_needed
 
     needs, batch = found.memory(run), run.training.batch_size
@@ -156,16 +160,16 @@ def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> s
     )
     print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {_parts_of(needs)}")
     least = run.replace(training=run.training.replace(batch_size=1))
-    there = fitting(found, run, kinds)
+    there = machines_that_fit(found, run, kinds)
     lines = []
     for name in [name for name in kinds if name not in there]:
         memory_gb = kinds[name].memory_gb or 0.0
-        ways = what_would_fit(found, run, memory_gb)
+        ways = ways_to_fit(found, run, memory_gb)
         if needed := machines_needed(found, run, memory_gb):
             ways.append("engine.kind=pipeline over {} such machines, with engine.micro_batches={}".format(*needed))
         lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(ways)}")
     print("".join(f"{line}\n" for line in lines))
-    return "" if fitting(found, least, kinds) else "\n".join(lines)
+    return "" if machines_that_fit(found, least, kinds) else "\n".join(lines)
 
 
 def _parts_of(needs: Any) -> str:
@@ -216,7 +220,7 @@ def _time(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.1f} s"
 
 
-def _write(loaded: Loaded, path: Path) -> None:
+def _write(loaded: LoadedConfig, path: Path) -> None:
     try:
         path.write_text(brief(loaded), encoding="utf-8")
     except OSError as error:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.join import check_trust, typed
 from shoal.cli.options import add_plugin_option, load_plugins
-from shoal.cli.output import tell
+from shoal.cli.output import print_log
 from shoal.config.load import Override, parse_override
 from shoal.errors import ShoalError
 from shoal.transports.database_address import is_address
 
 if TYPE_CHECKING:
-    from shoal.runs.worker_run import Joined
+    from shoal.runs.worker_run import JoinedWorker
 
 EPILOG = """\
 Workers here join the relay as they would join the coordinator: the relay prints the command. Each of its rounds goes up as one
@@ -40,10 +40,10 @@ def run(argv: list[str]) -> int:
     load_plugins(arguments)
     if arguments.address and (is_address(arguments.address) or Path(arguments.address).is_file()):
         raise ShoalError("a relay joins a coordinator, not a database: take the address that `shoal coordinate` printed (tcp://…)")
-    from shoal.runs.worker_run import Joined, Way
+    from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
-    way = Way(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
-    joined = Joined(way, tell)
+    way = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
+    joined = JoinedWorker(way, print_log)
     try:
         check_trust(joined, arguments.factory)
         if joined.name != arguments.name:
@@ -55,43 +55,43 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal relay",
         description="Combine the updates of workers here, and send one to a coordinator elsewhere.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("address", metavar="ADDRESS", help="the coordinator above: tcp://HOST:PORT, as `shoal coordinate` printed it")
-    made.add_argument("--token", help="its join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
-    made.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
-    made.add_argument("--key", help="its public key; none for a coordinator on this machine alone")
-    made.add_argument("--name", required=True, help="this relay's name")
-    made.add_argument("--expect", type=int, required=True, metavar="N", help="workers that share this relay's part of the data")
-    made.add_argument("--workers", type=int, default=0, metavar="N", help="start so many of them here (default: none)")
-    made.add_argument("--run-dir", metavar="DIR", help="the relay's folder (default: a new one in output_dir)")
-    made.add_argument("--resume", action="store_true", help="go on with the relay in --run-dir")
-    made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
-    made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
-    add_plugin_option(made)
-    made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the coordinator above")
-    made.add_argument(
+    parser.add_argument("address", metavar="ADDRESS", help="the coordinator above: tcp://HOST:PORT, as `shoal coordinate` printed it")
+    parser.add_argument("--token", help="its join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
+    parser.add_argument("--key", help="its public key; none for a coordinator on this machine alone")
+    parser.add_argument("--name", required=True, help="this relay's name")
+    parser.add_argument("--expect", type=int, required=True, metavar="N", help="workers that share this relay's part of the data")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="start so many of them here (default: none)")
+    parser.add_argument("--run-dir", metavar="DIR", help="the relay's folder (default: a new one in output_dir)")
+    parser.add_argument("--resume", action="store_true", help="go on with the relay in --run-dir")
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
+    parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
+    add_plugin_option(parser)
+    parser.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the coordinator above")
+    parser.add_argument(
         "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
     )
-    return made
+    return parser
 
 
-def _relay(joined: Joined, arguments: argparse.Namespace, argv: list[str]) -> int:
+def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str]) -> int:
     from shoal.cli.run_command import carry_out
-    from shoal.launch.start import Asked, plan
+    from shoal.launch.start_mode import StartOptions, plan_start
     from shoal.runs.welcome import settings_of
 
     if arguments.expect < 1:
         raise ShoalError("--expect: a relay has at least one worker")
     given = {"cluster.num_workers": str(arguments.expect)} | _NOT_FROM_ABOVE
     own = [*(Override(path, value, "shoal relay") for path, value in given.items()), *_settings(arguments.settings)]
-    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), above=joined)
-    return carry_out(plan(lambda more: settings_of(joined.welcome.header, [*own, *more]), asked), argv)
+    asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), above=joined)
+    return carry_out(plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more]), asked), argv)
 
 
 def _settings(texts: list[str]) -> list[Override]:

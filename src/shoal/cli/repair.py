@@ -10,12 +10,12 @@ from shoal.errors import ShoalError
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal repair",
         description="Make a run fit to be resumed whose coordinator's files or database are damaged. What cannot be used is set aside.",
     )
-    made.add_argument("run", metavar="RUN", help="the run's folder, or that of its coordinator's state")
-    arguments = made.parse_args(argv)
+    parser.add_argument("run", metavar="RUN", help="the run's folder, or that of its coordinator's state")
+    arguments = parser.parse_args(argv)
     folder = Path(arguments.run)
     if in_database(folder):
         return _mended(_repair_database(folder))
@@ -29,11 +29,11 @@ def run(argv: list[str]) -> int:
 
 
 def _repair_database(folder: Path) -> bool:
-    from shoal.cli.db import place_of
-    from shoal.cli.options import parse, parser
+    from shoal.cli.db import database_location
+    from shoal.cli.options import make_parser, parse
     from shoal.runs.folder.repair import repair_database
 
-    with place_of(*parse(parser("repair", ""), [str(folder)])) as place:
+    with database_location(*parse(make_parser("repair", ""), [str(folder)])) as place:
         return repair_database(place.access.address, folder / "coordinator", print)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from shoal.cli.owner_commands import give, parser
+from shoal.cli.owner_commands import make_parser, send_command
 
 
 def run(argv: list[str]) -> int:
-    made = parser("resume", "Let a run go on that `shoal pause` holds up. (A run that has ended goes on with `shoal train --resume`.)")
-    return give(made.parse_args(argv).run, "resume")
+    parser = make_parser(
+        "resume", "Let a run go on that `shoal pause` holds up. (A run that has ended goes on with `shoal train --resume`.)"
+    )
+    return send_command(parser.parse_args(argv).run, "resume")

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from shoal.cli.options import LAYERS, load
 from shoal.cli.run_command import carry_out, weather_and_speeds
-from shoal.config.load import Loaded, Override
-from shoal.config.ranks import place
+from shoal.config.load import LoadedConfig, Override
+from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.rlhf_phases import Phase, is_done, phases
-from shoal.launch.start import Asked, Plan, plan
+from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
 
 
-def train_in_phases(made: Plan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
+def train_in_phases(made: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
     """Train every phase that is not done yet; the exit code of the last."""
     root = _root(made, arguments)
     all_phases = list(phases(made.run, root, _command(arguments)))
@@ -44,7 +44,7 @@ def _check_phase(asked: str | None, names: Sequence[str]) -> None:
     """Raise ShoalError where there is no such phase, or torchrun's processes, which train one thing, are not told which."""
     if asked is not None and asked not in names:
         raise ShoalError(f"--phase: there is no `{asked}` in this training; there are {', '.join(names)}")
-    if asked is None and len(names) > 1 and place() is not None:
+    if asked is None and len(names) > 1 and rank_place() is not None:
         raise ShoalError(f"torchrun's processes train one phase: start them for each of {', '.join(names)}, with --run-dir and --phase")
 
 
@@ -53,7 +53,7 @@ def _tell(text: str, speaks: bool) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-def _tell_how_to_compare(made: Plan, root: Path) -> None:
+def _tell_how_to_compare(made: StartPlan, root: Path) -> None:
     """Say how to see what the policy has learned."""
     assert made.run.rlhf is not None
     before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), made.run.rlhf.policy)
@@ -61,7 +61,7 @@ def _tell_how_to_compare(made: Plan, root: Path) -> None:
         sys.stderr.write(f'what changed: shoal generate --compare {before} {root / "policy"} --prompt "…"\n')
 
 
-def _root(made: Plan, arguments: argparse.Namespace) -> Path:
+def _root(made: StartPlan, arguments: argparse.Namespace) -> Path:
     if arguments.run_dir:
         root = Path(arguments.run_dir)
         if root.exists() and any(root.iterdir()) and not arguments.resume and arguments.phase is None:
@@ -69,7 +69,7 @@ def _root(made: Plan, arguments: argparse.Namespace) -> Path:
         return root
     if arguments.resume:
         raise ShoalError("--resume of a run in phases needs its folder: add --run-dir")
-    if place() is not None:
+    if rank_place() is not None:
         raise ShoalError("torchrun's processes must agree on the folder of a run in phases: add --run-dir")
     return Path(made.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{made.run.name or 'rlhf'}"
 
@@ -86,10 +86,10 @@ def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override
     if phase.below_rlhf:
         chosen.rlhf_config = None
 
-    def resolved(more: Sequence[Override]) -> Loaded:
+    def resolved(more: Sequence[Override]) -> LoadedConfig:
         return load(chosen, [*overrides, *more, *phase.settings])
 
-    asked = Asked(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
-    made = plan(resolved, asked)
+    asked = StartOptions(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
+    made = plan_start(resolved, asked)
     workers = weather_and_speeds(arguments.netem, arguments.slowdown) if phase.with_workers else weather_and_speeds(None, ())
     return carry_out(made, [*argv, "--phase", phase.name], workers)

@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING
 from shoal.cli.engine_processes import as_rank, gather, ignore_signals, start_ranks
 from shoal.cli.main import report
 from shoal.cli.options import load, slowdowns
-from shoal.cli.output import download, show_invitation, show_outcome, stopping_on_signals, tell
+from shoal.cli.output import download, print_log, show_invitation, show_outcome, stopping_on_signals
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import place
+from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.dashboard_process import check_dashboard, dashboard
-from shoal.launch.start import Arguments, Asked, Plan, Way, headline, load_beside, plan, started
+from shoal.launch.start import Arguments, headline, preload_libraries, start_run
+from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 
 if TYPE_CHECKING:
-    from shoal.runs.coordinator_run import ClusterLoop
-    from shoal.runs.training.loop import Loop
+    from shoal.runs.coordinator_run import CoordinatorLoop
+    from shoal.runs.training.loop import TrainingLoop
     from shoal.worker.interfaces import World
 
 
-def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Asked) -> Plan:
+def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions) -> StartPlan:
     """The plan for what the options of a command say; what is doubtful about them is told."""
     resolved = _continued(arguments)
     if asked.watch:
         check_dashboard()
-    made = plan(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
+    made = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
     if _speaks_for_all():
         if made.note:
             sys.stderr.write(f"{made.note}\n")
@@ -44,7 +45,7 @@ def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Ask
 def _speaks_for_all() -> bool:
     """Whether this process tells what is doubtful about the settings. Of torchrun's the first does; those that Shoal itself started do
     not, since the process that started them has."""
-    here = place()
+    here = rank_place()
     return here is None or (here.rank == 0 and not here.file and not here.apart)
 
 
@@ -67,56 +68,56 @@ def _continued(arguments: argparse.Namespace) -> bool:
     return alone
 
 
-def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+def carry_out(made: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
     """Train, coordinate, or start the processes that do; the exit code. `argv` starts this command again in other processes."""
-    if made.way is Way.RANKS:
+    if made.mode is StartMode.RANKS:
         return start_ranks(made.run, argv)
-    if made.way is Way.GATHERS:
+    if made.mode is StartMode.GATHERS:
         return gather(made, argv)
-    if made.way is Way.FOLLOWS:
-        assert made.fleet is not None
+    if made.mode is StartMode.FOLLOWS:
+        assert made.torchrun is not None
         ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
-        made.fleet.work(tell)
+        made.torchrun.work(print_log)
         return 0
     if made.here is not None:
         return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)
     return train(made, arguments)
 
 
-def train(made: Plan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+def train(made: StartPlan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
     """Train in this process, or coordinate in it; the exit code."""
     code, world = _train(made, arguments)
     world.close()  # when nothing of the model is left
     return code
 
 
-def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
-    load_beside(made)  # before torch is loaded here
+def _train(made: StartPlan, arguments: Arguments) -> tuple[int, World]:
+    preload_libraries(made)  # before torch is loaded here
     from shoal.reporters.progress import progress_for
     from shoal.reporters.sinks import sinks_for
 
-    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.way is Way.COORDINATES
+    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.mode is StartMode.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
-    with started(made, reporters, download if speaks else None, arguments) as ready:
+    with start_run(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(made, loop))
         with stopping_on_signals(loop):  # before the invitation: whoever reads that may want the run to end
-            if made.asked.invite:
-                show_invitation(ready, made.asked.hosts)
-            with _watched(loop, made.asked.watch and speaks):
+            if made.options.invite:
+                show_invitation(ready, made.options.hosts)
+            with _watched(loop, made.options.watch and speaks):
                 outcome = ready.train()
         return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
 
 
-def _command(made: Plan) -> str:
+def _command(made: StartPlan) -> str:
     """The command that resumes such a run; nothing for a relay, which is given the way to its coordinator again."""
-    if made.asked.above is not None:
+    if made.options.above is not None:
         return ""
-    return "up" if made.asked.up else "coordinate" if made.asked.invite else "train"
+    return "up" if made.options.up else "coordinate" if made.options.invite else "train"
 
 
 @contextmanager
-def _watched(loop: Loop | ClusterLoop, wanted: bool) -> Iterator[None]:
+def _watched(loop: TrainingLoop | CoordinatorLoop, wanted: bool) -> Iterator[None]:
     """A dashboard beside the run, where one is wanted."""
     if not wanted:
         yield

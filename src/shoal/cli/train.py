@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import argparse
 
-from shoal.cli.options import parse, parser
-from shoal.config.ranks import place
+from shoal.cli.options import make_parser, parse
+from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 
 
 def run(argv: list[str]) -> int:
-    made = parser("train", "Train a model.")
-    made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
-    made.add_argument("--workers", type=int, metavar="N", help="start a coordinator and N workers on this machine")
-    made.add_argument("--phase", metavar="NAME", help="of a training in phases (rlhf), train this one: base, answers, reward or policy")
-    made.add_argument(
+    parser = make_parser("train", "Train a model.")
+    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
+    parser.add_argument("--workers", type=int, metavar="N", help="start a coordinator and N workers on this machine")
+    parser.add_argument("--phase", metavar="NAME", help="of a training in phases (rlhf), train this one: base, answers, reward or policy")
+    parser.add_argument(
         "--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
-    made.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
-    made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
-    arguments, overrides = parse(made, argv)
+    parser.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
+    parser.add_argument(
+        "--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)"
+    )
+    arguments, overrides = parse(parser, argv)
     from shoal.cli.rlhf_phases import train_in_phases
     from shoal.cli.run_command import carry_out, goes_on_by_folder, planned, weather_and_speeds
     from shoal.launch.rlhf_phases import in_phases
-    from shoal.launch.start import Asked
+    from shoal.launch.start_mode import StartOptions
 
-    if place() is not None:
+    if rank_place() is not None:
         _refuse(arguments, "workers", "is for workers that Shoal starts here, and torchrun has started these: leave it out")
-    plan = planned(arguments, overrides, Asked(arguments.run_dir, arguments.resume, arguments.workers, watch=arguments.watch))
+    plan = planned(arguments, overrides, StartOptions(arguments.run_dir, arguments.resume, arguments.workers, watch=arguments.watch))
     for option in ("netem", "slowdown"):
-        if plan.fleet is not None:
+        if plan.torchrun is not None:
             _refuse(arguments, option, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
         elif plan.run.alone:
             _refuse(arguments, option, "needs workers: add --workers N")

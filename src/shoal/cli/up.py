@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.options import load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch.batch_scripts import Written
-    from shoal.launch.start import Plan
+    from shoal.launch.batch_scripts import BatchScript
+    from shoal.launch.start_mode import StartPlan
 
 _WHAT = """Start a coordinator here and all its workers where launch.kind says (local, ssh, ray), and return; or write what Slurm or
 Kubernetes is given. `shoal down RUN` ends it."""
@@ -27,17 +27,17 @@ _OPEN_S = 600.0
 
 
 def run(argv: list[str]) -> int:
-    made = parser("up", _WHAT)
-    made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
-    made.add_argument("--workers", type=int, metavar="N", help="how many workers (default: those that the configuration names)")
-    made.add_argument(
+    parser = make_parser("up", _WHAT)
+    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
+    parser.add_argument("--workers", type=int, metavar="N", help="how many workers (default: those that the configuration names)")
+    parser.add_argument(
         "--num_nodes", "--num-nodes", type=int, metavar="N", help="how many machines: one worker each, or one engine over all"
     )
-    made.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
-    made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
-    made.add_argument("--foreground", action="store_true", help="stay at the terminal, and end everything with Ctrl-C")
-    arguments, overrides = parse(made, argv)
+    parser.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
+    parser.add_argument("--foreground", action="store_true", help="stay at the terminal, and end everything with Ctrl-C")
+    arguments, overrides = parse(parser, argv)
     if arguments.resume and not arguments.run_dir:
         raise ShoalError("--resume: say which run goes on, with --run-dir DIR")
     overrides += _counts(arguments, overrides)
@@ -61,20 +61,20 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
     return [*given, Override("launch.nodes", str(arguments.num_nodes), f"--num_nodes {arguments.num_nodes}")]
 
 
-def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> Plan:
+def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartPlan:
     from shoal.cli.run_command import planned
-    from shoal.launch.start import Asked
+    from shoal.launch.start_mode import StartOptions
 
     if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
-        return planned(arguments, overrides, Asked(otherwise=1))
-    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
+        return planned(arguments, overrides, StartOptions(default_workers=1))
+    asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
     return planned(arguments, overrides, asked)
 
 
 # --- for other schedulers ------------------------------------------------------------------------------
 
 
-def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
+def _write(plan: StartPlan, folder: Path, arguments: argparse.Namespace) -> int:
     """Write the script or the manifests, and say what to do with them."""
     from shoal.launch import batch_scripts
 
@@ -92,7 +92,7 @@ def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(plan: Plan) -> str:
+def _settings(plan: StartPlan) -> str:
     """The whole configuration as one file. Secrets come from the environment again."""
     from shoal.config.fields import as_data
     from shoal.config.show import to_yaml
@@ -100,7 +100,7 @@ def _settings(plan: Plan) -> str:
     return "dialect: shoal\n" + to_yaml(as_data(plan.run, mask=None)).replace("${", "$${")
 
 
-def _show(written: Written) -> None:
+def _show(written: BatchScript) -> None:
     from shoal.transports.private_files import write_private
 
     write_private(written.path, written.text)
@@ -113,19 +113,19 @@ def _show(written: Written) -> None:
 def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
     """Coordinate in this process, until the run is over."""
     from shoal.cli.run_command import carry_out
-    from shoal.launch.up_file import noted
+    from shoal.launch.up_file import written_while_up
 
     arguments.run_dir = str(folder)
     plan = _planned(arguments, overrides)
-    with noted(folder):
+    with written_while_up(folder):
         return carry_out(plan, argv)
 
 
-def _leave_running(plan: Plan, folder: Path, argv: list[str], named: bool) -> int:
+def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) -> int:
     """Start the process that stays, wait until workers can join, and return."""
-    from shoal.launch.up_file import running
+    from shoal.launch.up_file import running_process
 
-    if running(folder) is not None:
+    if running_process(folder) is not None:
         raise ShoalError(f"{folder} is up already: `shoal down {folder}` ends it")
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / _LOG

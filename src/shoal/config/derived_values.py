@@ -13,7 +13,7 @@ from shoal.config.schema.updates import Aggregation, NearestNeighbours
 
 Step = Callable[[Settings], None]
 _STEPS: list[Step] = []
-OWN = ("live", "factory")
+USER_KINDS = ("live", "factory")
 """Kinds of models and data that are somebody's own."""
 
 
@@ -85,7 +85,7 @@ def task(settings: Settings) -> None:
         kind = settings.get("model.kind")
         if settings.get("rlhf") is not None:
             settings.kinds["task",], because = "ppo", "there is an rlhf section"
-        elif kind in OWN:
+        elif kind in USER_KINDS:
             settings.kinds["task",], because = _task_of_data(settings)
         elif Model.kinds[kind].learns:
             settings.kinds["task",], because = Model.kinds[kind].learns[0], f"what a model of kind {kind} is for"
@@ -97,7 +97,7 @@ def task(settings: Settings) -> None:
 def _task_of_data(settings: Settings) -> tuple[str, str]:
     """What a model of somebody's own learns from data that settings describe."""
     kind = settings.get("data.source.kind") if ("data", "source") in settings.kinds else "live"
-    if kind in OWN:
+    if kind in USER_KINDS:
         return "custom", "the data is one's own"
     name = settings.get("data.source.name") if kind == "builtin" else kind
     return ("classification" if name in ("digits", "mnist", "images") else "language-modelling"), f"data.source is {name}"

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, dataclass_transform, get_args, get_origin
 
-from shoal.config.text import Node, describe
+from shoal.config.text import YamlNode, describe
 
-Tree = Node | dict[str, "Tree"]
+Tree = YamlNode | dict[str, "Tree"]
 Path = tuple[str | int, ...]
 
 
-class Bounds(NamedTuple):
+class NumberBounds(NamedTuple):
     """Limits of a number."""
 
     at_least: float | None = None
@@ -47,15 +47,15 @@ class Bounds(NamedTuple):
         )
 
 
-PositiveInt = Annotated[int, Bounds(at_least=1)]
-NonNegativeInt = Annotated[int, Bounds(at_least=0)]
-Port = Annotated[int, Bounds(at_least=0, at_most=65535)]
-PositiveFloat = Annotated[float, Bounds(above=0)]
-AtLeastOne = Annotated[float, Bounds(at_least=1)]
-NonNegativeFloat = Annotated[float, Bounds(at_least=0)]
-Share = Annotated[float, Bounds(at_least=0, at_most=1)]
-PositiveShare = Annotated[float, Bounds(above=0, at_most=1)]
-Decay = Annotated[float, Bounds(at_least=0, below=1)]
+PositiveInt = Annotated[int, NumberBounds(at_least=1)]
+NonNegativeInt = Annotated[int, NumberBounds(at_least=0)]
+Port = Annotated[int, NumberBounds(at_least=0, at_most=65535)]
+PositiveFloat = Annotated[float, NumberBounds(above=0)]
+AtLeastOne = Annotated[float, NumberBounds(at_least=1)]
+NonNegativeFloat = Annotated[float, NumberBounds(at_least=0)]
+Share = Annotated[float, NumberBounds(at_least=0, at_most=1)]
+PositiveShare = Annotated[float, NumberBounds(above=0, at_most=1)]
+Decay = Annotated[float, NumberBounds(at_least=0, below=1)]
 
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -116,7 +116,7 @@ class Section:
     __slots__ = ()
     _fields: ClassVar[dict[str, Field]] = {}
     _declared: ClassVar[dict[str, tuple[Any, Any]]] = {}
-    _word: ClassVar[bool] = False
+    _shorthand: ClassVar[bool] = False
     """Whether the word `gan` may stand for `{kind: gan}`."""
 
     def __init_subclass__(cls) -> None:
@@ -193,15 +193,15 @@ class Field(NamedTuple):
     default: Any
 
 
-def word_of(value: object) -> str | None:
+def shorthand_of(value: object) -> str | None:
     """The word that stands for a whole section, where its kind is all there is to say; None: it needs more than a word."""
-    return getattr(value, "kind", None) if isinstance(value, Section) and value._word and len(value._declared) == 1 else None
+    return getattr(value, "kind", None) if isinstance(value, Section) and value._shorthand and len(value._declared) == 1 else None
 
 
 def as_data(value: object, *, mask: str | None = Secret.MASK) -> Any:
     """Plain data for YAML or JSON; a secret becomes `mask`."""
     if isinstance(value, Section):
-        return word_of(value) or {name: as_data(getattr(value, name), mask=mask) for name in value.fields()}
+        return shorthand_of(value) or {name: as_data(getattr(value, name), mask=mask) for name in value.fields()}
     if isinstance(value, Mapping):
         return {key: as_data(item, mask=mask) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -223,7 +223,7 @@ class Checker:
         raise NotImplementedError  # abstract
 
     def wrong(self, tree: Tree, path: Path, faults: Faults, help: str = "") -> Any:
-        found = describe(tree.value if isinstance(tree, Node) else tree)
+        found = describe(tree.value if isinstance(tree, YamlNode) else tree)
         faults.append(Fault("wrong-type", f"expected {self.expected}, found {found}", path, tree, help=help))
         return INVALID
 
@@ -248,23 +248,23 @@ class BoolType(Checker):
     WORDS: ClassVar[dict[str, str]] = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        if isinstance(tree, Node) and isinstance(tree.value, bool):
+        if isinstance(tree, YamlNode) and isinstance(tree.value, bool):
             return tree.value
-        word = self.WORDS.get(tree.value.lower()) if isinstance(tree, Node) and isinstance(tree.value, str) else None
+        word = self.WORDS.get(tree.value.lower()) if isinstance(tree, YamlNode) and isinstance(tree.value, str) else None
         return self.wrong(tree, path, faults, f"write `{word}`" if word else "")
 
 
 class NumberType(Checker):
     expected = "a number"
 
-    def __init__(self, whole: bool, bounds: Bounds) -> None:
+    def __init__(self, whole: bool, bounds: NumberBounds) -> None:
         self.whole = whole
         self.bounds = bounds
         kind = "a whole number" if whole else "a number"
         self.expected = f"{kind} {bounds}".rstrip() if any(limit is not None for limit in bounds) else kind
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        value = tree.value if isinstance(tree, Node) else tree
+        value = tree.value if isinstance(tree, YamlNode) else tree
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return self.wrong(tree, path, faults, self.hint(value))
         if not math.isfinite(value) or (self.whole and value != int(value)):
@@ -293,9 +293,9 @@ class TextType(Checker):
     expected = "text"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        if isinstance(tree, Node) and isinstance(tree.value, str):
+        if isinstance(tree, YamlNode) and isinstance(tree.value, str):
             return tree.value
-        if isinstance(tree, Node) and tree.plain and tree.raw is not None and not isinstance(tree.value, (dict, list)):
+        if isinstance(tree, YamlNode) and tree.plain and tree.raw is not None and not isinstance(tree.value, (dict, list)):
             return self.wrong(tree, path, faults, f'to mean the text, quote it: "{tree.raw}"' if tree.raw else "")
         return self.wrong(tree, path, faults)
 
@@ -304,10 +304,10 @@ class SecretType(Checker):
     expected = "text (a secret)"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        value = tree.value if isinstance(tree, Node) else tree
+        value = tree.value if isinstance(tree, YamlNode) else tree
         if isinstance(value, str):
             return Secret(value)
-        if isinstance(value, int) and not isinstance(value, bool) and isinstance(tree, Node):
+        if isinstance(value, int) and not isinstance(value, bool) and isinstance(tree, YamlNode):
             return Secret(tree.raw if tree.raw and "${" not in tree.raw else str(value))  # a password of digits
         faults.append(Fault("wrong-type", f"expected {self.expected}, found {type(value).__name__}", path, tree))
         return INVALID
@@ -321,7 +321,7 @@ class ChoiceType(Checker):
         self.expected = choices[0] if len(choices) == 1 else "one of " + ", ".join(f"`{choice}`" for choice in choices)
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        value = tree.value if isinstance(tree, Node) else tree
+        value = tree.value if isinstance(tree, YamlNode) else tree
         if not isinstance(value, bool) and value in self.choices if isinstance(value, (str, int)) else False:
             return value
         if isinstance(value, str):
@@ -341,7 +341,7 @@ class ListType(Checker):
         return f"a list (each {self.item.expected})"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        if not isinstance(tree, Node) or not isinstance(tree.value, list):
+        if not isinstance(tree, YamlNode) or not isinstance(tree.value, list):
             return self.wrong(tree, path, faults)
         items = tuple(self.item.check(item, (*path, i), faults) for i, item in enumerate(tree.value))
         return INVALID if any(item is INVALID for item in items) else items
@@ -376,7 +376,7 @@ class OptionalType(Checker):
         return f"{self.inner.expected}, or null"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        if isinstance(tree, Node) and tree.value is None:
+        if isinstance(tree, YamlNode) and tree.value is None:
             return None
         return self.inner.check(tree, path, faults)
 
@@ -391,7 +391,7 @@ class SectionType(Checker):
         self.section = section
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
-        entries = {} if isinstance(tree, Node) and tree.value is None else entries_of(tree)
+        entries = {} if isinstance(tree, YamlNode) and tree.value is None else entries_of(tree)
         if entries is None:
             return self.wrong(tree, path, faults)
         fields = self.section.fields()
@@ -419,22 +419,22 @@ class SectionType(Checker):
 class TaggedType(Checker):
     """A union of sections; `kind` says which. `kinds` may grow: a plugin adds to it."""
 
-    def __init__(self, kinds: Mapping[str, type[Section]], word: bool = False, open: bool = False) -> None:
-        """`word`: a word may stand for a kind. `open`: plugins may add kinds."""
-        self.kinds, self.word, self.open = kinds, word, open
+    def __init__(self, kinds: Mapping[str, type[Section]], shorthand: bool = False, open: bool = False) -> None:
+        """`shorthand`: a kind alone may stand for `{kind: …}`. `open`: plugins may add kinds."""
+        self.kinds, self.shorthand, self.open = kinds, shorthand, open
 
     @property
     def expected(self) -> str:
-        if self.word:
+        if self.shorthand:
             return f"one of {', '.join(f'`{kind}`' for kind in self.kinds)}, or a mapping with such a `kind`"
         return f"a mapping with a `kind`: {', '.join(self.kinds)}"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         entries = entries_of(tree)
-        if entries is None and self.word and isinstance(tree, Node) and isinstance(tree.value, str):
+        if entries is None and self.shorthand and isinstance(tree, YamlNode) and isinstance(tree.value, str):
             entries = {"kind": tree}
         if entries is None:
-            kind = tree.value if isinstance(tree, Node) else None
+            kind = tree.value if isinstance(tree, YamlNode) else None
             return self.wrong(tree, path, faults, f"write `{{kind: {kind}}}`" if isinstance(kind, str) and kind in self.kinds else "")
         kind = entries.get("kind")
         if kind is None:
@@ -496,7 +496,7 @@ def checker_of(annotation: Any) -> Checker:
     if annotation in _PLAIN:
         return _PLAIN[annotation]()
     if annotation in (int, float):
-        return NumberType(annotation is int, Bounds())
+        return NumberType(annotation is int, NumberBounds())
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return NumberType(arguments[0] is int, arguments[1])

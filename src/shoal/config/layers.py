@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from shoal.config.fields import INVALID, Checker, Faults, MappingType, OptionalType, Section, SectionType, TaggedType, Tree
 from shoal.config.problems import Label, Problem, Severity
 from shoal.config.schema import Run
-from shoal.config.source_span import Source, Span
-from shoal.config.text import Node, node_of
+from shoal.config.schema.engine import Engine
+from shoal.config.source_span import SourceText, Span
+from shoal.config.text import YamlNode, node_of
 
 Key = tuple[str, ...]
 
@@ -35,7 +36,7 @@ class Assignment(NamedTuple):
     """One value for one setting, from one layer."""
 
     path: Key
-    node: Node
+    node: YamlNode
     key: Span
     layer: Layer
     only_for: tuple[tuple[Key, tuple[str, ...]], ...] = ()
@@ -63,7 +64,7 @@ class Settings:
     def __init__(self, assignments: Iterable[Assignment], processes: int | None = None) -> None:
         """`processes`: how many this one is of, where somebody has started several."""
         self.processes = processes
-        self.assignments = sorted(map(_spelled_out, assignments), key=lambda assignment: assignment.layer.rank)
+        self.assignments = sorted(map(_expand_shorthand, assignments), key=lambda assignment: assignment.layer.rank)
         self.problems: list[Problem] = []
         self.kinds: dict[Key, str] = {}
         self.history: dict[Key, list[Assignment]] = {}
@@ -91,7 +92,7 @@ class Settings:
         for name in union:
             branch = branch.get(name) if isinstance(branch, dict) else None
         if isinstance(branch, dict) and "kind" not in branch:
-            branch["kind"] = Node(kind, Source("default", kind="default").whole(), user_path=".".join((*union, "kind")))
+            branch["kind"] = YamlNode(kind, SourceText("default", kind="default").whole(), user_path=".".join((*union, "kind")))
 
     def _decide(self, union: Key) -> Assignment | None:
         """Choose the kind of a union; the assignment that changed it to what it is."""
@@ -148,7 +149,7 @@ class Settings:
 
     def last(self, path: Key) -> Assignment | None:
         """The assignment that gave a setting its value; None where it has its default."""
-        path = (*path, "kind") if path in _words() else path
+        path = (*path, "kind") if path in _shorthand_unions() else path
         above = [self.history[path[:length]][-1] for length in range(1, len(path) + 1) if path[:length] in self.history]
         return max(above, key=lambda assignment: assignment.layer.rank, default=None)
 
@@ -180,12 +181,13 @@ class Settings:
 
     def devices(self) -> int | None:
         """Devices that take batches of their own in a run without other workers; None: the run takes those that it finds."""
-        if self.get("engine.kind") == "pipeline":
+        engine = Engine.kinds[self.get("engine.kind")]
+        if engine.reads_whole_batches:
             return 1
         each, nodes = self.get("launch.devices_per_node"), self.get("launch.nodes")
         if each:
             return int(each) * (nodes or 1)
-        return 1 if self.get("engine.kind") == "single" else self.processes
+        return self.processes if engine.several_processes else 1
 
     def labels(self, *dotted: str) -> tuple[Label, ...]:
         """Where settings were set, with what; settings that have their default have no place."""
@@ -208,7 +210,7 @@ class Settings:
 
     def derive(self, dotted: str, value: Any, because: str) -> None:
         """Give a setting the value that follows from others."""
-        source = Source(because, kind="default")
+        source = SourceText(because, kind="default")
         node = node_of(value, source.whole(), dotted)
         self.add(Assignment(tuple(dotted.split(".")), node, node.span, Layer(DERIVED, 1_000_000), because=because))
 
@@ -232,14 +234,14 @@ def _unions(section: type[Section], path: Key) -> Iterator[Key]:
 
 
 @lru_cache(maxsize=1)
-def _words() -> frozenset[Key]:
+def _shorthand_unions() -> frozenset[Key]:
     """The unions in which a word alone may stand for a kind."""
-    return frozenset(path for path in unions() if (union := union_at(path, {})) and union.word)
+    return frozenset(path for path in unions() if (union := union_at(path, {})) and union.shorthand)
 
 
-def _spelled_out(assignment: Assignment) -> Assignment:
+def _expand_shorthand(assignment: Assignment) -> Assignment:
     """`task: gan` is short for `task: {kind: gan}`."""
-    if isinstance(assignment.node.value, str) and assignment.path in _words():
+    if isinstance(assignment.node.value, str) and assignment.path in _shorthand_unions():
         return assignment._replace(path=(*assignment.path, "kind"))
     return assignment
 

@@ -6,17 +6,17 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shoal.config import derived_values, former, rules
+from shoal.config import derived_values, rules
 from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
-from shoal.config.dialects.table import Seen, belongs, leaves, parse_target
+from shoal.config.dialects.table import WrittenKeys, belongs, leaves, parse_target
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
 from shoal.config.layers import Assignment, Key, Layer, Settings
 from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
-from shoal.config.ranks import started
+from shoal.config.ranks import process_count
 from shoal.config.schema import Run
-from shoal.config.source_span import Source
-from shoal.config.text import Entry, Node, interpolate, parse_value, python_node, read
+from shoal.config.source_span import SourceText
+from shoal.config.text import YamlEntry, YamlNode, interpolate, parse_value, python_node, read
 
 VARIABLES = {
     "DB_PASSWORD": "transport[postgres].password",
@@ -40,17 +40,17 @@ class Override(NamedTuple):
     """A full path; otherwise the end of one is enough."""
 
 
-class File(NamedTuple):
+class ConfigFile(NamedTuple):
     """A file, or a preset, and the name of its layer."""
 
     path: str
     layer: str = ""
 
 
-class Loaded:
+class LoadedConfig:
     """The outcome: the run if there is one, the settings with their history, and all problems."""
 
-    def __init__(self, settings: Settings, problems: list[Problem], files: list[_Parsed]) -> None:
+    def __init__(self, settings: Settings, problems: list[Problem], files: list[_ParsedFile]) -> None:
         self.settings = settings
         self.problems = problems
         self.files = files
@@ -67,33 +67,33 @@ class Loaded:
         return self._run
 
 
-class _Parsed(NamedTuple):
-    root: Node
+class _ParsedFile(NamedTuple):
+    root: YamlNode
     layer: Layer
 
 
 def load(*files: str, overrides: Iterable[str] = (), dialect: str | None = None, environ: Mapping[str, str] | None = None) -> Run:
     """The run that files and presets describe, later ones over earlier ones; `overrides` are `path=value`. Raises ConfigError."""
     settings = [parse_override(text) for text in overrides]
-    return resolve([File(file) for file in files], settings, dialect=dialect, environ=environ).run
+    return resolve([ConfigFile(file) for file in files], settings, dialect=dialect, environ=environ).run
 
 
 def parse_override(text: str, option: str = "--set") -> Override:
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
-        source = Source("command line", f"{option} {text}", kind="command line")
+        source = SourceText("command line", f"{option} {text}", kind="command line")
         raise ConfigError([Problem("bad-override", f"`{text}` is not `path=value`", (Label(source.whole()),))])
     return Override(path.strip(), value, f"{option} {text}")
 
 
 def resolve(
-    files: list[File],
+    files: list[ConfigFile],
     overrides: Iterable[Override] = (),
     *,
     dialect: str | None = None,
     environ: Mapping[str, str] | None = None,
     resolved: bool = False,
-) -> Loaded:
+) -> LoadedConfig:
     """Read, translate, merge, check, derive. Never raises for what a user wrote: `problems` has it all.
 
     `resolved`: the files were written by Shoal from settings that passed; rules between settings are not applied again.
@@ -109,11 +109,11 @@ def resolve_data(
     environ: Mapping[str, str] | None = None,
     overrides: Iterable[Override] = (),
     key_style: str = '["{}"]',
-) -> Loaded:
+) -> LoadedConfig:
     """The same for settings given in Python: `name` is what the program calls them, `key_style` how it reaches one of them."""
     loader = _Loader(os.environ if environ is None else environ, dialect)
     root = python_node(data, name, key_style=key_style)
-    return loader.finish([_Parsed(root, Layer(name, 10, dialect))], list(overrides))
+    return loader.finish([_ParsedFile(root, Layer(name, 10, dialect))], list(overrides))
 
 
 class _Loader:
@@ -122,35 +122,35 @@ class _Loader:
         self.dialect = dialect
         self.resolved = resolved
         self.problems: list[Problem] = []
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, WrittenKeys] = {}
 
     def report(self, problem: Problem) -> None:
         self.problems.append(problem)
 
-    def load(self, files: list[File], overrides: list[Override]) -> Loaded:
+    def load(self, files: list[ConfigFile], overrides: list[Override]) -> LoadedConfig:
         if not files:
             files = self.default_files()
         roots = [self.read(file, order) for order, file in enumerate(files)]
         expanded = [interpolate(root, self.environ, self.report) for root in roots if root]
         return self.finish(self.in_dialects(expanded), overrides)
 
-    def read(self, file: File, order: int) -> Node | None:
+    def read(self, file: ConfigFile, order: int) -> YamlNode | None:
         preset = None if os.path.exists(file.path) else find_preset(file.path)
         layer = file.layer or os.path.splitext(os.path.basename(file.path))[0]
         return read(preset or file.path, self.report, name=file.path, layer=layer, order=order)
 
-    def default_files(self) -> list[File]:
+    def default_files(self) -> list[ConfigFile]:
         path = self.environ.get("CONFIG_PATH") or DEFAULT_FILE
         if not os.path.exists(path) and not find_preset(path):
             help = f"name one, set CONFIG_PATH, or let `shoal init` write {DEFAULT_FILE}"
             where = "CONFIG_PATH names a file that is not there" if self.environ.get("CONFIG_PATH") else f"there is no {DEFAULT_FILE} here"
             self.report(Problem("missing-file", f"no configuration file is given, and {where}", help=help))
             return []
-        return [File(path)]
+        return [ConfigFile(path)]
 
     # --- which dialect --------------------------------------------------------------------------------
 
-    def in_dialects(self, roots: list[Node]) -> list[_Parsed]:
+    def in_dialects(self, roots: list[YamlNode]) -> list[_ParsedFile]:
         possible = [self.possible(root) for root in roots]
         sure = [names[0] for names in possible if len(names) == 1]
         files = []
@@ -163,10 +163,10 @@ class _Loader:
                 help = f"say which: --dialect NAME, or a line `dialect: {names[0]}` at its top"
                 self.report(Problem("ambiguous-dialect", message, (Label(source.whole()),), help=help))
                 continue
-            files.append(_Parsed(root, Layer(source.layer, 10 + source.order, name)))
+            files.append(_ParsedFile(root, Layer(source.layer, 10 + source.order, name)))
         return files
 
-    def possible(self, root: Node) -> list[str]:
+    def possible(self, root: YamlNode) -> list[str]:
         """The dialects a file may be written in. Its own `dialect:` line is taken out."""
         entry = root.value.pop("dialect", None)
         if entry is None:
@@ -182,7 +182,7 @@ class _Loader:
 
     # --- assignments --------------------------------------------------------------------------------
 
-    def finish(self, files: list[_Parsed], overrides: list[Override]) -> Loaded:
+    def finish(self, files: list[_ParsedFile], overrides: list[Override]) -> LoadedConfig:
         assignments: list[Assignment] = []
         for parsed in files:
             assignments += self.translate(parsed.root, parsed.layer)
@@ -192,15 +192,13 @@ class _Loader:
             assignments += self.from_override(override, used, number)
         for rank, name in enumerate(name for name in used if name != NATIVE):
             layer = Layer(f"{name} dialect", rank, name)
-            assignments += DIALECTS[name].unwritten(self.seen.get(name, Seen()), layer, self.report)
-        assignments, warnings = former.moved(assignments, self.environ)
-        self.problems += [] if self.resolved else warnings
-        return self.check(Settings(assignments, started(self.environ)), files)
+            assignments += DIALECTS[name].unwritten(self.seen.get(name, WrittenKeys()), layer, self.report)
+        return self.check(Settings(assignments, process_count(self.environ)), files)
 
-    def translate(self, root: Node, layer: Layer) -> list[Assignment]:
+    def translate(self, root: YamlNode, layer: Layer) -> list[Assignment]:
         if layer.dialect == NATIVE:
             return [Assignment(path, node, key, layer) for path, node, key in _native_leaves((), root)]
-        return DIALECTS[layer.dialect].translate(root, layer, self.seen.setdefault(layer.dialect, Seen()), self.report)
+        return DIALECTS[layer.dialect].translate(root, layer, self.seen.setdefault(layer.dialect, WrittenKeys()), self.report)
 
     def from_environment(self) -> list[Assignment]:
         assignments = []
@@ -208,16 +206,18 @@ class _Loader:
             text = self.environ.get(name)
             if text:
                 shown = "********" if name in ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY") else text
-                span = Source(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000).whole()._replace(line=1)
+                span = (
+                    SourceText(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000).whole()._replace(line=1)
+                )
                 path, only_for = parse_target(target)
-                node = Node(text, span, user_path=name) if text is not shown else parse_value(text, span, self.report, name)
+                node = YamlNode(text, span, user_path=name) if text is not shown else parse_value(text, span, self.report, name)
                 if name == "LOG_LEVEL":
                     node = node.replaced(str(node.value).upper())
                 assignments.append(Assignment(path, node, span, Layer("environment", 1000), only_for))
         return assignments
 
     def from_override(self, override: Override, used: list[str], number: int) -> list[Assignment]:
-        source = Source("command line", override.argument, kind="command line", layer="command line", order=2000 + number)
+        source = SourceText("command line", override.argument, kind="command line", layer="command line", order=2000 + number)
         value_at = len(override.argument) - len(override.value)
         span = source.whole()._replace(line=1, column=value_at + 1, length=max(1, len(override.value)))
         key = source.whole()._replace(line=1, column=max(1, value_at - len(override.path)), length=len(override.path))
@@ -270,7 +270,7 @@ class _Loader:
         node = parse_value(override.value, span, self.report, path)
         node = interpolate(node, self.environ, self.report)
         for step in reversed(path.split(".")):
-            node = Node({step: Entry(key, node)}, span, user_path=node.user_path.rpartition(".")[0])
+            node = YamlNode({step: YamlEntry(key, node)}, span, user_path=node.user_path.rpartition(".")[0])
         return self.translate(node, layer._replace(dialect=name))
 
     def unknown_override(self, override: Override, used: list[str], key: Any) -> Problem:
@@ -286,8 +286,8 @@ class _Loader:
 
     # --- checking --------------------------------------------------------------------------------
 
-    def check(self, settings: Settings, files: list[_Parsed]) -> Loaded:
-        loaded = Loaded(settings, self.problems, files)
+    def check(self, settings: Settings, files: list[_ParsedFile]) -> LoadedConfig:
+        loaded = LoadedConfig(settings, self.problems, files)
         faults: Faults = []
         if SectionType(Run).check(settings.tree, (), faults) is INVALID:
             self.problems += [self.problem(fault, settings) for fault in faults]
@@ -311,7 +311,7 @@ class _Loader:
             home = belongs(path[-1], native_paths()) if fault.code == "unknown-key" else ""
             help = f"{fault.help[:-1]}, or {home}?" if home and fault.help.startswith("did you mean") else fault.help or home
             return Problem(fault.code, fault.message, tuple(Label(span, note) for span in spans), ".".join(path), help)
-        node = fault.at if isinstance(fault.at, Node) else None
+        node = fault.at if isinstance(fault.at, YamlNode) else None
         if node is None:
             below = settings.last(path) or next(
                 (history[-1] for known, history in settings.history.items() if known[: len(path)] == path), None
@@ -340,7 +340,7 @@ class _Loader:
         return told
 
 
-def _native_leaves(path: Key, node: Node) -> Iterable[tuple[Key, Node, Any]]:
+def _native_leaves(path: Key, node: YamlNode) -> Iterable[tuple[Key, YamlNode, Any]]:
     for name, entry in node.value.items():
         here = (*path, name)
         if isinstance(entry.value.value, dict) and entry.value.value:
@@ -350,7 +350,7 @@ def _native_leaves(path: Key, node: Node) -> Iterable[tuple[Key, Node, Any]]:
 
 
 def _key_spans(fault: Fault, path: Key, settings: Settings) -> list[Any]:
-    if isinstance(fault.at, Node) and isinstance(fault.at.value, dict):
+    if isinstance(fault.at, YamlNode) and isinstance(fault.at.value, dict):
         entry = fault.at.value.get(fault.key) if fault.key else None
         return [entry.key if entry else fault.at.span]
     prefix = path if fault.code == "unknown-key" else path[:-1]
@@ -374,4 +374,4 @@ def _ancestor_key(assignment: Assignment, path: Key) -> Any:
     return assignment.key
 
 
-__all__ = ["DEFAULT_FILE", "File", "Loaded", "Override", "leaves", "load", "parse_override", "resolve", "resolve_data"]
+__all__ = ["DEFAULT_FILE", "ConfigFile", "LoadedConfig", "Override", "leaves", "load", "parse_override", "resolve", "resolve_data"]

@@ -22,7 +22,7 @@ from shoal.config.fields import (
 )
 from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.source_span import Span
-from shoal.config.text import Node, read
+from shoal.config.text import YamlNode, read
 
 
 class MachineKind(Section):
@@ -62,7 +62,7 @@ def read_machines(path: str) -> Mapping[str, MachineKind]:
     return machines
 
 
-def _without_speed(root: Node, machines: Mapping[str, MachineKind]) -> list[Problem]:
+def _without_speed(root: YamlNode, machines: Mapping[str, MachineKind]) -> list[Problem]:
     slow = [name for name, kind in machines.items() if kind.steps_per_s is None and kind.flops is None]
     help = "give steps_per_s (`shoal plan FILE --measure` on that machine tells it) or flops"
     return [Problem("missing-key", f"`{name}` does not say how fast it is", (Label(root.value[name].key),), name, help) for name in slow]
@@ -78,7 +78,7 @@ def _problem(fault: Fault) -> Problem:
 
 
 def _span(fault: Fault) -> Span:
-    assert isinstance(fault.at, Node)  # everything here was read from a file
+    assert isinstance(fault.at, YamlNode)  # everything here was read from a file
     entry = fault.at.value.get(fault.key) if fault.key and isinstance(fault.at.value, dict) else None
     span: Span = entry.key if entry is not None else fault.at.span
     return span

@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 from shoal.config import derived_values
 from shoal.config.dialects import DIALECTS, NATIVE
-from shoal.config.dialects.table import Seen
+from shoal.config.dialects.table import WrittenKeys
 from shoal.config.fields import as_data
 from shoal.config.layers import Assignment, Key, Layer, Settings, default_at, section_at
-from shoal.config.load import File, _Loader
+from shoal.config.load import ConfigFile, _Loader
 from shoal.config.problems import ConfigError, errors
 from shoal.config.show import is_secret, scalar
-from shoal.config.source_span import Source
-from shoal.config.text import Node, data_of
+from shoal.config.source_span import SourceText
+from shoal.config.text import YamlNode, data_of
 
 _TRAILING = re.compile(r"""(?:^|\s)#\s?(.*)$""")
 
 
-class _Line(NamedTuple):
+class _OutputLine(NamedTuple):
     value: str
     above: list[str]
     trailing: str
@@ -28,14 +28,14 @@ class _Line(NamedTuple):
 def migrate(path: str, dialect: str | None = None) -> str:
     """The native text of a file or preset. Raises ConfigError."""
     loader = _Loader({}, dialect)
-    root = loader.read(File(path), 0)
+    root = loader.read(ConfigFile(path), 0)
     files = loader.in_dialects([root]) if root else []
     if errors(loader.problems):
         raise ConfigError(loader.problems)
     root, layer = files[0]
     if layer.dialect == NATIVE:
         return "\n".join(root.span.source.lines)
-    seen = loader.seen.setdefault(layer.dialect, Seen())
+    seen = loader.seen.setdefault(layer.dialect, WrittenKeys())
     written = loader.translate(root, layer)
     unwritten = list(DIALECTS[layer.dialect].unwritten(seen, Layer("dialect", 0, layer.dialect), loader.report))
     if errors(loader.problems):
@@ -46,7 +46,7 @@ def migrate(path: str, dialect: str | None = None) -> str:
 
 
 class _Writer:
-    def __init__(self, settings: Settings, source: Source, dialect: str) -> None:
+    def __init__(self, settings: Settings, source: SourceText, dialect: str) -> None:
         self.settings = settings
         self.source = source
         self.dialect = dialect
@@ -87,7 +87,7 @@ class _Writer:
             return False
         return bool(as_data(default_at(path, self.settings.kinds)) == data_of(assignment.node))
 
-    def line(self, path: Key, assignment: Assignment) -> _Line:
+    def line(self, path: Key, assignment: Assignment) -> _OutputLine:
         above, trailing = self.comments.get(assignment.key.line, []), ""
         if assignment.node.span.source.kind == "file":
             match = _TRAILING.search(_unquoted(self.source.line(assignment.key.line) or ""))
@@ -97,7 +97,7 @@ class _Writer:
         if is_secret(path, self.settings) and not value.startswith("${") and data_of(assignment.node):
             value = "${" + {"password": "DB_PASSWORD", "token": "HF_TOKEN"}.get(path[-1], path[-1].upper()) + "}"
             trailing = "was in the file; keep secrets in the environment"
-        return _Line(value, above if assignment.node.span.source.kind == "file" else [], trailing)
+        return _OutputLine(value, above if assignment.node.span.source.kind == "file" else [], trailing)
 
     def section(self, tree: dict[str, Any], path: Key, rows: list[str]) -> None:
         indent = "  " * len(path)
@@ -118,13 +118,13 @@ def _order(path: Key, name: str, settings: Settings) -> int:
     return names.index(name) if name in names else len(names)
 
 
-def _text(node: Node) -> str:
+def _text(node: YamlNode) -> str:
     if isinstance(node.value, str) and "${" in node.value and node.plain and " #" not in node.value and ": " not in node.value:
         return node.value
     return scalar(data_of(node))
 
 
-def _comments(settings: Settings, source: Source) -> dict[int, list[str]]:
+def _comments(settings: Settings, source: SourceText) -> dict[int, list[str]]:
     """The comment lines above each line that sets something; those that open the file under 0."""
     lines = sorted({a.key.line for history in settings.history.values() for a in history if a.node.span.source is source})
     found: dict[int, list[str]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from shoal.config.load import Loaded
+from shoal.config.load import LoadedConfig
 from shoal.config.problems import Problem, Severity
 from shoal.config.schema import Run
 
@@ -72,7 +72,7 @@ _PACKAGES = (
 )
 
 
-def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
+def package_problems(loaded: LoadedConfig, *, packages: Severity = "error") -> list[Problem]:
     """Everything that a run with these settings is refused for. `packages`: how bad it is that one is not installed."""
     settings = loaded.settings
     return [

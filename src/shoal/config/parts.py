@@ -38,12 +38,12 @@ class Part(Section):
     made_by: ClassVar[Any] = None
     """What makes the part: `module:name`, `module`, or the function or class itself; None: nothing has said so yet."""
 
-    def __init_subclass__(cls, *, built_by: str | None = None, noun: str = "", word: bool = False, shared: bool = False) -> None:
+    def __init_subclass__(cls, *, built_by: str | None = None, noun: str = "", shorthand: bool = False, shared: bool = False) -> None:
         """`noun` and `word` are a family's: what messages call it, and whether a word alone may stand for a kind. `shared`: this class is
         no kind, but what several kinds below it have in common."""
         super().__init_subclass__()
         if Part in cls.__bases__:
-            cls.kinds, cls.noun, cls._word = {}, noun, word
+            cls.kinds, cls.noun, cls._shorthand = {}, noun, shorthand
             FAMILIES[noun] = cls
             return
         if shared:
@@ -52,14 +52,14 @@ class Part(Section):
         kind = kind_of(cls)
         if kind in cls.kinds:
             raise ShoalError(
-                f"there are two parts of one name: the {cls.noun} `{kind}` is at {place_of(cls.kinds[kind])} and at {place_of(cls)}; "
-                "rename one of them"
+                f"there are two parts of one name: the {cls.noun} `{kind}` is at {source_location(cls.kinds[kind])} "
+                f"and at {source_location(cls)}; rename one of them"
             )
         cls.kinds[kind] = cls
 
     @classmethod
     def checker(cls) -> Checker:
-        return TaggedType(cls.kinds, cls._word, open=True) if Part in cls.__bases__ else SectionType(cls)
+        return TaggedType(cls.kinds, cls._shorthand, open=True) if Part in cls.__bases__ else SectionType(cls)
 
     @classmethod
     def is_built(cls) -> bool:
@@ -70,7 +70,7 @@ class Part(Section):
         """What makes the part. Raises ShoalError where nothing does."""
         if cls.made_by is None:
             raise ShoalError(
-                f"nothing makes the {cls.noun} `{kind_of(cls)}` ({place_of(cls)}): decorate a function or a class with "
+                f"nothing makes the {cls.noun} `{kind_of(cls)}` ({source_location(cls)}): decorate a function or a class with "
                 f"@builds({cls.__name__}), or name one with built_by="
             )
         if isinstance(cls.made_by, str):
@@ -85,14 +85,14 @@ def builds(settings: type[Part]) -> Callable[[Built], Built]:
 
     def register(made_by: Built) -> Built:
         if settings.is_built():
-            raise ShoalError(f"the {settings.noun} `{kind_of(settings)}` ({place_of(settings)}) has two builders; keep one of them")
+            raise ShoalError(f"the {settings.noun} `{kind_of(settings)}` ({source_location(settings)}) has two builders; keep one of them")
         settings.made_by = made_by
         return made_by
 
     return register
 
 
-def place_of(part: type[Part]) -> str:
+def source_location(part: type[Part]) -> str:
     """The file and line where a part's settings are declared."""
     import inspect
 

@@ -8,7 +8,7 @@ from pathlib import Path
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".safetensors")
 
 
-def nothing_at(name: str) -> str:
+def missing_path_hint(name: str) -> str:
     """What is wrong with a name that can only be a path, where nothing is at that path; empty for other names.
 
     On the hub names are `name` or `owner/name`, so nobody who wrote a path is told about the hub.

@@ -80,7 +80,7 @@ def _load_file(given: str, path: Path) -> Plugin:
     if known is not None and known.digest == digest:
         return known
     if known is not None:
-        forget(known)
+        unload(known)
     module = f"plugin_{''.join(letter if letter.isalnum() else '_' for letter in path.stem)}"
     return _import(Plugin(path.name, given, path, module, digest), lambda: _run_file(module, path))
 
@@ -91,16 +91,16 @@ def _import(plugin: Plugin, run: Callable[[], object]) -> Plugin:
         run()
         _expect_builders(plugin)
     except Exception as error:
-        forget(plugin)
+        unload(plugin)
         if isinstance(error, ShoalError):
             raise
-        raise ShoalError(f"the plugin {plugin.given} cannot be imported: {_told(error, plugin.path)}") from error
+        raise ShoalError(f"the plugin {plugin.given} cannot be imported: {_format_error(error, plugin.path)}") from error
     LOADED[plugin.name] = plugin
     return plugin
 
 
 def _run_file(name: str, path: Path) -> None:
-    spec = spec_from_file_location(name, path, loader=_Fresh(name, str(path)))
+    spec = spec_from_file_location(name, path, loader=_UncachedLoader(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module: ModuleType = module_from_spec(spec)
@@ -108,7 +108,7 @@ def _run_file(name: str, path: Path) -> None:
     spec.loader.exec_module(module)
 
 
-class _Fresh(SourceFileLoader):
+class _UncachedLoader(SourceFileLoader):
     """Compiles what the file holds now. Python's own cache goes by the second in which a file was changed, which may be the same."""
 
     def get_code(self, fullname: str) -> CodeType:
@@ -117,7 +117,7 @@ class _Fresh(SourceFileLoader):
         return code
 
 
-def _told(error: BaseException, path: Path) -> str:
+def _format_error(error: BaseException, path: Path) -> str:
     """An error of a plugin's own, with the line of the plugin that led to it."""
     line, trace = 0, error.__traceback__
     while trace is not None:
@@ -127,7 +127,7 @@ def _told(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def forget(plugin: Plugin) -> None:
+def unload(plugin: Plugin) -> None:
     """Take a plugin's parts back, as if it had never been imported."""
     for family in parts.FAMILIES.values():
         for kind in [kind for kind, part in family.kinds.items() if _is_of(part.__module__, plugin)]:
@@ -197,13 +197,13 @@ def needed_by(run: Run) -> dict[str, str]:
             found[plugin.name] = plugin.digest
         elif not within and not part.__module__.startswith("shoal."):
             raise ShoalError(
-                f"the {part.noun} of {parts.place_of(part)} is in no plugin, so other processes cannot have it: put it into a file of its "
-                "own, and name that as a plugin"
+                f"the {part.noun} of {parts.source_location(part)} is in no plugin, so other processes cannot have it: "
+                "put it into a file of its own, and name that as a plugin"
             )
     return dict(sorted(found.items()))
 
 
-def expect(needed: Mapping[str, str], what: str) -> None:
+def require_same(needed: Mapping[str, str], what: str) -> None:
     """Whether the plugins that are needed were named here, and are the same. `what` needs them. Raises ShoalError."""
     for name, digest in needed.items():
         if not _NAME.fullmatch(str(name)) or not _DIGEST.fullmatch(str(digest)):

@@ -26,7 +26,7 @@ STRATEGY_FOR_ANSWERS = "rollouts"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """One process among those of an engine."""
 
     rank: int
@@ -53,7 +53,7 @@ class Place(NamedTuple):
         return self.size // self.local_size
 
 
-def place(environ: Mapping[str, str] | None = None) -> Place | None:
+def rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     """This process's place; None if it is not one of several."""
     there = os.environ if environ is None else environ
     if "RANK" not in there or "WORLD_SIZE" not in there:
@@ -69,29 +69,29 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
         raise ShoalError("the environment has RANK and WORLD_SIZE, but no MASTER_ADDR and MASTER_PORT: start with torchrun")
     rank, size, local_rank, local_size = numbers
     hosted = there.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""), APART in there, stage)
+    return RankPlace(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""), APART in there, stage)
 
 
-def started(environ: Mapping[str, str]) -> int | None:
-    """How many processes somebody has started together, this one among them; None: nobody has, or `place` will say what is wrong."""
+def process_count(environ: Mapping[str, str]) -> int | None:
+    """How many processes somebody has started together, this one among them; None: nobody has, or `rank_place` will say what is wrong."""
     try:
-        here = place(environ)
+        here = rank_place(environ)
     except ShoalError:
         return None
     return here.size if here is not None else None
 
 
-def of_several(run: Run) -> bool:
+def uses_several_processes(run: Run) -> bool:
     """Whether a worker of this run is several processes."""
-    return run.engine.kind != "single"
+    return run.engine.several_processes
 
 
-def reading(run: Run, rank: int, size: int) -> tuple[int, int]:
-    """Which part of every batch a process of a worker reads, and of how many. All stages of a pipeline read whole batches."""
-    return (0, 1) if run.engine.kind == "pipeline" else (rank, size)
+def batch_share(run: Run, rank: int, size: int) -> tuple[int, int]:
+    """Which part of every batch a process of a worker reads, and of how many."""
+    return (0, 1) if run.engine.reads_whole_batches else (rank, size)
 
 
-def environment_of(here: Place) -> dict[str, str]:
+def rank_environment(here: RankPlace) -> dict[str, str]:
     """The variables that tell a process its place; those that say where torchrun's meet are there already."""
     numbers = {name: str(number) for name, number in zip(_NAMES, here[:4], strict=True)}
     at = {"MASTER_ADDR": here.address, "MASTER_PORT": str(here.port), APART: "1"} if here.apart else {}
@@ -99,6 +99,6 @@ def environment_of(here: Place) -> dict[str, str]:
     return numbers | at | {RENDEZVOUS: here.file, GROUP: here.group} | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if here.hosted else {})
 
 
-def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables for a process that is not one of several."""
     return {name: value for name, value in environ.items() if name not in (*_NAMES, RENDEZVOUS, GROUP, APART, STAGE)}

@@ -55,7 +55,7 @@ def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
         case f.TaggedType():
             kinds = [_reference(section, definitions) for section in checker.kinds.values()]
             mapping = {"type": "object", "properties": {"kind": {"enum": list(checker.kinds)}}, "anyOf": kinds}
-            return {"anyOf": [{"enum": list(checker.kinds)}, _INTERPOLATED, mapping]} if checker.word else mapping
+            return {"anyOf": [{"enum": list(checker.kinds)}, _INTERPOLATED, mapping]} if checker.shorthand else mapping
         case f.ListType():
             return {"type": "array", "items": _of(checker.item, definitions)}
         case f.MappingType():
@@ -93,8 +93,8 @@ def _page(section: type[Section], path: str, rows: list[str], within: tuple[type
     for name, field in section.fields().items():
         inner = field.checker.inner if isinstance(field.checker, f.OptionalType) else field.checker
         if isinstance(inner, (f.SectionType, f.TaggedType)):
-            below += [(item, f"{path}{name}.") for item in inner.sections() if not (item._word and len(item.fields()) == 1)]
-            if not isinstance(inner, f.TaggedType) or not inner.word:
+            below += [(item, f"{path}{name}.") for item in inner.sections() if not (item._shorthand and len(item.fields()) == 1)]
+            if not isinstance(inner, f.TaggedType) or not inner.shorthand:
                 continue
         if isinstance(inner, (f.ListType, f.MappingType)):
             star = "NAME" if isinstance(inner, f.MappingType) else "[]"

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shoal.config.fields import Secret, Section, as_data, did_you_mean, word_of
+from shoal.config.fields import Secret, Section, as_data, did_you_mean, shorthand_of
 from shoal.config.layers import DERIVED, Assignment, Key, Settings, checker_at, default_at, section_at, union_at
-from shoal.config.load import Loaded
+from shoal.config.load import LoadedConfig
 from shoal.config.problems import ConfigError, Problem, masked
 from shoal.config.text import data_of
 from shoal.config.text import resolve as resolve_scalar
@@ -60,10 +60,10 @@ def _rows(data: dict[str, Any], path: Key, comments: dict[Key, str], rows: list[
             rows.append((f"{indent}{name}: {scalar(value)}", comments.get(here, "")))
 
 
-def show(loaded: Loaded, *, origin: bool = False, style: str = "yaml") -> str:
+def show(loaded: LoadedConfig, *, origin: bool = False, style: str = "yaml") -> str:
     """The resolved run. Secrets are masked."""
     data = as_data(loaded.run)
-    origins = {path: place(loaded.settings.last(path)) for path, _ in flat(loaded.run)} if origin else {}
+    origins = {path: format_origin(loaded.settings.last(path)) for path, _ in flat(loaded.run)} if origin else {}
     if style == "json":
         if not origin:
             return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -72,7 +72,7 @@ def show(loaded: Loaded, *, origin: bool = False, style: str = "yaml") -> str:
     return to_yaml(data, origins)
 
 
-def brief(loaded: Loaded) -> str:
+def brief(loaded: LoadedConfig) -> str:
     """A native file of the settings that are neither defaults nor derived from others, which gives the same run. Secrets are left out:
     they come from the environment again."""
     text = to_yaml(_brief(loaded.run, (), loaded.settings))
@@ -83,7 +83,7 @@ def _brief(section: Section, path: Key, settings: Settings) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, field in section.fields().items():
         value, here = getattr(section, name), (*path, name)
-        if isinstance(value, Section) and not word_of(value):
+        if isinstance(value, Section) and not shorthand_of(value):
             if value != field.default and (inner := _brief(value, here, settings)):
                 data[name] = inner
         elif name == "kind" or not (isinstance(value, Secret) or value == field.default or _is_derived(here, settings)):
@@ -93,7 +93,7 @@ def _brief(section: Section, path: Key, settings: Settings) -> dict[str, Any]:
 
 def _without_defaults(value: Any) -> Any:
     """A value as data; of sections in lists and mappings only what is no default."""
-    if isinstance(value, Section) and not word_of(value):
+    if isinstance(value, Section) and not shorthand_of(value):
         fields = {name: (getattr(value, name), field.default) for name, field in value.fields().items()}
         return {name: _without_defaults(one) for name, (one, default) in fields.items() if name == "kind" or one != default}
     if isinstance(value, tuple):
@@ -112,8 +112,8 @@ def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Every setting below a section, with its path."""
     for name in section.fields():
         value = getattr(section, name)
-        if word := word_of(value):
-            yield (*path, name), word
+        if short := shorthand_of(value):
+            yield (*path, name), short
         elif isinstance(value, Section):
             yield from flat(value, (*path, name))
         elif hasattr(value, "items") and value:
@@ -126,7 +126,7 @@ def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield (*path, name), value
 
 
-def place(assignment: Assignment | None) -> str:
+def format_origin(assignment: Assignment | None) -> str:
     """Where a value comes from, in a few words."""
     if assignment is None:
         return "default"
@@ -142,17 +142,17 @@ def _where(assignment: Assignment) -> str:
     return span.source.name if span.source.kind != "file" else f"{span.source.name}:{span.line}:{span.column}"
 
 
-def explain(loaded: Loaded, dotted: str) -> str:
+def explain(loaded: LoadedConfig, dotted: str) -> str:
     """The value of a setting, who set it, whom they overrode, and what the setting means."""
     settings, path = loaded.settings, tuple(dotted.split("."))
     value: Any = loaded.run
     for name in path:
         value = value.get(name) if hasattr(value, "get") else getattr(value, name)
-    word = word_of(value)
-    if isinstance(value, Section) and not word:
+    short = shorthand_of(value)
+    if isinstance(value, Section) and not short:
         return to_yaml({dotted: as_data(value)})
     rows = [f"{dotted} = {_quoted(value)}"]
-    rows += _story(settings, (*path, "kind") if word else path)
+    rows += _history_lines(settings, (*path, "kind") if short else path)
     meaning = description(path, settings)
     rows += [f"  meaning   {meaning}"] if meaning else []
     rows.append(f"  takes     {_takes(path, settings)}")
@@ -173,7 +173,7 @@ def _quoted(value: Any) -> str:
     return json.dumps(data, ensure_ascii=False) if isinstance(data, str) and not isinstance(value, Secret) else scalar(data)
 
 
-def _story(settings: Settings, path: Key) -> list[str]:
+def _history_lines(settings: Settings, path: Key) -> list[str]:
     winner = settings.last(path)
     told = [assignment for assignment in settings.history.get(path, []) if assignment is not winner][::-1]
     lines: list[tuple[str, str, str, str]] = []
@@ -185,10 +185,10 @@ def _story(settings: Settings, path: Key) -> list[str]:
         lines.append(("set by", winner.layer.name, _where(winner), _as_written(winner, path)))
     secret = is_secret(path, settings)
     shown = {id(old): Secret.MASK if secret else _quoted(data_of(old.node)) for old in settings.assignments}
-    lines += [("overrides", old.layer.name, place(old), f"(was {shown.get(id(old), '')})") for old in told]
+    lines += [("overrides", old.layer.name, format_origin(old), f"(was {shown.get(id(old), '')})") for old in told]
     for assignment, reason, _ in settings.dropped:
         if assignment.path == path:
-            lines.append(("not used", assignment.layer.name, place(assignment), f"({shown[id(assignment)]}: {reason})"))
+            lines.append(("not used", assignment.layer.name, format_origin(assignment), f"({shown[id(assignment)]}: {reason})"))
     width = max(len(layer) for _, layer, _, _ in lines)
     return [f"  {verb:<9} {layer:<{width}}  {where}  {more}".rstrip() for verb, layer, where, more in lines]
 
@@ -203,7 +203,7 @@ def _as_written(assignment: Assignment, path: Key) -> str:
     return f"(as `{spelling}`)" if spelling and spelling != ".".join(path) else ""
 
 
-def diff(before: Loaded, after: Loaded) -> str:
+def diff(before: LoadedConfig, after: LoadedConfig) -> str:
     """The settings that differ, with their origins; empty if none does."""
     old, new = dict(flat(before.run)), dict(flat(after.run))
     rows = []
@@ -214,9 +214,9 @@ def diff(before: Loaded, after: Loaded) -> str:
             continue
         rows.append(".".join(path))
         if left is not missing:
-            rows.append(f"  - {_quoted(left):<24} {place(before.settings.last(path))}")
+            rows.append(f"  - {_quoted(left):<24} {format_origin(before.settings.last(path))}")
         if right is not missing:
-            rows.append(f"  + {_quoted(right):<24} {place(after.settings.last(path))}")
+            rows.append(f"  + {_quoted(right):<24} {format_origin(after.settings.last(path))}")
     return "\n".join(rows) + "\n" if rows else ""
 
 
@@ -228,7 +228,7 @@ def description(path: Key, settings: Settings) -> str:
     return field_docs(section).get(path[-1], "") if section else ""
 
 
-def find_setting(loaded: Loaded, wanted: str) -> str:
+def find_setting(loaded: LoadedConfig, wanted: str) -> str:
     """The native path that is meant: a native one, one in the words of the files' dialects, or the end of either. Raises ConfigError."""
     known = [".".join(path) for path, _ in flat(loaded.run)]
     sections = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, path.count(".") + 1)}

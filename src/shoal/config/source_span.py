@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 SourceKind = Literal["file", "environment", "command line", "default", "python"]
 
 
-class Source:
+class SourceText:
     """Where text came from: a file, an argument of the command line, a variable of the environment."""
 
     __slots__ = ("kind", "layer", "lines", "name", "order")
@@ -29,7 +29,7 @@ class Source:
 class Span(NamedTuple):
     """A stretch of one line of a source; lines and columns count from 1. Line 0 means the source as a whole."""
 
-    source: Source
+    source: SourceText
     line: int
     column: int
     length: int

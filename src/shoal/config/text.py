@@ -14,7 +14,7 @@ from typing import Any, Union
 import yaml
 
 from shoal.config.problems import Label, Problem
-from shoal.config.source_span import Source, Span
+from shoal.config.source_span import SourceText, Span
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50
@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(?::([-?])([^}]*)
 _TAGS = {"tag:yaml.org,2002:" + name: name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
 
 
-class Node:
+class YamlNode:
     """A value and where it stands. A mapping is a dict of Entry, a list a list of Node, all else a Scalar.
 
     `user_path` is the path as its author wrote it; translation to other names keeps it.
@@ -49,26 +49,26 @@ class Node:
         self.plain = plain
         self.user_path = user_path
 
-    def replaced(self, value: Any) -> Node:
+    def replaced(self, value: Any) -> YamlNode:
         """The same place with another value."""
-        return Node(value, self.span, raw=self.raw, user_path=self.user_path)
+        return YamlNode(value, self.span, raw=self.raw, user_path=self.user_path)
 
-    def get(self, key: str) -> Node | None:
+    def get(self, key: str) -> YamlNode | None:
         entry = self.value.get(key) if isinstance(self.value, dict) else None
         return entry.value if entry else None
 
 
-class Entry:
+class YamlEntry:
     """A key of a mapping, with its own place, and its value."""
 
     __slots__ = ("key", "value")
 
-    def __init__(self, key: Span, value: Node) -> None:
+    def __init__(self, key: Span, value: YamlNode) -> None:
         self.key = key
         self.value = value
 
 
-def data_of(node: Node) -> Any:
+def data_of(node: YamlNode) -> Any:
     """The plain Python value of a node."""
     if isinstance(node.value, dict):
         return {key: data_of(entry.value) for key, entry in node.value.items()}
@@ -77,31 +77,31 @@ def data_of(node: Node) -> Any:
     return node.value
 
 
-def node_of(data: Any, span: Span, user_path: str = "") -> Node:
+def node_of(data: Any, span: Span, user_path: str = "") -> YamlNode:
     """A node for plain Python data, all of it at one place."""
     if isinstance(data, Mapping):
-        entries = {str(key): Entry(span, node_of(value, span, f"{user_path}.{key}".lstrip("."))) for key, value in data.items()}
-        return Node(entries, span, user_path=user_path)
+        entries = {str(key): YamlEntry(span, node_of(value, span, f"{user_path}.{key}".lstrip("."))) for key, value in data.items()}
+        return YamlNode(entries, span, user_path=user_path)
     if isinstance(data, (list, tuple)):
-        return Node([node_of(item, span, f"{user_path}[{i}]") for i, item in enumerate(data)], span, user_path=user_path)
-    return Node(data, span, user_path=user_path)
+        return YamlNode([node_of(item, span, f"{user_path}[{i}]") for i, item in enumerate(data)], span, user_path=user_path)
+    return YamlNode(data, span, user_path=user_path)
 
 
-def python_node(data: Mapping[str, Any], name: str, user_path: str = "", key_style: str = '["{}"]') -> Node:
+def python_node(data: Mapping[str, Any], name: str, user_path: str = "", key_style: str = '["{}"]') -> YamlNode:
     """A node for a mapping of a Python program; each value's place is how the program reaches it: `config["training"]["epochs"]`."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, YamlEntry] = {}
     for key, value in data.items():
         place, path = name + key_style.format(key), f"{user_path}.{key}".lstrip(".")
-        span = Source(place, kind="python").whole()
-        entries[str(key)] = Entry(span, python_node(value, place, path) if isinstance(value, Mapping) else node_of(value, span, path))
-    return Node(entries, Source(name, kind="python").whole(), user_path=user_path)
+        span = SourceText(place, kind="python").whole()
+        entries[str(key)] = YamlEntry(span, python_node(value, place, path) if isinstance(value, Mapping) else node_of(value, span, path))
+    return YamlNode(entries, SourceText(name, kind="python").whole(), user_path=user_path)
 
 
-def read(path: str, report: Report, *, name: str = "", layer: str = "", order: int = 0) -> Node | None:
+def read(path: str, report: Report, *, name: str = "", layer: str = "", order: int = 0) -> YamlNode | None:
     """The tree of a file; None once a problem that leaves nothing to read has been reported."""
-    source = Source(name or path, layer=layer, order=order)
+    source = SourceText(name or path, layer=layer, order=order)
 
-    def refuse(code: str, message: str, help: str = "") -> Node | None:
+    def refuse(code: str, message: str, help: str = "") -> YamlNode | None:
         report(Problem(code, message, (Label(source.whole()),), help=help))
         return None
 
@@ -137,7 +137,7 @@ def read(path: str, report: Report, *, name: str = "", layer: str = "", order: i
     return parse(text, source, report)
 
 
-def parse(text: str, source: Source, report: Report) -> Node | None:
+def parse(text: str, source: SourceText, report: Report) -> YamlNode | None:
     """The tree of a text; None if there is none to speak of."""
     try:
         root = _Composer(text, source, report).document()
@@ -167,16 +167,16 @@ def parse(text: str, source: Source, report: Report) -> Node | None:
     return root
 
 
-def parse_value(text: str, span: Span, report: Report, user_path: str) -> Node:
+def parse_value(text: str, span: Span, report: Report, user_path: str) -> YamlNode:
     """The value of a `key=value` argument or of an environment variable, all of it at one place."""
     problems: list[Problem] = []
     try:
-        root = _Composer(text, Source(""), problems.append).document()
+        root = _Composer(text, SourceText(""), problems.append).document()
         if not problems:
             return node_of(data_of(root) if root else None, span, user_path)
     except (_StopError, yaml.YAMLError, ValueError, UnicodeError, RecursionError):
         pass
-    return Node(text, span, user_path=user_path)
+    return YamlNode(text, span, user_path=user_path)
 
 
 def resolve(text: str) -> Scalar:
@@ -208,10 +208,10 @@ def describe(value: object) -> str:
     return f"`{str(value)[:40]}`"
 
 
-def interpolate(node: Node, environ: Mapping[str, str], report: Report) -> Node:
+def interpolate(node: YamlNode, environ: Mapping[str, str], report: Report) -> YamlNode:
     """The node with `${VAR}`, `${VAR:-default}` and `${VAR:?why}` replaced in every value. `$${` is a plain `${`."""
     if isinstance(node.value, dict):
-        entries = {key: Entry(entry.key, interpolate(entry.value, environ, report)) for key, entry in node.value.items()}
+        entries = {key: YamlEntry(entry.key, interpolate(entry.value, environ, report)) for key, entry in node.value.items()}
         return node.replaced(entries)
     if isinstance(node.value, list):
         return node.replaced([interpolate(item, environ, report) for item in node.value])
@@ -249,15 +249,15 @@ class _StopError(Exception):
 class _Composer:
     """Builds nodes from PyYAML's events."""
 
-    def __init__(self, text: str, source: Source, report: Report) -> None:
+    def __init__(self, text: str, source: SourceText, report: Report) -> None:
         self.source = source
         self.report = report
         self.events: Iterator[Any] = yaml.parse(text, Loader=_Loader)
-        self.anchors: dict[str, Node | None] = {}
+        self.anchors: dict[str, YamlNode | None] = {}
         self.count = 0
 
-    def document(self) -> Node | None:
-        root: Node | None = None
+    def document(self) -> YamlNode | None:
+        root: YamlNode | None = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
@@ -277,7 +277,7 @@ class _Composer:
         last = end.column if end.line == start.line else len(line)
         return Span(self.source, start.line + 1, column, max(1, last - start.column))
 
-    def node(self, event: Any, depth: int, path: str) -> Node:
+    def node(self, event: Any, depth: int, path: str) -> YamlNode:
         self.count += 1
         if self.count > MAX_NODES:
             raise self.stop(
@@ -294,7 +294,7 @@ class _Composer:
             node = self.scalar(event, path)
         elif isinstance(event, yaml.SequenceStartEvent):
             self.check_tag(event, "seq")
-            node = Node([], self.span(event), user_path=path)
+            node = YamlNode([], self.span(event), user_path=path)
             while not isinstance(item := next(self.events), yaml.SequenceEndEvent):
                 node.value.append(self.node(item, depth + 1, f"{path}[{len(node.value)}]"))
         else:
@@ -303,10 +303,10 @@ class _Composer:
             self.anchors[anchor] = node
         return node
 
-    def mapping(self, event: Any, depth: int, path: str) -> Node:
+    def mapping(self, event: Any, depth: int, path: str) -> YamlNode:
         self.check_tag(event, "map")
-        entries: dict[str, Entry] = {}
-        merged: list[Node] = []
+        entries: dict[str, YamlEntry] = {}
+        merged: list[YamlNode] = []
         while not isinstance(key := next(self.events), yaml.MappingEndEvent):
             if not isinstance(key, yaml.ScalarEvent):
                 raise self.stop("bad-key", "a key is a plain word here", key)
@@ -318,40 +318,40 @@ class _Composer:
                 labels = (Label(span, "again here"), Label(entries[name].key, "first here"))
                 self.report(Problem("duplicate-key", f"`{name}` stands twice", labels, f"{path}.{name}".lstrip("."), "keep one of them"))
             else:
-                entries[name] = Entry(span, value)
+                entries[name] = YamlEntry(span, value)
         for base in merged:
             if not isinstance(base.value, dict):
                 raise _StopError(Problem("bad-key", "`<<` takes a mapping", (Label(base.span),)))
             entries = {**{key: entry for key, entry in base.value.items() if key not in entries}, **entries}
-        return Node(entries, self.span(event), user_path=path)
+        return YamlNode(entries, self.span(event), user_path=path)
 
-    def alias(self, event: Any, depth: int, path: str) -> Node:
+    def alias(self, event: Any, depth: int, path: str) -> YamlNode:
         node = self.anchors.get(event.anchor)
         if node is None:
             why = "is used inside itself" if event.anchor in self.anchors else "names no anchor above it"
             raise self.stop("bad-alias", f"`*{event.anchor}` {why}", event)
         return self.copy(node, depth, path, event)
 
-    def copy(self, node: Node, depth: int, path: str, event: Any) -> Node:
+    def copy(self, node: YamlNode, depth: int, path: str, event: Any) -> YamlNode:
         """An alias is a copy, so that a bomb of aliases counts as what it would become."""
         self.count += 1
         if self.count > MAX_NODES or depth > MAX_DEPTH:
             raise self.stop("too-many-values", f"its aliases make more than {MAX_NODES:,} values", event, "no configuration is so large")
-        copied = Node(node.value, node.span, raw=node.raw, plain=node.plain, user_path=path)
+        copied = YamlNode(node.value, node.span, raw=node.raw, plain=node.plain, user_path=path)
         if isinstance(node.value, list):
             copied.value = [self.copy(item, depth + 1, f"{path}[{i}]", event) for i, item in enumerate(node.value)]
         elif isinstance(node.value, dict):
             copied.value = {
-                key: Entry(entry.key, self.copy(entry.value, depth + 1, f"{path}.{key}".lstrip("."), event))
+                key: YamlEntry(entry.key, self.copy(entry.value, depth + 1, f"{path}.{key}".lstrip("."), event))
                 for key, entry in node.value.items()
             }
         return copied
 
-    def scalar(self, event: Any, path: str) -> Node:
+    def scalar(self, event: Any, path: str) -> YamlNode:
         plain, text = event.implicit[0], event.value
         tag = self.check_tag(event, "str", "int", "float", "bool", "null")
         value = resolve(text) if plain or tag not in (None, "str") else text
-        return Node(value, self.span(event), raw=text, plain=plain, user_path=path)
+        return YamlNode(value, self.span(event), raw=text, plain=plain, user_path=path)
 
     def check_tag(self, event: Any, *allowed: str) -> str | None:
         if event.tag is None or event.tag == "!":
@@ -364,7 +364,7 @@ class _Composer:
         return name
 
 
-def _syntax(error: yaml.YAMLError, source: Source) -> Problem:
+def _syntax(error: yaml.YAMLError, source: SourceText) -> Problem:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     message = " ".join(
         part for part in (getattr(error, "context", None), getattr(error, "problem", None) or getattr(error, "reason", None)) if part

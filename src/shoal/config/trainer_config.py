@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from shoal.config.load import Loaded, Override, resolve_data
+from shoal.config.load import LoadedConfig, Override, resolve_data
 from shoal.config.schema import Run
 
 
@@ -43,7 +43,7 @@ class TrainerConfig:
     seed: int = 42
     shuffle_buffer: int = 10_000
 
-    def resolve(self, environ: Mapping[str, str] | None = None, overrides: Iterable[Override] = ()) -> Loaded:
+    def resolve(self, environ: Mapping[str, str] | None = None, overrides: Iterable[Override] = ()) -> LoadedConfig:
         """Check the fields, as a file with the same keys would be checked. A field left at None is left to Shoal."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.coordinator.driver_interfaces import Board, Saved, Server, Store, Watcher
-from shoal.coordinator.durable.journal_writer import Scribe
+from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase, RequestServer, RunObserver, SavedState
+from shoal.coordinator.durable.journal_writer import JournalWriter
 from shoal.coordinator.durable.snapshots import SnapshotWriter
-from shoal.coordinator.effects import Dismiss, Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
+from shoal.coordinator.effects import Dismiss, Effect, Issue, LedgerEntry, Note, Persist, Published, Reply, StopRun
 from shoal.coordinator.machine import Coordinator
-from shoal.coordinator.state import Called, Event, Opened, Tick
-from shoal.coordinator.units.database_leases import BulletinBoard
+from shoal.coordinator.state import Event, RequestReceived, ServingStarted, Tick
+from shoal.coordinator.units.database_leases import DatabaseLeases
 from shoal.protocol.messages import BadMessage, Message, Request, parse
 
 TICK_S = 0.1
@@ -28,40 +28,40 @@ to write over one is cheap only while the system has it in memory."""
 _MOST_RECORDS = 8000
 
 
-class Captured(NamedTuple):
+class SnapshotContent(NamedTuple):
     """All there is to a run now, for a snapshot."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
 
 
-class Surroundings(NamedTuple):
+class DriverDeps(NamedTuple):
     """What the driver works with."""
 
-    server: Server
-    store: Store
-    watcher: Watcher
+    server: RequestServer
+    store: CoordinatorStore
+    watcher: RunObserver
     welcome: Message
     """What every worker that joins is told."""
-    capture: Callable[[], Captured]
+    capture: Callable[[], SnapshotContent]
     clock: Callable[[], float]
     new_session: Callable[[], str]
     """A word that nobody can guess."""
-    board: Board | None = None
+    board: LeaseDatabase | None = None
     """The same as the server, where a database keeps the leases of units."""
     threads: bool = True
     status: Callable[[], bytes] = lambda: b"{}"
     """How the run goes, for its owner: JSON."""
 
 
-class Driver:
+class CoordinatorDriver:
     """A coordinator at work. All methods are for one thread."""
 
-    def __init__(self, coordinator: Coordinator, around: Surroundings) -> None:
+    def __init__(self, coordinator: Coordinator, around: DriverDeps) -> None:
         self.coordinator, self.server, self.store, self.around = coordinator, around.server, around.store, around
-        self.board = BulletinBoard(around.board, coordinator) if around.board is not None else None
+        self.board = DatabaseLeases(around.board, coordinator) if around.board is not None else None
         beside = around.threads and not around.store.transactional
-        self.scribe = Scribe(self._write, self._keep, around.server.wake) if beside else None
+        self.scribe = JournalWriter(self._write, self._keep, around.server.wake) if beside else None
         """Files can be written beside the work; in a database what belongs together is one transaction."""
         self.snapshots = SnapshotWriter(around.store, around.watcher.say, around.threads)
         self._replaying = False
@@ -76,7 +76,7 @@ class Driver:
         if not self.store.snapshots.all() or not self.store.journal.open:
             self.snapshot()
         version, goes_on = self.coordinator.state.version, self.board is not None and self.board.goes_on()
-        effects = self.coordinator.handle(Opened(), self.around.clock())
+        effects = self.coordinator.handle(ServingStarted(), self.around.clock())
         if self.board is not None:
             self.store.carry_out(self.board.publish)
         self._carry_out([effect for effect in effects if not (goes_on and isinstance(effect, Issue) and effect.version == version)])
@@ -129,14 +129,16 @@ class Driver:
         except BadMessage as error:
             self.server.traffic.refuse("malformed")
             return self.server.reply(request, Message({"kind": "refused", "reason": "malformed", "detail": str(error)}))
-        return self.happen(Called(request, asked, request.message.frames, self.around.new_session(), request.guest, request.address))
+        return self.happen(
+            RequestReceived(request, asked, request.message.frames, self.around.new_session(), request.guest, request.address)
+        )
 
     # --- effects -----------------------------------------------------------------------------------
 
     def _carry_out(self, effects: list[Effect], also: Callable[[], None] | None = None) -> None:
         """First what must survive and what others see, all together, and again where a database was gone for a moment. Then the rest."""
         if self.scribe is not None:
-            self.scribe.take([effect for effect in effects if not isinstance(effect, (Published, Note, Stop))])
+            self.scribe.take([effect for effect in effects if not isinstance(effect, (Published, Note, StopRun))])
         elif len(effects) == 1 and isinstance(effects[0], Reply) and also is None and not self.store.transactional:
             return self._reply(effects[0])  # most of what a crowd asks changes nothing
         elif effects or also is not None:
@@ -144,7 +146,7 @@ class Driver:
         for effect in effects:
             if isinstance(effect, Published):
                 self.around.watcher.published(effect, self._replaying)
-            elif isinstance(effect, (Note, Stop)):
+            elif isinstance(effect, (Note, StopRun)):
                 self.around.watcher.say(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
         return None
 
@@ -168,7 +170,7 @@ class Driver:
             self._reply(effect)
         elif isinstance(effect, Persist):
             self._write(effect)
-        elif isinstance(effect, Entry):
+        elif isinstance(effect, LedgerEntry):
             self.store.ledger.append(effect.line)
         elif isinstance(effect, Dismiss) and self.board is not None:
             self.board.board.keep_out(effect.worker, effect.out)
@@ -227,7 +229,7 @@ class Driver:
         if self.scribe is not None:
             self.scribe.drain()
 
-    def recover(self, snapshot: Saved) -> None:
+    def recover(self, snapshot: SavedState) -> None:
         """Become what the coordinator was when it ended, however it ended. The learner has the snapshot's weights already."""
         self.coordinator.load_state_dict(snapshot.state["coordinator"])
         self.store.ledger.cut(snapshot.state["ledger"])

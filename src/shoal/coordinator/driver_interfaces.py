@@ -14,7 +14,7 @@ from shoal.protocol.messages import Message, Request
 Result = TypeVar("Result")
 
 
-class Saved(Protocol):
+class SavedState(Protocol):
     """A checkpoint or a snapshot, wherever it is."""
 
     @property
@@ -63,10 +63,10 @@ class Snapshots(Protocol):
 
     def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], Any]: ...
     def all(self) -> Sequence[Any]: ...
-    def newest(self, warn: Callable[[str], None]) -> Saved | None: ...
+    def newest(self, warn: Callable[[str], None]) -> SavedState | None: ...
 
 
-class Store(Protocol):
+class CoordinatorStore(Protocol):
     """Where a coordinator keeps what must survive it."""
 
     @property
@@ -99,7 +99,7 @@ class Store(Protocol):
         ...
 
 
-class Traffic(Protocol):
+class TrafficCounts(Protocol):
     """What went through the door, and what was turned away."""
 
     received_bytes: int
@@ -109,11 +109,11 @@ class Traffic(Protocol):
     def refuse(self, reason: str) -> None: ...
 
 
-class Server(Protocol):
+class RequestServer(Protocol):
     """The door that workers come through."""
 
     @property
-    def traffic(self) -> Traffic: ...
+    def traffic(self) -> TrafficCounts: ...
     def poll(self, timeout_s: float) -> list[Request]:
         """Requests that wait, as soon as there are some; none after the timeout, or when woken."""
         ...
@@ -126,7 +126,7 @@ class Server(Protocol):
     def close(self) -> None: ...
 
 
-class Board(Server, Protocol):
+class LeaseDatabase(RequestServer, Protocol):
     """A server that also keeps leases of units. What it passes on of them stays there until it is consumed."""
 
     def is_from_leases(self, request: Request) -> bool: ...
@@ -153,7 +153,7 @@ class Board(Server, Protocol):
         ...
 
 
-class Watcher(Protocol):
+class RunObserver(Protocol):
     """Somebody who records what happens."""
 
     def published(self, version: Published, replaying: bool) -> None:

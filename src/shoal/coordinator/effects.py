@@ -23,7 +23,7 @@ class Persist(NamedTuple):
     frames: Frames = ()
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """Append a line to the ledger."""
 
     line: dict[str, Any]
@@ -59,10 +59,10 @@ class Note(NamedTuple):
     text: str
 
 
-class Stop(NamedTuple):
+class StopRun(NamedTuple):
     """The run cannot go on."""
 
     reason: str
 
 
-Effect = Reply | Persist | Entry | Published | Issue | Dismiss | Note | Stop
+Effect = Reply | Persist | LedgerEntry | Published | Issue | Dismiss | Note | StopRun

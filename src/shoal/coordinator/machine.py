@@ -12,40 +12,40 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.coordinator.durable.replayed_state import Book
-from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
-from shoal.coordinator.members.authentication import Doorkeeper
-from shoal.coordinator.members.lifecycle import Attendance
-from shoal.coordinator.members.table import Membership, Worker
-from shoal.coordinator.owner_commands import Orders
-from shoal.coordinator.policies import Policies
-from shoal.coordinator.rounds.closing import Closing
-from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, NO_WEIGHTS, Intake
+from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, StopRun
+from shoal.coordinator.members.authentication import Authenticator
+from shoal.coordinator.members.lifecycle import MemberLifecycle
+from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.owner_commands import OwnerCommands
+from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.rounds.closing import RoundClosing
+from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, NO_WEIGHTS, ContributionHandler
 from shoal.coordinator.rounds.inner_steps import steps_for
-from shoal.coordinator.rounds.plausibility import Claims
-from shoal.coordinator.rounds.weights_publisher import MOST_SETS, PartPublisher, Publisher
+from shoal.coordinator.rounds.plausibility import PlausibilityChecks
+from shoal.coordinator.rounds.weights_publisher import MOST_SETS, SubsetPublisher, WeightsPublisher
 from shoal.coordinator.state import (
-    Adopted,
-    Called,
-    Concluded,
     Event,
-    Exited,
+    HeldReply,
     Interrupted,
     Learner,
     LeaseResult,
-    Opened,
-    Plan,
-    Spoiled,
+    RequestReceived,
+    RunConcluded,
+    RunPlan,
+    ServingStarted,
     State,
     Tick,
-    Upstream,
-    Waiting,
+    UnusableResult,
+    UpstreamAnswered,
+    UpstreamState,
+    WorkerExited,
 )
-from shoal.coordinator.units.leasing import Lender
-from shoal.coordinator.units.tasks import Taskmaster
+from shoal.coordinator.units.leasing import UnitLeasing
+from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
 from shoal.protocol.messages import Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull
-from shoal.updates.expert_subsets import Experts, size_of, told
+from shoal.updates.expert_subsets import ExpertIds, format_expert_ids, size_of
 
 _STUCK = "stuck"
 """What a worker says that has made no progress for many leases: the thread that gives signs of life goes on whatever happens."""
@@ -54,32 +54,32 @@ _STUCK = "stuck"
 class Coordinator:
     """Holds the weights and decides what enters them."""
 
-    def __init__(self, plan: Plan, policies: Policies, learner: Learner) -> None:
+    def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, learner: Learner) -> None:
         self.plan, self.policies, self.learner = plan, policies, learner
-        self.book = Book(plan, policies, learner)
+        self.book = ReplayedState(plan, policies, learner)
         self.rounds = self.book.rounds
-        self.closing = Closing(plan, policies, self.book)
-        self.members = Membership(plan.heartbeat_interval_s, plan.bounds.sessions)
+        self.closing = RoundClosing(plan, policies, self.book)
+        self.members = MemberTable(plan.heartbeat_interval_s, plan.bounds.sessions)
         self.members.known = self.state.seats
-        self.door = Doorkeeper(self.members, plan.bounds)
-        self.attendance = Attendance(self)
-        self.publisher = Publisher(plan.updates.codec)
+        self.door = Authenticator(self.members, plan.bounds)
+        self.attendance = MemberLifecycle(self)
+        self.publisher = WeightsPublisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
-        self.parts = PartPublisher(self.publisher, plan.experts)
+        self.parts = SubsetPublisher(self.publisher, plan.experts)
         contributions = policies.rounds.expected_contributions(plan.expected)
-        self.lender = Lender(self, plan.cut, contributions) if plan.cut is not None else None
+        self.lender = UnitLeasing(self, plan.cut, contributions) if plan.cut is not None else None
         """Where the data is leased in units."""
-        self.tasks = Taskmaster(self, plan.tasks) if plan.tasks is not None else None
+        self.tasks = TaskAssigner(self, plan.tasks) if plan.tasks is not None else None
         """Where a scheduler gives out shares of the data."""
-        self.waiting: OrderedDict[str, Waiting] = OrderedDict()
+        self.waiting: OrderedDict[str, HeldReply] = OrderedDict()
         """By session, longest first: who is answered when a round has closed."""
         self.stopped = ""
         self.refused: dict[str, int] = {}
         self.now = 0.0
         """Time as the coordinator sees it: it never goes back."""
-        self.claims = Claims(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)), self.refused)
-        self.intake = Intake(self)
-        self.orders = Orders(self)
+        self.claims = PlausibilityChecks(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)), self.refused)
+        self.intake = ContributionHandler(self)
+        self.orders = OwnerCommands(self)
         """What the run's owner wants."""
         self._clock: float | None = None
         self._effects: list[Effect] = []
@@ -92,7 +92,7 @@ class Coordinator:
             self.now += now - self._clock
         self._clock, self._effects = now, []
         more = False
-        if isinstance(event, Called):  # by far the most
+        if isinstance(event, RequestReceived):  # by far the most
             self._answer(event)
         else:
             more = self._happen(event)
@@ -116,12 +116,12 @@ class Coordinator:
                 assert self.lender is not None
                 self.lender.take(event)
                 return event.more
-            case Spoiled():
+            case UnusableResult():
                 assert self.lender is not None
                 self.lender.spoil(*event)
-            case Exited():
+            case WorkerExited():
                 self.lose(event.name, "is gone")
-            case Opened():
+            case ServingStarted():
                 self.attendance.recall()
                 if self.state.paused:
                     self.emit(Note("the run is paused, as its owner wanted: `shoal resume` lets it go on"))
@@ -129,9 +129,9 @@ class Coordinator:
                     self.lender.offer()
             case Interrupted():
                 self.stop_for(event.reason)
-            case Concluded():
+            case RunConcluded():
                 self.emit(*self.book.write_off())
-            case Adopted():
+            case UpstreamAnswered():
                 self._adopt(event)
         return False
 
@@ -166,7 +166,7 @@ class Coordinator:
 
     # --- questions ---------------------------------------------------------------------------------
 
-    def _answer(self, event: Called) -> None:
+    def _answer(self, event: RequestReceived) -> None:
         asked = event.asked
         if event.guest and (refusal := self.door.welcomes(event.guest)).reason:
             self.attendance.show_out(event.guest)
@@ -187,7 +187,7 @@ class Coordinator:
         # Most of what a crowd says are signs of life, so they take the short way.
         return self._pulse(event.caller, asked, worker) if isinstance(asked, Heartbeat) else self._answer_member(event, asked, worker)
 
-    def _answer_member(self, event: Called, asked: Asked, worker: Worker) -> None:
+    def _answer_member(self, event: RequestReceived, asked: Asked, worker: Member) -> None:
         match asked:
             case Contribute():
                 worker.received_bytes += sum(len(frame) for frame in event.frames)
@@ -205,7 +205,7 @@ class Coordinator:
                 self.attendance.remove(worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
                 self.answer(event.caller, {"kind": "goodbye"}, worker)
 
-    def _hold(self, caller: Any, experts: Experts, worker: Worker) -> None:
+    def _hold(self, caller: Any, experts: ExpertIds, worker: Member) -> None:
         """A worker takes part with some of the experts. What it is sent, and what it may send, is of these from now on."""
         problem = self.claims.why_not_held(experts)
         if worker.name in self.rounds.active:
@@ -213,15 +213,15 @@ class Coordinator:
         elif not problem and not self.parts.has_room_for(experts):
             problem = f"workers hold {MOST_SETS} different sets of experts already: take one of theirs"
         if problem:
-            self.attendance.tell(f"{worker.name} cannot hold experts {told(experts)}: {problem}")
-            return self.refuse(caller, "unfit", f"experts {told(experts)}: {problem}")
+            self.attendance.tell(f"{worker.name} cannot hold experts {format_expert_ids(experts)}: {problem}")
+            return self.refuse(caller, "unfit", f"experts {format_expert_ids(experts)}: {problem}")
         assert self.plan.experts is not None
         worker.experts = experts
         self.parts.hold(worker.session, experts)
-        self.attendance.tell(f"{worker.name} holds experts {told(experts)} of {self.plan.experts.per_layer}")
+        self.attendance.tell(f"{worker.name} holds experts {format_expert_ids(experts)} of {self.plan.experts.per_layer}")
         return self.answer(caller, {"kind": "held", "size": size_of(self.plan.experts, experts)}, worker)
 
-    def _pulse(self, caller: Any, asked: Heartbeat, worker: Worker) -> None:
+    def _pulse(self, caller: Any, asked: Heartbeat, worker: Member) -> None:
         worker.state, worker.figures = printable(asked.state), self.claims.figures(asked.figures)
         if self.lender is not None and asked.state != _STUCK:
             self.lender.renew(worker)
@@ -231,7 +231,7 @@ class Coordinator:
             header["word"], worker.word = worker.word, ""
         self._effects.append(Reply(caller, header))
 
-    def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Worker) -> None:
+    def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Member) -> None:
         lender = self.lender
         if lender is None or lender.leases is None:
             return self.refuse(caller, "impossible", "this run has no units on lease here")
@@ -248,7 +248,7 @@ class Coordinator:
         self.refused[reason] = self.refused.get(reason, 0) + 1
         self.emit(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
 
-    def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int = NO_WEIGHTS) -> None:
+    def answer(self, caller: Any, header: dict[str, Any], worker: Member, have: int = NO_WEIGHTS) -> None:
         """Answer, with weights for a worker that has version `have`."""
         fields, frames = self.parts.since(worker.session, have) if have > NO_WEIGHTS else ({}, ())
         most_lag = self.policies.admission.most_lag(self.members.speed(worker))
@@ -294,12 +294,12 @@ class Coordinator:
 
     # --- a relay ------------------------------------------------------------------------------------
 
-    def begin_below(self, upstream: Upstream) -> None:
+    def begin_below(self, upstream: UpstreamState) -> None:
         """Begin a relay's run with the weights of the coordinator above, which the learner has already."""
         self.state.upstream = upstream._asdict()
         self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
 
-    def _adopt(self, event: Adopted) -> None:
+    def _adopt(self, event: UpstreamAnswered) -> None:
         """The coordinator above has answered: its weights are the next version here."""
         upward = self.book.upward
         assert upward is not None, "an answer to nothing"
@@ -309,7 +309,7 @@ class Coordinator:
             self.end_here()
         self.intake.release()
 
-    def _lend(self, lender: Lender, more: bool) -> None:
+    def _lend(self, lender: UnitLeasing, more: bool) -> None:
         lender.expire()
         if not more:
             lender.offer_more()
@@ -322,7 +322,7 @@ class Coordinator:
         word = self.closing.watch(self.state.version, self.now)
         if word is not None:
             self.emit(word)
-        if isinstance(word, Stop):
+        if isinstance(word, StopRun):
             self.stop_for(word.reason)
 
     # --- what survives -----------------------------------------------------------------------------

@@ -10,18 +10,18 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from shoal.coordinator.effects import Dismiss, Effect, Note, Reply
-from shoal.coordinator.members.authentication import Doorkeeper
-from shoal.coordinator.members.table import Membership
-from shoal.coordinator.state import Called, Plan, State
+from shoal.coordinator.members.authentication import Authenticator
+from shoal.coordinator.members.table import MemberTable
+from shoal.coordinator.state import RequestReceived, RunPlan, State
 from shoal.protocol.messages import Order
 
 
 class Host(Protocol):
     """The coordinator that is given orders."""
 
-    plan: Plan
-    door: Doorkeeper
-    members: Membership
+    plan: RunPlan
+    door: Authenticator
+    members: MemberTable
     now: float
 
     @property
@@ -33,7 +33,7 @@ class Host(Protocol):
     def go_on(self) -> None: ...
 
 
-class Orders:
+class OwnerCommands:
     """Hears orders, and has them obeyed."""
 
     def __init__(self, host: Host) -> None:
@@ -41,7 +41,7 @@ class Orders:
         self.stops = False
         """Whether the run is to end before its time, saved, as when it is interrupted."""
 
-    def hear(self, event: Called, asked: Order) -> None:
+    def hear(self, event: RequestReceived, asked: Order) -> None:
         """Obey where whoever asks proves to be the owner. The first answer is what to sign."""
         host = self.host
         if not host.plan.owner_key or asked.key != host.plan.owner_key:

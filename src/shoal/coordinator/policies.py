@@ -1,7 +1,7 @@
 """The coordinator's share of a strategy: whose contribution is too late, and when a round of them becomes new weights.
 
 A strategy's other policies are the worker's (`worker/policies.py`) and the learner's (`engines/learners/apply.py`); what the coordinator
-must know of those is in `Contribution`. Nobody asks which class a policy is: whatever differs between strategies is a method.
+must know of those is in `ContributionPolicy`. Nobody asks which class a policy is: whatever differs between strategies is a method.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from shoal.updates import staleness
 
 
-class Contribution(Protocol):
+class ContributionPolicy(Protocol):
     """What workers send, as far as the coordinator must know it."""
 
     @property
@@ -220,11 +220,11 @@ class Barrier(Every):
         return now >= there.quorum_at + self.grace_s
 
 
-class Policies(Protocol):
+class CoordinatorPolicies(Protocol):
     """What the coordinator reads of a strategy."""
 
     @property
-    def contribution(self) -> Contribution: ...
+    def contribution(self) -> ContributionPolicy: ...
     @property
     def admission(self) -> Everything: ...
     @property

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import Asked, Contribute, Delivered, FromLeases
 from shoal.scheduling import Matching
 from shoal.updates.episodes import EpisodeRows
-from shoal.updates.expert_subsets import Experts
+from shoal.updates.expert_subsets import ExpertIds
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 
@@ -39,7 +39,7 @@ class Learner(Protocol):
         ...
 
 
-class Intake(Protocol):
+class RolloutLearner(Protocol):
     """What workers send, where that is no update of the weights: what can be used of it, and how the weights move by it.
 
     A unit is named by the number of its first sample and by how many there are.
@@ -59,7 +59,7 @@ class Intake(Protocol):
         ...
 
 
-class Bounds(NamedTuple):
+class MemberLimits(NamedTuple):
     """What workers may ask of the coordinator."""
 
     joins_per_minute: int = 600
@@ -76,7 +76,7 @@ class Bounds(NamedTuple):
     """Workers that may be here at a time on the invitation of each person."""
 
 
-class Task(NamedTuple):
+class DataTask(NamedTuple):
     """A share of the data, for one worker at a time."""
 
     id: str
@@ -89,7 +89,7 @@ class Task(NamedTuple):
     priority: float = 1.0
 
 
-class Claimed(NamedTuple):
+class DeclaredResources(NamedTuple):
     """What the settings say of a worker."""
 
     speed: float | None = None
@@ -97,21 +97,21 @@ class Claimed(NamedTuple):
     bandwidth_mbps: float | None = None
 
 
-class Tasks(NamedTuple):
+class TaskPlan(NamedTuple):
     """How the data is cut into tasks, and who may have them."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[DataTask, ...]
     epochs: int | None
     """None: as many as it takes."""
     grain: int
     """Batches of a contribution. Tasks begin and end at multiples of it."""
     match: Matching
-    claims: Mapping[str, Claimed]
+    claims: Mapping[str, DeclaredResources]
     megabits: float = 0.0
     """What travels for a contribution, both ways."""
 
 
-class Piece(NamedTuple):
+class TaskPiece(NamedTuple):
     """One epoch of a task, or a part of it."""
 
     task: int
@@ -122,7 +122,7 @@ class Piece(NamedTuple):
     """The worker that was given it last."""
 
 
-class Above(NamedTuple):
+class RelayPlace(NamedTuple):
     """Where a relay stands at the coordinator that it is a worker of."""
 
     seat: int
@@ -131,7 +131,7 @@ class Above(NamedTuple):
     """None: the data is a stream."""
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """The run, as far as the coordinator must know it."""
 
     updates: Updates
@@ -147,7 +147,7 @@ class Plan(NamedTuple):
     """Batches that an update is expected to be made of; it is what one step of the schedule is worth."""
     heartbeat_interval_s: float
     telemetry_alpha: float
-    cut: Cut | None = None
+    cut: DataCut | None = None
     """How the data is cut into units, where they are leased."""
     lease_s: float = 0.0
     """How long a worker may take for a unit without a sign of life before others may have it."""
@@ -176,16 +176,16 @@ class Plan(NamedTuple):
     """What a sample can count at most: its tokens, or 1."""
     batches_per_shard: int | None = None
     """None: the data is a stream."""
-    bounds: Bounds = Bounds()
-    tasks: Tasks | None = None
+    bounds: MemberLimits = MemberLimits()
+    tasks: TaskPlan | None = None
     """How the data is cut into tasks, where a scheduler gives them out."""
     listed: Mapping[str, str] = MappingProxyType({})
     """Workers that the settings name, and where they are, as far as the settings say it."""
-    above: Above | None = None
+    above: RelayPlace | None = None
     """For a relay: its place at the coordinator that it is a worker of."""
     most_lag: int = 0
     """Versions that may be made while a worker has a unit."""
-    intake: Intake | None = None
+    intake: RolloutLearner | None = None
     """Where what workers send is no update of the weights."""
 
     def data_seat(self, seat: int) -> int:
@@ -199,7 +199,7 @@ class Plan(NamedTuple):
         return self.spans[number % len(self.spans)] if self.spans else None
 
 
-class Called(NamedTuple):
+class RequestReceived(NamedTuple):
     """A worker asks something."""
 
     caller: Any
@@ -223,7 +223,7 @@ class LeaseResult(NamedTuple):
     """Whether other results follow at once: then no round closes before they are in it."""
 
 
-class Spoiled(NamedTuple):
+class UnusableResult(NamedTuple):
     """What was handed in for a unit, at the database that keeps the leases, cannot be read."""
 
     epoch: int
@@ -231,13 +231,13 @@ class Spoiled(NamedTuple):
     reason: str
 
 
-class Exited(NamedTuple):
+class WorkerExited(NamedTuple):
     """The launcher saw this worker's process exit. No round waits for the worker until it comes back."""
 
     name: str
 
 
-class Opened(NamedTuple):
+class ServingStarted(NamedTuple):
     """The coordinator begins to serve, for the first time or after a break."""
 
 
@@ -247,7 +247,7 @@ class Interrupted(NamedTuple):
     reason: str
 
 
-class Concluded(NamedTuple):
+class RunConcluded(NamedTuple):
     """The run is over: contributions in rounds that will not close are written off, by name."""
 
 
@@ -255,7 +255,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-class Upstream(NamedTuple):
+class UpstreamState(NamedTuple):
     """What a relay was told by the coordinator that it is a worker of."""
 
     name: str
@@ -271,10 +271,10 @@ class Upstream(NamedTuple):
     """Batches of the relay's seat that were learned from before this relay began."""
 
 
-class Adopted(NamedTuple):
+class UpstreamAnswered(NamedTuple):
     """A relay was sent new weights, in answer to what it passed on."""
 
-    upstream: Upstream
+    upstream: UpstreamState
     status: str
     """What became of its contribution."""
     frames: Frames
@@ -283,10 +283,12 @@ class Adopted(NamedTuple):
     """Whether the run is over."""
 
 
-Event = Called | LeaseResult | Spoiled | Exited | Opened | Interrupted | Concluded | Tick | Adopted
+Event = (
+    RequestReceived | LeaseResult | UnusableResult | WorkerExited | ServingStarted | Interrupted | RunConcluded | Tick | UpstreamAnswered
+)
 
 
-class Waiting(NamedTuple):
+class HeldReply(NamedTuple):
     """A worker whose answer is held back until a round has closed."""
 
     caller: Any
@@ -317,7 +319,7 @@ class State:
     contributions: dict[str, int] = field(default_factory=dict)
     """How many, by what became of them. Those that were turned away are no records: a crash forgets the ones since the last snapshot."""
 
-    pieces: dict[int, Piece] = field(default_factory=dict)
+    pieces: dict[int, TaskPiece] = field(default_factory=dict)
     """By seat: what is being done of the tasks, where a scheduler gives them out."""
     next_piece: int = 0
     epochs: int = 0
@@ -333,7 +335,7 @@ class State:
     quarantined: dict[str, str] = field(default_factory=dict)
     """Workers that failed what others manage, and whose invitation each came on; the first to be let in again comes first."""
     upstream: dict[str, Any] = field(default_factory=dict)
-    """What a relay was last told by the coordinator that it is a worker of (`Upstream`)."""
+    """What a relay was last told by the coordinator that it is a worker of (`UpstreamState`)."""
 
     def piece_is_done(self, number: int) -> bool:
         gone = self.positions.get(str(number))
@@ -344,10 +346,10 @@ class State:
         for number in [number for number in self.pieces if self.piece_is_done(number)]:
             del self.pieces[number], self.positions[str(number)]
         for task, first, end in pieces:
-            self.add_piece(Piece(task, epoch, first, end))
+            self.add_piece(TaskPiece(task, epoch, first, end))
         self.epochs = epoch + 1
 
-    def add_piece(self, piece: Piece) -> None:
+    def add_piece(self, piece: TaskPiece) -> None:
         self.pieces[self.next_piece] = piece
         self.next_piece += 1
 
@@ -362,7 +364,7 @@ class State:
 
 
 @dataclass
-class Held:
+class HeldContribution:
     """A contribution that waits for its round to close."""
 
     record: dict[str, Any]
@@ -383,7 +385,7 @@ class Held:
         return key_of(self.record)
 
     @property
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertIds:
         """The experts of a mixture that it is of; none: all of them."""
         return tuple(self.record.get("experts", ()))
 
@@ -404,7 +406,7 @@ def former_key_of(record: Mapping[str, Any]) -> str:
     return f"{name} {record['unit']}" if "unit" in record else name
 
 
-def delivered(asked: Delivered, unit: int, share: float, number: int, experts: Experts = ()) -> dict[str, Any]:
+def delivered(asked: Delivered, unit: int, share: float, number: int, experts: ExpertIds = ()) -> dict[str, Any]:
     """The record of what was learned from a unit. All units are one seat's: each is done once, whichever worker does it."""
     return {
         "kind": "accepted",
@@ -420,7 +422,7 @@ def delivered(asked: Delivered, unit: int, share: float, number: int, experts: E
 
 
 def accepted(
-    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: Experts = ()
+    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: ExpertIds = ()
 ) -> dict[str, Any]:
     """The record of a contribution."""
     return {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from shoal.config.ranks import Place
+from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
 
 _MEET_S = 120.0
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 class World:
     """This process and the others it steps with. For a process alone all methods return at once."""
 
-    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None, here: Place | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None, here: RankPlace | None = None) -> None:
         self.rank, self.size, self.apart = rank, size, here is not None and here.apart
         """`apart`: the processes share no folder."""
         self.stage = rank if here is None or here.stage is None else here.stage
@@ -167,7 +167,7 @@ class Sum:
 class Meeting:
     """Where the processes of an engine find each other. The first may leave messages there for the others before they begin."""
 
-    def __init__(self, here: Place) -> None:
+    def __init__(self, here: RankPlace) -> None:
         self.here = here
         self.store = self._found(lambda: _store(here))
 
@@ -204,12 +204,12 @@ class Meeting:
             raise ShoalError(f"process {self.here.rank} of {self.here.size} did not find the others: {error}") from None
 
 
-def enter(here: Place | None, device: torch.device) -> World:
+def enter(here: RankPlace | None, device: torch.device) -> World:
     """Meet the others, and begin to work together. Raises ShoalError."""
     return Meeting(here).enter(device) if here is not None else World()
 
 
-def _store(here: Place) -> Store:
+def _store(here: RankPlace) -> Store:
     """Where they find each other. Processes that are started again must not read what those before them left."""
     if here.file:
         return FileStore(here.file, here.size)

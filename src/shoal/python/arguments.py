@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shoal.config.fields import Secret, as_data
-from shoal.config.load import File, Loaded, Override, parse_override, resolve, resolve_data
+from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve, resolve_data
 from shoal.config.schema import Run
 from shoal.config.show import flat
 from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
-from shoal.runs.live_objects import Given, called, called_for
+from shoal.runs.live_objects import LiveObjects, call_factory, import_function
 from shoal.runs.monitoring.recorder import Reporter
 
 Config = TrainerConfig | Run | str | Path | Sequence[str | Path] | Mapping[str, Any]
@@ -36,7 +36,7 @@ def _described(found: object) -> str:
 class Brought(NamedTuple):
     """What a program brings along: live parts, and the settings that name what it does not have yet."""
 
-    given: Given
+    given: LiveObjects
     settings: list[Override]
     live: tuple[str, ...]
     """Names of live parts that workers need."""
@@ -45,7 +45,7 @@ class Brought(NamedTuple):
 # --- the configuration -------------------------------------------------------------------------------
 
 
-def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequence[Override]], Loaded]:
+def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequence[Override]], LoadedConfig]:
     """Resolves the configuration with these settings on top, and some more."""
     if isinstance(config, TrainerConfig):
         return lambda more: config.resolve(overrides=[*settings, *more])
@@ -56,7 +56,7 @@ def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequenc
     several = [config] if isinstance(config, (str, Path)) else config
     if not isinstance(several, (list, tuple)) or not several or not all(isinstance(one, (str, Path)) for one in several):
         raise ArgumentError("config", "a file, a preset, a list of them, a dict of settings, a TrainerConfig or a Run", config)
-    files = [File(str(one)) for one in several]
+    files = [ConfigFile(str(one)) for one in several]
     return lambda more: resolve(files, [*settings, *more])
 
 
@@ -105,14 +105,14 @@ def _is_named(name: str, part: Any, parts: Mapping[str, Any]) -> bool:
     return _is_factory(part) and (beside is None or _is_factory(parts[beside]))
 
 
-def _given(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> Given:
+def _given(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> LiveObjects:
     """The live parts. A name that goes into the settings is looked up where the run is put together."""
-    return Given(
+    return LiveObjects(
         model=None if _is_factory(model) else model,
         train=None if _is_factory(data) else data,
-        eval=called(eval_data) if _is_factory(eval_data) and not _is_factory(data) else None if _is_factory(eval_data) else eval_data,
-        collate=called_for(collate) if _is_factory(collate) else collate,
-        loss=called_for(loss) if _is_factory(loss) else loss,
+        eval=call_factory(eval_data) if _is_factory(eval_data) and not _is_factory(data) else None if _is_factory(eval_data) else eval_data,
+        collate=import_function(collate) if _is_factory(collate) else collate,
+        loss=import_function(loss) if _is_factory(loss) else loss,
         metrics=metrics,
     )
 

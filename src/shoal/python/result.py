@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from shoal.config.derived_values import OWN
+from shoal.config.derived_values import USER_KINDS
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.training.loop import Loop
+from shoal.runs.training.loop import TrainingLoop
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +62,12 @@ class Result:
         return folder
 
 
-def result_of(loop: Loop | ClusterLoop, summary: Mapping[str, Any]) -> Result:
+def result_of(loop: TrainingLoop | CoordinatorLoop, summary: Mapping[str, Any]) -> Result:
     """The result in the process that trained, or coordinated."""
     loop.engine.finish()
     players = loop.engine.task.players
     model = players["model"] if len(players) == 1 else nn.ModuleDict(players)
-    own = loop.run.model.kind in OWN
+    own = loop.run.model.kind in USER_KINDS
     if own and isinstance(model, HuggingFace):  # wrapped, since it learned from text that the settings name
         model = model.inner
     return _made(loop.directory, model.eval(), summary, own)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from shoal.coordinator.state import Adopted, Upstream
+from shoal.coordinator.state import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner
-from shoal.runs.coordinator_run import ClusterLoop
-from shoal.runs.worker_run import Joined
+from shoal.runs.coordinator_run import CoordinatorLoop
+from shoal.runs.worker_run import JoinedWorker
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
 from shoal.worker.session import Event
@@ -16,7 +16,7 @@ from shoal.worker.session import Event
 class Relay:
     """Passes on what the rounds of a loop make, and has the loop go on with the answer."""
 
-    def __init__(self, joined: Joined, loop: ClusterLoop) -> None:
+    def __init__(self, joined: JoinedWorker, loop: CoordinatorLoop) -> None:
         """Take up the run where the coordinator above has it, or where this relay's journal ends."""
         self.joined, self.loop, self.protocol = joined, loop, joined.protocol
         learner, self.coordinator = loop.learner, loop.coordinator
@@ -61,11 +61,11 @@ class Relay:
         if answered.status not in ("accepted", "finished"):
             self.loop.message(f"warning: the coordinator above did not take a round of this relay: {answered.status}")
         upstream = self._upstream(self.coordinator.state.upstream["begun_at"])
-        self.loop.driver.happen(Adopted(upstream, answered.status, answered.frames, self.protocol.done))
+        self.loop.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
 
-    def _upstream(self, begun_at: int) -> Upstream:
+    def _upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber
-        return Upstream(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
+        return UpstreamState(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
 
     def _learned(self) -> int:
         """Batches of the relay's seat that were learned from before."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shoal.coordinator.driver_interfaces import Saved
+from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Frames
 from shoal.protocol.messages import Message, Request
 from shoal.transports import Traffic
@@ -43,7 +43,7 @@ class CountingJournal:
     def close(self) -> None: ...
 
 
-class JudgedLedger:
+class CheckedLedger:
     """Every line is looked at once: versions count up by one, and no contribution is in two of them."""
 
     length = 0
@@ -84,17 +84,17 @@ class NoSnapshots:
     def all(self) -> list[str]:
         return [""]
 
-    def newest(self, warn: Callable[[str], None]) -> Saved | None:
+    def newest(self, warn: Callable[[str], None]) -> SavedState | None:
         return None
 
 
-class Memory:
+class CountingStore:
     """The store of a coordinator in virtual time."""
 
     transactional, receipt_key = False, b""
 
     def __init__(self) -> None:
-        self.journal, self.ledger, self.snapshots = CountingJournal(), JudgedLedger(), NoSnapshots()
+        self.journal, self.ledger, self.snapshots = CountingJournal(), CheckedLedger(), NoSnapshots()
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
         return work()
@@ -105,7 +105,7 @@ class Memory:
     def forget(self) -> None: ...
 
 
-class Desk:
+class CallbackServer:
     """A server whose callers are functions that take the answer."""
 
     def __init__(self) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.coordinator.policies import Every, Everything
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.units.cut import DataCut
 from shoal.engines.learners.apply import Apply, OptimizerStep
 from shoal.updates.fragments import Span, spans
-from shoal.updates.layout import Layout
+from shoal.updates.layout import ParameterLayout
 from shoal.worker.policies import OwnShard, Pulling
 from shoal.worker.producers import Gradients
 
@@ -46,7 +46,7 @@ class Length(NamedTuple):
     batches_per_epoch: int | None
     worker_steps: int
     """Steps of a worker, by which its schedule goes."""
-    cut: Cut | None = None
+    cut: DataCut | None = None
     """How the data is cut into units, where they are leased."""
     samples_per_batch: int | None = None
     """None: as many as `training.batch_size` says."""
@@ -77,7 +77,7 @@ class Policies:
     def pull_every(self) -> int:
         return self.pull.every
 
-    def spans(self, layouts: Mapping[str, Layout]) -> tuple[Span, ...]:
+    def spans(self, layouts: Mapping[str, ParameterLayout]) -> tuple[Span, ...]:
         """The parts of the weights that rounds take in turn; none: each round moves all of them."""
         if self.contribution.fragments == 1:
             return ()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shoal.config import Run
 from shoal.config.rules.training import fitting
 from shoal.coordinator.policies import Every
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.units.cut import DataCut
 from shoal.errors import ShoalError
 from shoal.strategies.policies import Extent, Length
 
@@ -86,7 +86,7 @@ def in_units(run: Run, rounds: Every, batches_per_unit: int) -> Callable[[Extent
             raise ShoalError("work units are pieces of data that has an end; a stream has none: choose another strategy")
         most, contributions = run.training.max_steps, rounds.contributions
         per_unit = -(-per_epoch // batches_per_unit)
-        cut = Cut(per_epoch, batches_per_unit, run.training.epochs or -(-(most or 1) * contributions // per_unit))
+        cut = DataCut(per_epoch, batches_per_unit, run.training.epochs or -(-(most or 1) * contributions // per_unit))
         by_epochs = -(-cut.total // contributions)
         batches = None if most is not None and most < by_epochs else per_epoch * cut.total_epochs
         steps = min(most or by_epochs, by_epochs)
@@ -101,7 +101,7 @@ def in_rollouts(run: Run, prompts_per_unit: int) -> Callable[[Extent], Length]:
     def length(extent: Extent) -> Length:
         assert run.rlhf is not None
         prompts, steps = run.rlhf.ppo.rollout_size // run.rlhf.group, run.rlhf.ppo.steps
-        cut = Cut(prompts, prompts_per_unit, steps)
+        cut = DataCut(prompts, prompts_per_unit, steps)
         return Length(steps, None, prompts_per_unit, prompts, prompts, prompts, steps, cut, run.rlhf.group)
 
     return length

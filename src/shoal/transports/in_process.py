@@ -12,7 +12,7 @@ import time
 from shoal.config.schema.cluster import InProcess
 from shoal.errors import ShoalError
 from shoal.transports import keys, wire
-from shoal.transports.interface import ClientOptions, Frame, Message, Refused, Request, ServerOptions, Traffic, Unreachable
+from shoal.transports.interface import ConnectOptions, Frame, ListenOptions, Message, Refused, Request, Traffic, Unreachable
 from shoal.transports.request_queue import PendingRequest, RequestQueue
 from shoal.transports.request_rate import Rate
 
@@ -132,9 +132,9 @@ class InProcessClient:
             waiting.give_up()
 
 
-def serve(settings: InProcess, place: ServerOptions) -> InProcessServer:
-    return InProcessServer(token=place.token, max_frame_bytes=place.max_frame_bytes)
+def serve(settings: InProcess, options: ListenOptions) -> InProcessServer:
+    return InProcessServer(token=options.token, max_frame_bytes=options.max_frame_bytes)
 
 
-def connect(call: ClientOptions) -> InProcessClient:
-    return InProcessClient(call.address, token=call.token, max_frame_bytes=call.max_frame_bytes)
+def connect(options: ConnectOptions) -> InProcessClient:
+    return InProcessClient(options.address, token=options.token, max_frame_bytes=options.max_frame_bytes)

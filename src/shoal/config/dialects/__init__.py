@@ -14,14 +14,14 @@ from shoal.config.dialects.table import Dialect
 from shoal.config.fields import ListType, MappingType, OptionalType, Section, SectionType, TaggedType
 from shoal.config.layers import Key
 from shoal.config.schema import Run
-from shoal.config.text import Node
+from shoal.config.text import YamlNode
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (CLASSROOM, SMOLCLUSTER, DIST_LLM_TRAIN, DILOCO, AVA)}
 NATIVE = "shoal"
 NAMES = (*DIALECTS, NATIVE)
 
 
-def candidates(root: Node) -> list[str]:
+def candidates(root: YamlNode) -> list[str]:
     """The dialects that know most of a file's keys: one, or several that know as many."""
     keys = list(_keys(root, ()))
     known = {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
@@ -43,7 +43,7 @@ def native_paths() -> Iterator[str]:
     return iter(seen)
 
 
-def _keys(node: Node, path: Key) -> Iterator[Key]:
+def _keys(node: YamlNode, path: Key) -> Iterator[Key]:
     for name, entry in node.value.items():
         here = (*path, name)
         if isinstance(entry.value.value, dict) and entry.value.value:

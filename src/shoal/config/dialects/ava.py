@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shoal.config.dialects.table import NOTHING, Dialect, Implied, RejectError, Seen, choice, off_at, row
+from shoal.config.dialects.table import NOTHING, Dialect, Implied, RejectError, WrittenKeys, choice, off_at, row
 from shoal.config.text import describe
 
 _MOE = "model[moe]"
@@ -23,7 +23,7 @@ def _fp8(value: Any) -> Any:
     return choice({True: "fp8", False: NOTHING})(value)
 
 
-def _imply(seen: Seen) -> Implied:
+def _imply(seen: WrittenKeys) -> Implied:
     implied: Implied = {"model.kind": ("moe", "ava files train mixture-of-experts models")}
     if "data.data_dir" in seen:
         implied["data.source.kind"] = ("text", "`data_dir` is a folder of texts")

@@ -1,12 +1,12 @@
 """classroom: students' laptops train a GAN through a PostgreSQL database."""
 
-from shoal.config.dialects.table import Dialect, Implied, Seen, row
+from shoal.config.dialects.table import Dialect, Implied, WrittenKeys, row
 
 _UNITS = "strategy[workunits]"
 _DATABASE = "transport[postgres]"
 
 
-def _imply(seen: Seen) -> Implied:
+def _imply(seen: WrittenKeys) -> Implied:
     why = "classroom files train a GAN in work units through PostgreSQL"
     own = seen.value("database.host") in (None, "embedded")
     served: Implied = {"data.source.serve": (True, "a class with a server of its own gives its images to students that lack them")}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shoal.config.dialects.table import Dialect, Implied, RejectError, Seen, choice, row
+from shoal.config.dialects.table import Dialect, Implied, RejectError, WrittenKeys, choice, row
 from shoal.config.text import describe
 
 _MODEL = "model[huggingface]"
@@ -21,7 +21,7 @@ def _sinks(value: Any) -> Any:
     return [choice({"tensorboard": "tensorboard", "wandb": "wandb"})(value)]
 
 
-def _imply(seen: Seen) -> Implied:
+def _imply(seen: WrittenKeys) -> Implied:
     why = "diloco files fine-tune a Hugging Face model with DiLoCo over FSDP"
     return {
         "strategy.kind": ("diloco", why),

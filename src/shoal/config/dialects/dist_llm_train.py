@@ -1,6 +1,6 @@
 """dist-llm-train: volunteers across a WAN, bounded staleness, compression, robust aggregation, scheduling."""
 
-from shoal.config.dialects.table import Dialect, Implied, Seen, choice, off_at, row
+from shoal.config.dialects.table import Dialect, Implied, WrittenKeys, choice, off_at, row
 
 _NET = "transport[zmq,xmlrpc]"
 _ASYNC = "strategy[async]"
@@ -15,7 +15,7 @@ MODELS = {
 }
 
 
-def _imply(seen: Seen) -> Implied:
+def _imply(seen: WrittenKeys) -> Implied:
     unsaid = "training.num_workers" not in seen and "workers[].name" not in seen
     workers: Implied = {"cluster.num_workers": (2, "default of `training.num_workers` in dist-llm-train files")} if unsaid else {}
     text = ("builtin", "dist-llm-train files name no data set: the built-in text")

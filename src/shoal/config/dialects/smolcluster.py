@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import Any
 
-from shoal.config.dialects.table import Dialect, Implied, RejectError, Row, Seen, choice, row
+from shoal.config.dialects.table import Dialect, DialectRow, Implied, RejectError, WrittenKeys, choice, row
 from shoal.config.text import describe
 
 _GPT = "model[gpt]"
@@ -20,11 +20,11 @@ def _hidden(value: Any) -> Any:
     return [value, value]
 
 
-def _decoding(name: str, *keys: str) -> tuple[Row, ...]:
+def _decoding(name: str, *keys: str) -> tuple[DialectRow, ...]:
     return tuple(row(f"{_ENTRY}.decoding_strategies.{name}.{key}", f"serving.decoding.{name}.{key}") for key in keys)
 
 
-def _imply(seen: Seen) -> Implied:
+def _imply(seen: WrittenKeys) -> Implied:
     """The documents tell the algorithms apart by file name; the keys do too."""
     implied: Implied = {
         "transport.kind": ("zmq", "smolcluster files use sockets"),

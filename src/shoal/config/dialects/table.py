@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from shoal.config.fields import did_you_mean
 from shoal.config.layers import Assignment, Key, Layer
 from shoal.config.problems import Label, Problem
-from shoal.config.source_span import Source
-from shoal.config.text import Entry, Node, Report, data_of, describe, node_of
+from shoal.config.source_span import SourceText
+from shoal.config.text import Report, YamlEntry, YamlNode, data_of, describe, node_of
 
 NOTHING: Any = object()
 _STEP = re.compile(r"([^.\[\]]+)(?:\[([^\]]*)\])?")
@@ -32,7 +32,7 @@ class RejectError(Exception):
 Convert = Callable[[Any], Any]
 
 
-class Row(NamedTuple):
+class DialectRow(NamedTuple):
     """One documented key: its path, where it goes, and what becomes of its value."""
 
     path: str
@@ -60,15 +60,15 @@ def row(
     also: tuple[str, ...] = (),
     old: tuple[str, ...] = (),
     yields_to: str = "",
-) -> Row:
-    return Row(path, to, convert, default, also, old, yields_to)
+) -> DialectRow:
+    return DialectRow(path, to, convert, default, also, old, yields_to)
 
 
-class Seen:
+class WrittenKeys:
     """What the files of one dialect hold, by the path of the table's row."""
 
     def __init__(self) -> None:
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, YamlNode] = {}
 
     def __contains__(self, path: str) -> bool:
         return path in self.nodes
@@ -94,7 +94,7 @@ def belongs(name: str, paths: Iterable[str]) -> str:
 class Dialect:
     """The table of one document, ready to look paths up in."""
 
-    def __init__(self, name: str, title: str, rows: tuple[Row, ...], imply: Callable[[Seen], Implied]) -> None:
+    def __init__(self, name: str, title: str, rows: tuple[DialectRow, ...], imply: Callable[[WrittenKeys], Implied]) -> None:
         self.name = name
         self.title = title
         self.rows = rows
@@ -107,17 +107,17 @@ class Dialect:
     def knows(self, path: Key) -> bool:
         return self.trie.find(path) is not None
 
-    def paths(self) -> list[tuple[str, Row]]:
+    def paths(self) -> list[tuple[str, DialectRow]]:
         """Every spelling of every row."""
         return [(path, entry) for entry in self.rows for path in (entry.path, *entry.also, *entry.old)]
 
-    def translate(self, root: Node, layer: Layer, seen: Seen, report: Report) -> list[Assignment]:
+    def translate(self, root: YamlNode, layer: Layer, seen: WrittenKeys, report: Report) -> list[Assignment]:
         """The assignments that a file of this dialect makes."""
         translation = _Translation(self, layer, seen, report)
         translation.walk(root, self.trie, ())
         return _without_conflicts(translation.found, report)
 
-    def unknown(self, name: str, entry: Entry, path: Key, siblings: Iterable[str]) -> Problem:
+    def unknown(self, name: str, entry: YamlEntry, path: Key, siblings: Iterable[str]) -> Problem:
         where = ".".join(path)
         spelled = [known for known, _ in self.paths()]
         help = belongs(name, spelled)
@@ -131,7 +131,7 @@ class Dialect:
 
     # --- what is not written --------------------------------------------------------------------------------
 
-    def unwritten(self, seen: Seen, layer: Layer, report: Report) -> Iterator[Assignment]:
+    def unwritten(self, seen: WrittenKeys, layer: Layer, report: Report) -> Iterator[Assignment]:
         """The document's own defaults, and what follows from the keys that are there."""
         values: list[tuple[str, Any, str]] = []
         for entry in self.rows:
@@ -145,7 +145,7 @@ class Dialect:
             report(Problem(reject.code, reject.message, labels, reject.help.split()[0]))
         for target, value, why in values:
             native, only_for = parse_target(target)
-            span = Source(why, kind="default").whole()
+            span = SourceText(why, kind="default").whole()
             for leaf, node in leaves(native, node_of(value, span, ".".join(native))):
                 yield Assignment(leaf, node, span, layer, only_for, because=why)
 
@@ -153,14 +153,14 @@ class Dialect:
 class _Translation:
     """One file on its way from a dialect's paths to Shoal's."""
 
-    def __init__(self, dialect: Dialect, layer: Layer, seen: Seen, report: Report) -> None:
+    def __init__(self, dialect: Dialect, layer: Layer, seen: WrittenKeys, report: Report) -> None:
         self.dialect = dialect
         self.layer = layer
         self.seen = seen
         self.report = report
         self.found: list[_Found] = []
 
-    def walk(self, node: Node, trie: _Trie, path: Key) -> None:
+    def walk(self, node: YamlNode, trie: _Trie, path: Key) -> None:
         for name, entry in node.value.items():
             below, here = trie.child(name), (*path, name)
             if below is None:
@@ -174,11 +174,11 @@ class _Translation:
             elif entry.value.value is not None:
                 self.wrong(entry.value, "a list" if below.items else "a mapping")
 
-    def wrong(self, node: Node, expected: str) -> None:
+    def wrong(self, node: YamlNode, expected: str) -> None:
         message = f"`{node.user_path}`: expected {expected}, found {describe(node.value)}"
         self.report(Problem("wrong-type", message, (Label(node.span),), node.user_path))
 
-    def emit(self, entry_row: Row, entry: Entry, path: Key) -> None:
+    def emit(self, entry_row: DialectRow, entry: YamlEntry, path: Key) -> None:
         spelling, steps = ".".join(path), entry_row.path.split(".")
         self.seen.nodes[entry_row.path] = entry.value
         if spelling in entry_row.old:
@@ -194,7 +194,7 @@ class _Translation:
             for leaf, value in leaves(native, node):
                 self.found.append(_Found(entry_row, spelling, Assignment(leaf, value, entry.key, self.layer, only_for)))
 
-    def converted(self, entry_row: Row, node: Node) -> Node | None:
+    def converted(self, entry_row: DialectRow, node: YamlNode) -> YamlNode | None:
         if entry_row.convert is None or node.value is None:
             return node
         try:
@@ -204,11 +204,11 @@ class _Translation:
             return None
         return None if value is NOTHING else _relocated(value, node)
 
-    def walk_items(self, entry: Entry, trie: _Trie, path: Key) -> None:
+    def walk_items(self, entry: YamlEntry, trie: _Trie, path: Key) -> None:
         """A list of mappings: each becomes an item of a list here, or settings under its own name."""
         identity = "name" if trie.child("name") else "id"
-        collected: dict[str, Node] = {}
-        names: dict[str, Node] = {}
+        collected: dict[str, YamlNode] = {}
+        names: dict[str, YamlNode] = {}
         for item in entry.value.value:
             name = item.get(identity)
             if not isinstance(item.value, dict):
@@ -226,8 +226,8 @@ class _Translation:
         for target, node in collected.items():
             self.found.append(_Found(trie.any_row(), target, Assignment(tuple(target.split(".")), node, entry.key, self.layer)))
 
-    def item(self, item: Node, name: str, trie: _Trie, path: Key, collected: dict[str, Node]) -> None:
-        fields: dict[str, dict[str, Entry]] = {}
+    def item(self, item: YamlNode, name: str, trie: _Trie, path: Key, collected: dict[str, YamlNode]) -> None:
+        fields: dict[str, dict[str, YamlEntry]] = {}
         for key, entry in item.value.items():
             below = trie.child(key)
             if below is None or below.row is None:
@@ -243,17 +243,17 @@ class _Translation:
                     native = tuple(name if step == "{name}" else step for step in target.split("."))
                     self.found.append(_Found(below.row, entry.value.user_path, Assignment(native, node, entry.key, self.layer)))
                 elif rest:
-                    fields.setdefault(listed, {})[rest.lstrip(".")] = Entry(entry.key, node)
+                    fields.setdefault(listed, {})[rest.lstrip(".")] = YamlEntry(entry.key, node)
                 else:
-                    collected.setdefault(listed, Node([], item.span, user_path=".".join(path))).value.append(node)
+                    collected.setdefault(listed, YamlNode([], item.span, user_path=".".join(path))).value.append(node)
         for listed, entries in fields.items():
-            collected.setdefault(listed, Node([], item.span, user_path=".".join(path))).value.append(item.replaced(entries))
+            collected.setdefault(listed, YamlNode([], item.span, user_path=".".join(path))).value.append(item.replaced(entries))
 
 
 class _Found(NamedTuple):
     """An assignment, the row it came by and the spelling it had."""
 
-    row: Row
+    row: DialectRow
     spelling: str
     assignment: Assignment
 
@@ -264,11 +264,11 @@ class _Trie:
     def __init__(self) -> None:
         self.children: dict[str, _Trie] = {}
         self.items: _Trie | None = None
-        self.row: Row | None = None
+        self.row: DialectRow | None = None
         self.tail = False
         """Everything below goes along as it is."""
 
-    def insert(self, path: str, entry: Row) -> None:
+    def insert(self, path: str, entry: DialectRow) -> None:
         trie = self
         for step in path.split("."):
             if step == "**":
@@ -292,7 +292,7 @@ class _Trie:
             trie = (trie.items or trie).child(name) if trie else None
         return trie
 
-    def any_row(self) -> Row:
+    def any_row(self) -> DialectRow:
         return next(child.row for child in self.children.values() if child.row)
 
 
@@ -307,7 +307,7 @@ def parse_target(target: str) -> tuple[Key, tuple[tuple[Key, tuple[str, ...]], .
     return path, tuple(only_for)
 
 
-def leaves(path: Key, node: Node) -> Iterator[tuple[Key, Node]]:
+def leaves(path: Key, node: YamlNode) -> Iterator[tuple[Key, YamlNode]]:
     """The settings below a path: mappings are opened, lists are not."""
     if isinstance(node.value, dict) and node.value:
         for name, entry in node.value.items():
@@ -316,7 +316,7 @@ def leaves(path: Key, node: Node) -> Iterator[tuple[Key, Node]]:
         yield path, node
 
 
-def _relocated(value: Any, node: Node) -> Node:
+def _relocated(value: Any, node: YamlNode) -> YamlNode:
     """A converted value at the place of the original."""
     converted = node_of(value, node.span, node.user_path)
     stack = [converted]

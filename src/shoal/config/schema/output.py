@@ -34,7 +34,7 @@ class Checkpoint(Section):
     """Checkpoint or run folder to continue from."""
 
 
-class Sink(Part, noun="sink", word=True):
+class Sink(Part, noun="sink", shorthand=True):
     """Where metrics go besides the run's own folder. Built by a function of its settings and of the run: a `Reporter`."""
 
 

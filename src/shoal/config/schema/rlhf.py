@@ -2,11 +2,11 @@
 
 from typing import Annotated, Literal
 
-from shoal.config.fields import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Secret, Section, Share
+from shoal.config.fields import NonNegativeFloat, NonNegativeInt, NumberBounds, PositiveFloat, PositiveInt, Secret, Section, Share
 from shoal.config.parts import Part
 
 
-class Reward(Part, noun="reward", word=True):
+class Reward(Part, noun="reward", shorthand=True):
     """How good an answer is, as one number. Built by a function of its settings and the run: it gives a function from answers to scores."""
 
     @property
@@ -177,7 +177,7 @@ class Rlhf(Section):
     task dpo does with pairs (online-dpo)."""
     beta: PositiveFloat = 0.1
     """For online-dpo: how closely the policy is held to the one it started from, as rlhf.kl does for the others."""
-    group_size: Annotated[int, Bounds(at_least=2)] = 4
+    group_size: Annotated[int, NumberBounds(at_least=2)] = 4
     """Answers to each prompt, for rloo and grpo."""
     value: Literal["network", "head"] = "network"
     """What predicts scores for ppo: a network of its own, or one row of weights on the policy."""

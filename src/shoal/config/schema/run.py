@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from shoal.config.fields import Bounds, Section
+from shoal.config.fields import NumberBounds, Section
 from shoal.config.schema.cluster import Cluster, Coordinator, Launch, Scheduler, Simulation, Transport, Zmq
 from shoal.config.schema.data import Data
 from shoal.config.schema.engine import Engine, Single
@@ -21,7 +21,7 @@ class Run(Section):
 
     name: str | None = None
     """What to call it; null: made from the date and the model."""
-    seed: Annotated[int, Bounds(at_least=0, at_most=2**53)] = 42
+    seed: Annotated[int, NumberBounds(at_least=0, at_most=2**53)] = 42
     """Start of every random number."""
     output_dir: str = "runs"
     """Folder that the run's own folder is made in."""

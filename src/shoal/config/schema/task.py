@@ -10,7 +10,7 @@ TEXT: tuple[Need, ...] = ("tokens", "pairs", "prompts")
 """What is made of text; the others are made of images."""
 
 
-class Task(Part, noun="task", word=True):
+class Task(Part, noun="task", shorthand=True):
     """What is learned: losses, metrics, evaluation. Built by a function of its settings, the run, the networks and the data's shapes."""
 
     needs: ClassVar[Need] = "labels"

@@ -24,7 +24,7 @@ _MAGIC = b"SHOALJ2\n"
 _HEAD = struct.Struct("<8s8sIQI")
 
 
-class Receipt(NamedTuple):
+class AuditedReceipt(NamedTuple):
     """What a worker was told, and the coordinator's proof of it, if there is one."""
 
     worker: str
@@ -35,7 +35,7 @@ class Receipt(NamedTuple):
     seal: str = ""
 
 
-class Snapshot(NamedTuple):
+class SnapshotSummary(NamedTuple):
     """What the newest snapshot says of itself."""
 
     number: int
@@ -51,16 +51,16 @@ class Snapshot(NamedTuple):
 
 
 @dataclass
-class Evidence:
+class AuditInput:
     """All that was found."""
 
     ledger: list[Line] = field(default_factory=list)
     ledger_bytes: int = 0
-    receipts: list[tuple[str, Receipt]] = field(default_factory=list)
+    receipts: list[tuple[str, AuditedReceipt]] = field(default_factory=list)
     """Those that count: of the run's own folder, or with the coordinator's seal."""
-    claims: list[tuple[str, Receipt]] = field(default_factory=list)
+    claims: list[tuple[str, AuditedReceipt]] = field(default_factory=list)
     """What files from elsewhere say without a seal: anybody can have written it."""
-    snapshot: Snapshot | None = None
+    snapshot: SnapshotSummary | None = None
     records: list[Line] = field(default_factory=list)
     """Of all journals since the snapshot."""
     waiting: set[tuple[str, int]] = field(default_factory=set)
@@ -69,10 +69,10 @@ class Evidence:
     """Files that end in the middle of something, as a crash leaves them, and what else is worth a note."""
 
 
-def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims: Iterable[Path] = ()) -> Evidence:
+def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims: Iterable[Path] = ()) -> AuditInput:
     """`receipts` are of the run's own folder; `claims` were brought from elsewhere. Receipts are read first: while a run goes on, what they
     tell of is then in what is read after them."""
-    evidence = Evidence()
+    evidence = AuditInput()
     _read_receipts(evidence, receipts, claims, _key(state), violations)
     ledger = state / "ledger.jsonl"
     evidence.ledger_bytes = ledger.stat().st_size if ledger.exists() else 0
@@ -84,13 +84,13 @@ def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims:
 
 
 def gather_from(
-    evidence: Evidence,
+    evidence: AuditInput,
     ledger: Iterable[str],
     snapshot: dict[str, Any] | None,
     records: Iterable[bytes],
     waiting: Iterable[tuple[str, int]],
     violations: list[str],
-) -> Evidence:
+) -> AuditInput:
     """The same from a database, which has cut nothing off; the receipts are in the evidence already."""
     evidence.ledger = [(f"ledger:{number}", json.loads(line)) for number, line in enumerate(ledger, 1)]
     evidence.ledger_bytes = len(evidence.ledger)  # it counts lines
@@ -104,9 +104,9 @@ def gather_from(
     return evidence
 
 
-def gather_receipts(receipts: Iterable[Path], claims: Iterable[Path], violations: list[str]) -> Evidence:
+def gather_receipts(receipts: Iterable[Path], claims: Iterable[Path], violations: list[str]) -> AuditInput:
     """Receipts alone, of a run whose coordinator has no seal."""
-    evidence = Evidence()
+    evidence = AuditInput()
     _read_receipts(evidence, receipts, claims, None, violations)
     return evidence
 
@@ -128,7 +128,7 @@ def _lines(path: Path, notes: list[str], violations: list[str]) -> Iterator[tupl
         yield f"{path.name}:{number}", line
 
 
-def _read_ledger(path: Path, evidence: Evidence, violations: list[str]) -> None:
+def _read_ledger(path: Path, evidence: AuditInput, violations: list[str]) -> None:
     """Lines with a checksum must match it; those of earlier versions have none, and stand before all that have one."""
     before, unchecked = b"", 0
     for place, line in _lines(path, evidence.cut, violations):
@@ -162,7 +162,7 @@ def _key(state: Path) -> bytes | None:
         return None
 
 
-def _read_receipts(evidence: Evidence, own: Iterable[Path], claims: Iterable[Path], key: bytes | None, violations: list[str]) -> None:
+def _read_receipts(evidence: AuditInput, own: Iterable[Path], claims: Iterable[Path], key: bytes | None, violations: list[str]) -> None:
     for path in own:
         for place, receipt in _receipts(path, evidence.cut, violations):
             if receipt.seal and key is not None and not _is_sealed(receipt, key):
@@ -177,7 +177,7 @@ def _read_receipts(evidence: Evidence, own: Iterable[Path], claims: Iterable[Pat
         evidence.cut += unreadable
 
 
-def _receipts(path: Path, notes: list[str], violations: list[str]) -> Iterator[tuple[str, Receipt]]:
+def _receipts(path: Path, notes: list[str], violations: list[str]) -> Iterator[tuple[str, AuditedReceipt]]:
     for place, line in _lines(path, notes, violations):
         try:
             value = json.loads(line)
@@ -186,12 +186,12 @@ def _receipts(path: Path, notes: list[str], violations: list[str]) -> Iterator[t
             continue
         kinds = [type(one) for one in value] if isinstance(value, list) else []
         if kinds in ([str, int, str, int], [str, int, str, int, str, str]):
-            yield place, Receipt(*value)
+            yield place, AuditedReceipt(*value)
         else:
             violations.append(f"{place}: no receipt")
 
 
-def _is_sealed(receipt: Receipt, key: bytes) -> bool:
+def _is_sealed(receipt: AuditedReceipt, key: bytes) -> bool:
     told = json.dumps([receipt.worker, receipt.seq, receipt.digest, receipt.version], separators=(",", ":")).encode()
     return hmac.compare_digest(hmac.new(key, told, "sha256").hexdigest()[:32], receipt.seal.encode("ascii", "replace").decode())
 
@@ -204,7 +204,7 @@ def digest_of(values: Iterable[Any]) -> str:
 # --- snapshots --------------------------------------------------------------------------------------------
 
 
-def _snapshot(folder: Path, violations: list[str]) -> Snapshot | None:
+def _snapshot(folder: Path, violations: list[str]) -> SnapshotSummary | None:
     """The newest one. One that is damaged is told, and the one before it serves."""
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
@@ -228,10 +228,10 @@ def _header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _described(header: dict[str, Any]) -> Snapshot:
+def _described(header: dict[str, Any]) -> SnapshotSummary:
     whole = _plain(header["state"])
     state, settled, cut = whole["coordinator"]["state"], whole["coordinator"]["settled"], whole["coordinator"].get("cut")
-    return Snapshot(
+    return SnapshotSummary(
         number=int(header["step"]),
         version=int(state["version"]),
         batches=int(state["batches"]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from shoal.coordinator.audit.files import Evidence, Line, digest_of
+from shoal.coordinator.audit.files import AuditInput, Line, digest_of
 from shoal.coordinator.audit.units import UnitAudit
 
 Key = tuple[str, int]
@@ -22,7 +22,7 @@ _MAKE_VERSIONS = ("closed", "adopted")
 """Records of a journal after each of which there is a new version."""
 
 
-class Contribution(NamedTuple):
+class LedgerContribution(NamedTuple):
     """A contribution, as a line of the ledger tells it."""
 
     worker: str
@@ -47,7 +47,7 @@ class Contribution(NamedTuple):
         return [*self[:-1], list(self.experts)] if self.experts else [*self[:-1]]
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Contribution:
+    def of(cls, values: Iterable[Any]) -> LedgerContribution:
         """Raises TypeError where the values are not what they must be."""
         made = cls(*values)
         made = made._replace(experts=tuple(made.experts))
@@ -57,13 +57,13 @@ class Contribution(NamedTuple):
         return made
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> Contribution:
+    def of_record(cls, record: dict[str, Any]) -> LedgerContribution:
         """Of a record of the journal."""
         return cls.of([*(record[name] for name in cls._fields[:-1]), record.get("experts", ())])
 
 
 @dataclass
-class Report:
+class AuditReport:
     """What was checked, and what is wrong."""
 
     checked: list[str] = field(default_factory=list)
@@ -71,14 +71,14 @@ class Report:
 
 
 @dataclass
-class Tally:
+class LedgerTotals:
     """The ledger, added up."""
 
     first: int = 0
     version: int = 0
     batches: int = 0
     samples: int = 0
-    known: dict[Key, Contribution] = field(default_factory=dict)
+    known: dict[Key, LedgerContribution] = field(default_factory=dict)
     fates: Counter[str] = field(default_factory=Counter)
     """How many are in the weights, found the run over, or were replaced by a later one, as earlier versions did."""
     made: dict[Key, int] = field(default_factory=dict)
@@ -101,16 +101,16 @@ class Tally:
 
 
 def audit(
-    evidence: Evidence, violations: list[str], first: int | None = 0, units: bool = False, complete: bool = False, tasks: bool = False
-) -> Report:
+    evidence: AuditInput, violations: list[str], first: int | None = 0, units: bool = False, complete: bool = False, tasks: bool = False
+) -> AuditReport:
     """Check a run by what it left behind. `first`: the version it began with, None where any will do; `units`: whether its data was leased
     in units, so that each must be somewhere; `complete`: whether the run says that it has done all of its epochs; `tasks`: whether a
     scheduler gave out shares of the same data, so that no two seats may have a batch in common; `violations`: what could not even be
     read."""
-    report = Report(violations=violations)
+    report = AuditReport(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
     report.violations += _doubled_batches(tally.known.values(), tasks)
-    follower = Follower(tally)
+    follower = JournalFollower(tally)
     report.violations += follower.follow(evidence.records)
     open_now = follower.left
     report.violations += _lost(evidence, tally, open_now)
@@ -126,20 +126,20 @@ def audit(
     return report
 
 
-def missing_above(above: Evidence, below: Evidence) -> list[str]:
+def missing_above(above: AuditInput, below: AuditInput) -> list[str]:
     """What a relay passed on, and was told to be taken, against what the coordinator above has. `below`: of the relay."""
-    tally, found = Tally(), list[str]()
+    tally, found = LedgerTotals(), list[str]()
     for _, line in above.ledger:
-        for one in (Contribution.of(one) for one in [*line.get("from", ()), *line.get("unused", ())]):
+        for one in (LedgerContribution.of(one) for one in [*line.get("from", ()), *line.get("unused", ())]):
             tally.known[one.key] = one
     records = (record for _, record in above.records if record.get("kind") in ("accepted", "held"))
-    waiting = {one.key: one for one in map(Contribution.of_record, records)}
+    waiting = {one.key: one for one in map(LedgerContribution.of_record, records)}
     said: set[Key] = set()
     for place, line in below.ledger:
         if "upstream" not in line:
             continue
         name, seq, status = line["upstream"]
-        batches, taken = sum(Contribution.of(one).batches for one in line["from"]), (waiting | tally.known).get((name, seq))
+        batches, taken = sum(LedgerContribution.of(one).batches for one in line["from"]), (waiting | tally.known).get((name, seq))
         if (name, seq) in said:
             found.append(f"{place}: contribution {seq} of {name} was passed on twice")
         said.add((name, seq))
@@ -153,8 +153,8 @@ def missing_above(above: Evidence, below: Evidence) -> list[str]:
 # --- the ledger -----------------------------------------------------------------------------------------
 
 
-def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: list[str]) -> Tally:
-    tally = Tally()
+def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: list[str]) -> LedgerTotals:
+    tally = LedgerTotals()
     for place, line in lines:
         try:
             if "failed" in line:
@@ -180,7 +180,7 @@ def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: li
     return tally
 
 
-def _count(tally: Tally, line: dict[str, Any], first: int | None, in_order: bool) -> Iterator[str]:
+def _count(tally: LedgerTotals, line: dict[str, Any], first: int | None, in_order: bool) -> Iterator[str]:
     """A version, and what it was made of. Units come in in any order; everything else in the order in which it was made."""
     version, begins = int(line["version"]), not tally.at
     if begins:
@@ -189,7 +189,7 @@ def _count(tally: Tally, line: dict[str, Any], first: int | None, in_order: bool
     if version != expected:
         yield f"version {version} where {expected} must stand"
     tally.version = version
-    contributions = [Contribution.of(one) for one in line["from"]]
+    contributions = [LedgerContribution.of(one) for one in line["from"]]
     for one in contributions:
         if one.key in tally.known:
             yield f"contribution {one.seq} of {one.worker} is counted twice"
@@ -210,16 +210,16 @@ def _count(tally: Tally, line: dict[str, Any], first: int | None, in_order: bool
     tally.at[version] = (tally.batches, tally.samples)
 
 
-def _set_aside(tally: Tally, kind: str, found: list[list[Any]]) -> Iterator[str]:
+def _set_aside(tally: LedgerTotals, kind: str, found: list[list[Any]]) -> Iterator[str]:
     """What was confirmed and is not in the weights, for a reason that is on record."""
-    for one in (Contribution.of(values) for values in found):
+    for one in (LedgerContribution.of(values) for values in found):
         if one.key in tally.known:
             yield f"contribution {one.seq} of {one.worker} is {kind}, and counted before"
         tally.known[one.key] = one
         tally.fates[kind] += 1
 
 
-def _doubled_batches(contributions: Iterable[Contribution], shared: bool) -> Iterator[str]:
+def _doubled_batches(contributions: Iterable[LedgerContribution], shared: bool) -> Iterator[str]:
     """No two contributions may be made of the same batch of a seat. `shared`: all seats are at the same batches."""
     spans = sorted(
         (0 if shared else one.seat, one.epoch, max(0, one.position - one.batches), one.position, one.worker, one.seq)
@@ -240,7 +240,7 @@ class Accepted(NamedTuple):
 
     former_name: str
     """What earlier versions called it in the record of the round's close."""
-    contribution: Contribution
+    contribution: LedgerContribution
 
 
 def _former_name(record: dict[str, Any]) -> str:
@@ -258,13 +258,13 @@ def _closed_with(record: dict[str, Any], there: dict[Key, Accepted]) -> list[Key
     return [there[key].contribution.key for key in found]
 
 
-class Follower:
+class JournalFollower:
     """Goes through the journal, and compares what it leads to with the ledger."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: LedgerTotals) -> None:
         self.tally = tally
         self.open: dict[int, dict[Key, Accepted]] = {}
-        self.unwritten: list[Contribution] = []
+        self.unwritten: list[LedgerContribution] = []
         """In rounds that closed, and not yet in the ledger when a crash came."""
 
     def follow(self, records: list[Line]) -> Iterator[str]:
@@ -280,7 +280,7 @@ class Follower:
             there = self.open.pop(record["round"], {})
             yield from self._close(record["round"] + 1, there, _closed_with(record, there))
         elif record["kind"] in ("accepted", "held"):
-            one = Contribution.of_record(record)
+            one = LedgerContribution.of_record(record)
             known = self.tally.known.get(one.key)
             if known is not None and known != one:
                 yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
@@ -296,13 +296,13 @@ class Follower:
             yield f"contribution {seq} of {worker} was taken for version {version}, is not in it, and the ledger does not say why"
 
     @property
-    def left(self) -> dict[Key, Contribution]:
+    def left(self) -> dict[Key, LedgerContribution]:
         """Contributions that the ledger has yet to name."""
         waiting = [one.contribution for there in self.open.values() for one in there.values()]
         return {one.key: one for one in waiting + self.unwritten if one.key not in self.tally.known}
 
 
-def _lost(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> Iterator[str]:
+def _lost(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> Iterator[str]:
     """Every confirmed contribution is somewhere, and is what was confirmed; or a repair has named it as lost."""
     known = tally.known | open_now
     for place, receipt in evidence.receipts:
@@ -319,7 +319,7 @@ def _lost(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -
             yield f"{place}: contribution {receipt.seq} of {receipt.worker} is not what was confirmed"
 
 
-def _claimed(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> list[str]:
+def _claimed(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> list[str]:
     """What receipts without a seal say, and nothing bears out: told, and nobody is blamed for it."""
     known = tally.known.keys() | open_now.keys()
     claimed = [
@@ -331,7 +331,7 @@ def _claimed(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]
     return claimed[:_MOST_CLAIMS] + more
 
 
-def _misfit(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> Iterator[str]:
+def _misfit(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> Iterator[str]:
     """The newest snapshot and the journal after it lead to where the ledger ends."""
     snapshot = evidence.snapshot
     if snapshot is None:
@@ -354,7 +354,7 @@ def _misfit(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution])
             yield f"{where}: contribution {seq} of {worker} was taken, and is nowhere"
 
 
-def _refused(tally: Tally) -> list[str]:
+def _refused(tally: LedgerTotals) -> list[str]:
     """Workers whose answers were not what they should have been."""
     found: dict[str, list[tuple[int, str]]] = {}
     for worker, _, unit, reason in tally.inexact:
@@ -362,7 +362,7 @@ def _refused(tally: Tally) -> list[str]:
     return [f"refused   {len(units)} units of {worker}: the first was unit {units[0][0]}, {units[0][1]}" for worker, units in found.items()]
 
 
-def _told(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> list[str]:
+def _told(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> list[str]:
     workers = len({worker for worker, _ in tally.known})
     told = [
         f"ledger    {tally.version - tally.first:,} versions from {tally.fates['applied']:,} contributions of {workers} workers, "

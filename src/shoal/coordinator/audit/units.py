@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from shoal.coordinator.audit.files import Evidence
+from shoal.coordinator.audit.files import AuditInput
 from shoal.errors import printable
 
 _MOST_NAMED = 8
@@ -16,7 +16,9 @@ _MOST_UNITS = 10_000_000
 class UnitAudit:
     """The units of a run, and what became of each."""
 
-    def __init__(self, evidence: Evidence, learned: Iterable[tuple[int, int, int]], given_up: Iterable[tuple[int, int, int, str]]) -> None:
+    def __init__(
+        self, evidence: AuditInput, learned: Iterable[tuple[int, int, int]], given_up: Iterable[tuple[int, int, int, str]]
+    ) -> None:
         """`learned`: epoch, first batch and batches of each contribution; `given_up`: the same of each unit given up, with the reason."""
         spans, failed = list(learned), list(given_up)
         self.evidence = evidence
@@ -94,7 +96,7 @@ class UnitAudit:
             yield f"and {sum(len(run) for run in runs[_MOST_NAMED:])} other units"
 
 
-def _cut_of(evidence: Evidence, spans: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+def _cut_of(evidence: AuditInput, spans: list[tuple[int, int, int]]) -> tuple[int, int, int]:
     """How the data was cut: as the snapshot says, or, of a run of an earlier version, as far as the units show it."""
     if evidence.snapshot is not None and evidence.snapshot.cut is not None:
         return evidence.snapshot.cut

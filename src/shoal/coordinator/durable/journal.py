@@ -20,8 +20,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shoal.coordinator.durable.lock import Lock
-from shoal.coordinator.durable.records import MARK_BYTES, NOWHERE, Damaged, Head, Place, Reading, follows, new_head, parts_of
+from shoal.coordinator.durable.lock import FolderLock
+from shoal.coordinator.durable.records import (
+    MARK_BYTES,
+    NOWHERE,
+    DamagedJournal,
+    JournalHead,
+    JournalReader,
+    RecordEnd,
+    follows,
+    new_head,
+    parts_of,
+)
 from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
 
@@ -29,7 +39,7 @@ _AT_ONCE: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", 
 _SPARE = "spare-journal"
 
 
-class Journal:
+class FileJournal:
     """Records, appended. They are in the system's hands when `append` returns, and so survive the end of this process."""
 
     def __init__(self, folder: Path) -> None:
@@ -38,9 +48,9 @@ class Journal:
         self.records_since_snapshot = 0
         self.remarks: list[str] = []
         """What people should know of the journals that were read."""
-        self._lock = Lock(folder)
+        self._lock = FolderLock(folder)
         self._file: BinaryIO | None = None
-        self._head = Head(b"", NOWHERE, NOWHERE, True)
+        self._head = JournalHead(b"", NOWHERE, NOWHERE, True)
         self._end = NOWHERE
 
     @property
@@ -69,7 +79,7 @@ class Journal:
         self._file, self._head, self._end, self.records_since_snapshot = file, head, end, records
         return number
 
-    def _fill(self, file: BinaryIO, pending: Iterable[tuple[dict[str, Any], Frames]]) -> tuple[int, Head, Place]:
+    def _fill(self, file: BinaryIO, pending: Iterable[tuple[dict[str, Any], Frames]]) -> tuple[int, JournalHead, RecordEnd]:
         """Write the head of a new journal, and its first records."""
         content, head = new_head(self._end)
         _write_all(file, [content])
@@ -83,12 +93,12 @@ class Journal:
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...]]]:
         """Every record since a snapshot; what follows is appended after the last. What a crash cut off is dropped. Raises Damaged."""
         self._lock.take()
-        reading: Reading | None = None
+        reading: JournalReader | None = None
         for number in self._numbers_since(snapshot):
-            before, reading = reading, Reading(path_of(self.folder, number))
+            before, reading = reading, JournalReader(path_of(self.folder, number))
             if before is not None and not follows(before, reading.head):
                 what = "it ends before its time: the journal that follows it knows of more records"
-                raise Damaged(before.path, before.end, before.records, what)
+                raise DamagedJournal(before.path, before.end, before.records, what)
             yield from reading
             if reading.head is not None and not reading.head.checked:
                 self.remarks.append(f"{reading.path} was written by an earlier version of Shoal: only headers are checked, not updates")
@@ -104,7 +114,7 @@ class Journal:
             )
         return numbers
 
-    def _go_on(self, reading: Reading) -> None:
+    def _go_on(self, reading: JournalReader) -> None:
         """Append to a journal after its last whole record."""
         self._close_file()
         self._end = reading.end

@@ -19,7 +19,7 @@ _MOST_AHEAD = 16
 """Records that may wait to be written: each holds its frames in memory."""
 
 
-class Scribe:
+class JournalWriter:
     """Effects in order, those after a record when it is written. All methods are for one thread."""
 
     def __init__(self, append: Callable[[Persist], None], carry_out: Callable[[Effect], None], ready: Callable[[], None]) -> None:

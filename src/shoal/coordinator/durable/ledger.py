@@ -26,7 +26,7 @@ def sealed(line: dict[str, Any], before: str) -> tuple[bytes, str]:
     return content + _FIELD + checksum.encode() + _CLOSE, checksum
 
 
-class Written(NamedTuple):
+class LedgerLine(NamedTuple):
     """A line as it stands in the file."""
 
     text: bytes
@@ -36,7 +36,7 @@ class Written(NamedTuple):
     checksum: str
 
 
-def lines_of(content: bytes) -> Iterator[Written]:
+def lines_of(content: bytes) -> Iterator[LedgerLine]:
     """Each line that was written to its end."""
     before, checked = "", False
     for number, text in enumerate(content.split(b"\n")[:-1], 1):
@@ -44,7 +44,7 @@ def lines_of(content: bytes) -> Iterator[Written]:
         checksum = rest.removesuffix(_CLOSE).decode("latin-1") if field else ""
         checked = checked or bool(field)
         sound = _checksum(body, before) == checksum and rest.endswith(_CLOSE) if field else not checked
-        yield Written(text, number, sound, checksum)
+        yield LedgerLine(text, number, sound, checksum)
         before = checksum
 
 
@@ -52,7 +52,7 @@ def _checksum(content: bytes, before: str) -> str:
     return f"{zlib.crc32(content, zlib.crc32(before.encode('latin-1'))):08x}"
 
 
-class Ledger:
+class FileLedger:
     """The ledger of a run."""
 
     def __init__(self, folder: Path) -> None:
@@ -148,7 +148,7 @@ class _Again(NamedTuple):
     """Records are taken again after a snapshot, when the ledger had this length."""
 
     length: int
-    before: list[Written]
+    before: list[LedgerLine]
     """Lines that were written after it."""
     lines: list[dict[str, Any]]
     """Lines that the records lead to now."""
@@ -168,7 +168,7 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     return before == (now if "dropped" in before else {name: value for name, value in now.items() if name != "dropped"})
 
 
-def _parsed(written: Written) -> dict[str, Any]:
+def _parsed(written: LedgerLine) -> dict[str, Any]:
     try:
         line = json.loads(written.text)
     except ValueError:  # of an earlier version, and damaged

@@ -18,7 +18,7 @@ _held_here: set[Path] = set()
 """The folders whose locks this process has. It may look into one of them a second time."""
 
 
-class Lock:
+class FolderLock:
     """The lock on a folder."""
 
     def __init__(self, folder: Path) -> None:

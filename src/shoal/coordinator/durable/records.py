@@ -38,31 +38,31 @@ _OLD_PREFIX = struct.Struct("<IIQ")
 """Bytes and checksum of the header, bytes of the frames."""
 
 
-class Place(NamedTuple):
+class RecordEnd(NamedTuple):
     """The end of a record, or of a head: how long the file is up to there, and the checksum there."""
 
     length: int
     checksum: int
 
 
-NOWHERE = Place(0, 0)
+NOWHERE = RecordEnd(0, 0)
 """It is not known where the journal before ended, or there is none."""
 
 
-class Head(NamedTuple):
+class JournalHead(NamedTuple):
     """How a journal begins."""
 
     mark: bytes
-    before: Place
-    begins: Place
+    before: RecordEnd
+    begins: RecordEnd
     checked: bool
     """Whether all of its records have checksums."""
 
 
-class Damaged(ShoalError):
+class DamagedJournal(ShoalError):
     """A journal cannot be read to its end, and the end was there once."""
 
-    def __init__(self, path: Path, sound: Place, number: int, what: str) -> None:
+    def __init__(self, path: Path, sound: RecordEnd, number: int, what: str) -> None:
         super().__init__(
             f"{path} is damaged: {what}. The {number} records before are sound ({sound.length} bytes). Put the file back from a backup; "
             f"or let `shoal repair {path.parent}` set aside what follows the damage, which names what is lost, and resume then"
@@ -70,15 +70,15 @@ class Damaged(ShoalError):
         self.path, self.sound, self.number = path, sound, number
 
 
-def new_head(before: Place) -> tuple[bytes, Head]:
+def new_head(before: RecordEnd) -> tuple[bytes, JournalHead]:
     """The bytes that a new journal begins with, and what they say."""
     mark = secrets.token_bytes(MARK_BYTES)
     content = _HEAD.pack(MAGIC, mark, before.checksum, before.length)
     checksum = crc32(content)
-    return content + _SUM.pack(checksum), Head(mark, before, Place(HEAD_BYTES, checksum), True)
+    return content + _SUM.pack(checksum), JournalHead(mark, before, RecordEnd(HEAD_BYTES, checksum), True)
 
 
-def parts_of(record: dict[str, Any], frames: Frames, head: Head, after: Place) -> tuple[list[bytes | memoryview], Place]:
+def parts_of(record: dict[str, Any], frames: Frames, head: JournalHead, after: RecordEnd) -> tuple[list[bytes | memoryview], RecordEnd]:
     """The bytes of a record that follows what ends at `after`, and where it ends itself."""
     header: bytes = msgpack.packb({"record": record, "frames": [len(frame) for frame in frames]})
     body = sum(len(frame) for frame in frames)
@@ -86,11 +86,11 @@ def parts_of(record: dict[str, Any], frames: Frames, head: Head, after: Place) -
     checksum = crc32(begin, crc32(head.mark))
     for frame in frames:
         checksum = crc32(frame, checksum)
-    end = Place(after.length + len(begin) + body + _SUM.size + MARK_BYTES, checksum)
+    end = RecordEnd(after.length + len(begin) + body + _SUM.size + MARK_BYTES, checksum)
     return [begin, *frames, _SUM.pack(checksum) + head.mark], end
 
 
-def head_of(path: Path) -> Head | None:
+def head_of(path: Path) -> JournalHead | None:
     """How a journal begins; None: it was cut off before its first record. Raises Damaged."""
     with path.open("rb") as file:
         content = file.read(HEAD_BYTES)
@@ -100,13 +100,13 @@ def head_of(path: Path) -> Head | None:
         _, mark, checksum, length = _HEAD.unpack_from(content)
         (own,) = _SUM.unpack_from(content, _HEAD.size)
         if crc32(MAGIC + content[len(MAGIC) : _HEAD.size]) == own:  # also where the magic itself was damaged
-            return Head(mark, Place(length, checksum), Place(HEAD_BYTES, own), True)
+            return JournalHead(mark, RecordEnd(length, checksum), RecordEnd(HEAD_BYTES, own), True)
     if content.startswith(MAGIC):
-        raise Damaged(path, NOWHERE, 0, "its head does not match its checksum")
-    return Head(content[:MARK_BYTES], NOWHERE, Place(MARK_BYTES, 0), False)
+        raise DamagedJournal(path, NOWHERE, 0, "its head does not match its checksum")
+    return JournalHead(content[:MARK_BYTES], NOWHERE, RecordEnd(MARK_BYTES, 0), False)
 
 
-class Reading:
+class JournalReader:
     """One pass through a journal. Afterwards `end` is the end of its last whole record, and `records` how many there are."""
 
     def __init__(self, path: Path) -> None:
@@ -125,29 +125,29 @@ class Reading:
                 yield record, frames
             self._refuse_damage(file, total, self.head)
 
-    def _next(self, file: BinaryIO, total: int, head: Head) -> tuple[dict[str, Any], tuple[bytes, ...], Place] | None:
+    def _next(self, file: BinaryIO, total: int, head: JournalHead) -> tuple[dict[str, Any], tuple[bytes, ...], RecordEnd] | None:
         """The record after `end`; None where no whole one stands there."""
         file.seek(self.end.length)
         found = _whole(file, total, head) if head.checked else _whole_unchecked(file, total, head)
         if found is None or (head.checked and found.before != self.end.checksum):
             return None
-        return found.record, found.frames, Place(file.tell(), found.checksum)
+        return found.record, found.frames, RecordEnd(file.tell(), found.checksum)
 
-    def _refuse_damage(self, file: BinaryIO, total: int, head: Head) -> None:
+    def _refuse_damage(self, file: BinaryIO, total: int, head: JournalHead) -> None:
         if total <= self.end.length:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             at = content.find(head.mark, self.end.length)
         if at >= 0:
             what = "does not match its checksum or does not follow the one before" if head.checked else "cannot be read"
-            raise Damaged(self.path, self.end, self.records, f"record {self.records + 1} {what}")
+            raise DamagedJournal(self.path, self.end, self.records, f"record {self.records + 1} {what}")
 
 
 def readable_after(path: Path, length: int) -> Iterator[dict[str, Any]]:
     """Records after so many bytes of a journal that are whole by themselves, whatever stands between them."""
     try:
         head = head_of(path)
-    except Damaged:
+    except DamagedJournal:
         head = None
     if head is None:
         return
@@ -162,7 +162,7 @@ def readable_after(path: Path, length: int) -> Iterator[dict[str, Any]]:
             at = content.find(head.mark, at + 1)
 
 
-def follows(before: Reading, head: Head | None) -> bool:
+def follows(before: JournalReader, head: JournalHead | None) -> bool:
     """Whether a journal begins where the one before it, which was read to its end, ends."""
     if head is None or head.before == NOWHERE:  # it was cut off at its very beginning, or is of an earlier version
         return before.head is None or before.head.checked or before.end.length == before.path.stat().st_size
@@ -178,7 +178,7 @@ class _Whole(NamedTuple):
     checksum: int
 
 
-def _whole(file: BinaryIO, total: int, head: Head) -> _Whole | None:
+def _whole(file: BinaryIO, total: int, head: JournalHead) -> _Whole | None:
     """The record where the file stands. Its mark is not looked at: the checksum says that everything before it is right."""
     begins, prefix = file.tell(), file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
@@ -200,7 +200,7 @@ def _whole(file: BinaryIO, total: int, head: Head) -> _Whole | None:
     return _Whole(fields["record"], frames, before, checksum)
 
 
-def _whole_unchecked(file: BinaryIO, total: int, head: Head) -> _Whole | None:
+def _whole_unchecked(file: BinaryIO, total: int, head: JournalHead) -> _Whole | None:
     """The same in a journal of an earlier version: there the mark tells whether a record was written to its end."""
     begins, prefix = file.tell(), file.read(_OLD_PREFIX.size)
     if len(prefix) < _OLD_PREFIX.size:

@@ -35,16 +35,26 @@ from torch import Tensor
 
 from shoal.config.schema.updates import NoCodec, NoMixing
 from shoal.coordinator.durable.receipt_seal import digest_of
-from shoal.coordinator.effects import Effect, Entry, Frames, Published
-from shoal.coordinator.policies import Policies
+from shoal.coordinator.effects import Effect, Frames, LedgerEntry, Published
+from shoal.coordinator.policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.state import Held, Learner, Piece, Plan, State, Upstream, former_key_of, ledger_line, mean_metrics
-from shoal.coordinator.units.cut import Settled
+from shoal.coordinator.state import (
+    HeldContribution,
+    Learner,
+    RunPlan,
+    State,
+    TaskPiece,
+    UpstreamState,
+    former_key_of,
+    ledger_line,
+    mean_metrics,
+)
+from shoal.coordinator.units.cut import SettledUnits
 from shoal.protocol.messages import Contribute
 from shoal.updates import codecs
 from shoal.updates.answer_frames import digest
 from shoal.updates.episodes import EpisodeRows
-from shoal.updates.expert_subsets import Experts, Part, mean_of_reports, mean_over_holders, size_of
+from shoal.updates.expert_subsets import ExpertIds, HolderVector, mean_of_reports, mean_over_holders, size_of
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
 from shoal.updates.rules import aggregation
 
@@ -55,7 +65,7 @@ _LEAST_MEMORIES = 16
 _MOST_SPARE = 4
 
 
-class Upward(NamedTuple):
+class RelayedRound(NamedTuple):
     """A round of a relay on its way to the coordinator above."""
 
     record: dict[str, Any]
@@ -76,17 +86,17 @@ class Upward(NamedTuple):
         return [*((record | {"kind": "held"}, frames) for record, frames in self.kept), (self.record, ())]
 
 
-class Book:
+class ReplayedState:
     """State, rounds and weights."""
 
-    def __init__(self, plan: Plan, policies: Policies, learner: Learner) -> None:
+    def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, learner: Learner) -> None:
         self.plan, self.learner = plan, learner
         self.remembered = max(_LEAST_REMEMBERED, 2 * policies.pull_every) if policies.contribution.own_steps else 0
         """Own versions of a worker that are kept at most: more than it takes between two pulls."""
         self.averages = policies.contribution.averages
         """Whether workers send their weights, of which the new ones are the mean."""
         self.state = State()
-        self.settled = Settled()
+        self.settled = SettledUnits()
         self.rounds = Rounds()
         self.centre: Tensor | None = None
         self._spare: list[Tensor] = []
@@ -95,7 +105,7 @@ class Book:
         """Of each worker, the running mean of what it sent."""
         self._dropped: list[str] = []
         """Workers whose contributions the rule left out of the round that is being closed."""
-        self.upward: Upward | None = None
+        self.upward: RelayedRound | None = None
         """At a relay: what a round made, until the coordinator above has answered."""
         self.residual: Tensor | None = None
         """At a relay: what the codec has left of what was passed on so far."""
@@ -107,12 +117,12 @@ class Book:
             return float(self.state.upstream["step"])
         return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
 
-    def decode(self, frames: Frames, number: int = 0, experts: Experts = ()) -> tuple[Tensor, Tensor]:
+    def decode(self, frames: Frames, number: int = 0, experts: ExpertIds = ()) -> tuple[Tensor, Tensor]:
         """The update and the buffers in a contribution to a round, of these experts. Raises UpdateError."""
         vector, buffers = self._decode_both(frames, number, experts, self.learner.buffers.numel())
         return vector, buffers if self.plan.experts is None else self.plan.experts.checked(buffers)
 
-    def _decode_both(self, frames: Frames, number: int, experts: Experts, extra: int) -> tuple[Tensor, Tensor]:
+    def _decode_both(self, frames: Frames, number: int, experts: ExpertIds, extra: int) -> tuple[Tensor, Tensor]:
         """`extra`: numbers beside the update."""
         span = self.plan.span(number)
         size = self.learner.vector.numel() if span is None else span[1] - span[0]
@@ -126,7 +136,7 @@ class Book:
             vector = self._decode(size, body)
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
 
-    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
+    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: ExpertIds = ()) -> tuple[Tensor, Tensor]:
         """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
         intake = self.plan.intake
         if intake is None:
@@ -187,10 +197,10 @@ class Book:
             self.state.paused = record["paused"]
             return []
         if kind in ("failed", "inexact", "withdrawn", "evicted", "repaired"):
-            return [Entry(self._tell(record))]
+            return [LedgerEntry(self._tell(record))]
         if kind == "held" and (self.rounds.holds(record) or (self.upward is not None and self.upward.holds(record))):
             return []
-        held = Held(record, frames, *(decoded or self._decode_again(record, frames)))
+        held = HeldContribution(record, frames, *(decoded or self._decode_again(record, frames)))
         if kind == "held":
             self.rounds.hold(record["round"], held)
             return []
@@ -214,7 +224,7 @@ class Book:
         loads = [] if blocks is None or blocks.loads_at is None else [(blocks.loads_at, len(blocks.spans_X))]
         return sorted(loads + ([] if episodes is None else [(episodes.at, episodes.rows * episodes.width)]))
 
-    def _decode_as_formerly(self, frames: Frames, number: int, experts: Experts, added: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    def _decode_as_formerly(self, frames: Frames, number: int, experts: ExpertIds, added: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Read a record of an earlier version, with nothing in the place of what was not told then."""
         extra = self.learner.buffers.numel() - sum(count for _, count in added)
         vector, buffers = self._decode_both(frames, number, experts, extra)
@@ -276,7 +286,7 @@ class Book:
             piece = self.state.pieces[record["seat"]]
             self.state.positions[str(record["seat"])] = [piece.epoch, piece.end]
 
-    def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
+    def _accept(self, record: dict[str, Any], held: HeldContribution) -> list[Effect]:
         name, state = record["worker"], self.state
         state.sequences[name], state.digests[name] = record["seq"], digest_of(held.line)
         if record["seq"] >= state.seen.get(name, (0,))[0]:
@@ -299,16 +309,16 @@ class Book:
             return self._close_as_formerly(closed["workers"], list(there.values()))
         return self._move([there[worker, seq] for worker, seq in closed["contributions"]])
 
-    def _close_as_formerly(self, names: list[str], there: list[Held]) -> list[Effect]:
+    def _close_as_formerly(self, names: list[str], there: list[HeldContribution]) -> list[Effect]:
         """Close a round of a journal that an earlier version wrote: a later contribution of a worker took the place of its earlier one."""
         latest = {former_key_of(one.record): one for one in there}
         replaced = [(one, latest[former_key_of(one.record)]) for one in there if one is not latest[former_key_of(one.record)]]
         for _ in replaced:
             self.state.count("replaced")
-        entries = [Entry({"replaced": ledger_line(one.record), "by": by.record["seq"]}) for one, by in replaced]
+        entries = [LedgerEntry({"replaced": ledger_line(one.record), "by": by.record["seq"]}) for one, by in replaced]
         return [*entries, *self._move([latest[name] for name in names])]
 
-    def _move(self, held: list[Held]) -> list[Effect]:
+    def _move(self, held: list[HeldContribution]) -> list[Effect]:
         """Move the weights by what the contributions make together."""
         records = [one.record for one in held]
         if self.plan.intake is not None:
@@ -338,7 +348,7 @@ class Book:
                 state.made[name] = [*state.made.get(name, ()), state.version][-self.remembered :]
         weight = sum(record["weight"] for record in records)
         return [
-            Entry({"version": state.version, "batches": state.batches, "from": lines, **more}),
+            LedgerEntry({"version": state.version, "batches": state.batches, "from": lines, **more}),
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
 
@@ -355,11 +365,11 @@ class Book:
         codec = self.plan.updates.codec
         residual = codecs.residual_for(codec, update.numel()) if self.residual is None else self.residual.clone()
         frames = [*codecs.encode(codec, update * share, residual), *(codecs.encode(_PLAIN, buffers, None) if buffers.numel() else ())]
-        self.upward = Upward(record, kept, self._contribution(held), frames, residual)
+        self.upward = RelayedRound(record, kept, self._contribution(held), frames, residual)
 
-    def _contribution(self, held: list[Held]) -> Contribute:
+    def _contribution(self, held: list[HeldContribution]) -> Contribute:
         """What a relay says of what its workers did: the sums, and the place at the data that its seat has come to by that."""
-        records, upstream, above = [one.record for one in held], Upstream(**self.state.upstream), self.plan.above
+        records, upstream, above = [one.record for one in held], UpstreamState(**self.state.upstream), self.plan.above
         assert above is not None
         batches = sum(record["batches"] for record in records)
         gone = upstream.begun_at + self.state.batches + batches
@@ -399,7 +409,7 @@ class Book:
         upward = self.upward.records() if self.upward is not None else []
         return [*upward, *self.rounds.pending()]
 
-    def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor, float]:
+    def _combine(self, held: list[HeldContribution]) -> tuple[Tensor, Tensor, float]:
         """The update that contributions make together, the buffers, and the share of the update that counts."""
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
         if len(held) == 1 and updates.aggregation.kind == "mean" and not updates.memory:
@@ -424,24 +434,24 @@ class Book:
         self._dropped = [held[place].record["worker"] for place in sorted(dropped)]
         return update, buffers, 1.0
 
-    def _alone(self, one: Held) -> Tensor:
+    def _alone(self, one: HeldContribution) -> Tensor:
         """The update that a contribution makes by itself."""
         return self._mean_over_holders([one], torch.ones(1)) if one.experts else one.vector
 
-    def _mean_over_holders(self, held: list[Held], weights: Tensor) -> Tensor:
+    def _mean_over_holders(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
         """The mean of contributions of which some are of some experts only. An expert that none is of does not move."""
         blocks, vector = self.plan.experts, self.learner.vector
         assert blocks is not None
         unmoved = vector.clone() if self.averages else torch.zeros_like(vector)
         loads = None if blocks.cap is None else torch.stack([blocks.loads_of(one.buffers) for one in held])
-        return mean_over_holders(blocks, [Part(one.vector, one.experts) for one in held], weights, unmoved, loads)
+        return mean_over_holders(blocks, [HolderVector(one.vector, one.experts) for one in held], weights, unmoved, loads)
 
-    def _experts(self, held: list[Held]) -> ExpertBlocks | None:
+    def _experts(self, held: list[HeldContribution]) -> ExpertBlocks | None:
         """Where the experts lie in contributions to a round."""
         experts = self.plan.experts
         return None if experts is None else experts.within(self.plan.span(held[0].record["round"]))
 
-    def _mean(self, held: list[Held], weights: Tensor) -> Tensor:
+    def _mean(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
         if any(one.experts for one in held):
             return self._mean_over_holders(held, weights)
         vectors, room = [one.vector for one in held], self._room(held[0].vector.numel())
@@ -460,7 +470,7 @@ class Book:
             del self.memories[next(iter(self.memories))]
         return now
 
-    def _combine_buffers(self, held: list[Held], weights: Tensor) -> Tensor:
+    def _combine_buffers(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
         """Statistics are averaged; under a rule that withstands false contributions their median is taken, which does too. Of the episodes
         that are told some are taken as they are."""
         if not self.learner.buffers.numel():
@@ -476,7 +486,7 @@ class Book:
         """What waits in rounds that will not close is named, and let go."""
         unused = [ledger_line(record) for record, _ in self.rounds.pending()]
         self.rounds.open.clear()
-        return [Entry({"unused": unused})] if unused else []
+        return [LedgerEntry({"unused": unused})] if unused else []
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot holds besides the learner. Contributions of open rounds are not in it: they begin the journal that follows."""
@@ -487,25 +497,25 @@ class Book:
         return {"state": state, "settled": settled, "cut": cut, **kept}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        pieces = {number: Piece(*rest) for number, *rest in saved["state"].get("pieces", ())}
+        pieces = {number: TaskPiece(*rest) for number, *rest in saved["state"].get("pieces", ())}
         self.state = State(**saved["state"] | {"pieces": pieces})
-        self.settled = Settled.of(saved["settled"])
+        self.settled = SettledUnits.of(saved["settled"])
         self.centre = saved["centre"]
         self.memories, self.residual = dict(saved.get("memories", {})), saved.get("residual")
 
 
-def one_of_each_worker(held: list[Held], episodes: EpisodeRows | None = None) -> list[Held]:
+def one_of_each_worker(held: list[HeldContribution], episodes: EpisodeRows | None = None) -> list[HeldContribution]:
     """The rows that a rule compares: what a worker sent several times is averaged, by what it learned from. None counts twice."""
-    by_worker: dict[str, list[Held]] = {}
+    by_worker: dict[str, list[HeldContribution]] = {}
     for one in held:
         by_worker.setdefault(one.record["worker"], []).append(one)
     return [group[0] if len(group) == 1 else _mean_of(group, episodes) for group in by_worker.values()]
 
 
-def _mean_of(held: list[Held], episodes: EpisodeRows | None) -> Held:
+def _mean_of(held: list[HeldContribution], episodes: EpisodeRows | None) -> HeldContribution:
     weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
     vector = aggregation.mean_of_vectors([one.vector for one in held], weights, torch.empty_like(held[0].vector))
     reports = torch.stack([one.buffers for one in held])
     buffers = aggregation.mean(reports, weights)
     buffers = buffers if episodes is None else episodes.put(buffers, reports)
-    return Held(held[0].record | {"weight": float(weights.sum())}, (), vector, buffers)
+    return HeldContribution(held[0].record | {"weight": float(weights.sum())}, (), vector, buffers)

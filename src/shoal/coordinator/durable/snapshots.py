@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.coordinator.driver_interfaces import Store
+from shoal.coordinator.driver_interfaces import CoordinatorStore
 from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
 
@@ -22,7 +22,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
 class SnapshotWriter:
     """At most one is under way."""
 
-    def __init__(self, store: Store, say: Callable[[str], None], threads: bool = True) -> None:
+    def __init__(self, store: CoordinatorStore, say: Callable[[str], None], threads: bool = True) -> None:
         """`say` tells people; `threads`: write beside the work, else at once."""
         self.store, self.say = store, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots") if threads else None

@@ -13,8 +13,8 @@ import hmac
 from collections import OrderedDict
 from typing import NamedTuple
 
-from shoal.coordinator.members.table import Membership, Worker
-from shoal.coordinator.state import Bounds, State
+from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.state import MemberLimits, State
 from shoal.protocol.address_groups import household
 from shoal.protocol.identities import is_proved
 from shoal.protocol.messages import LONGEST_NAME, Gone, Join, Order
@@ -27,18 +27,18 @@ UNUSED_S = 600.0
 """A name under which nothing was ever accepted is forgotten so long after its worker went."""
 
 
-class Refusal(NamedTuple):
+class JoinRefusal(NamedTuple):
     """Why somebody is not let in. An empty reason: nothing speaks against it."""
 
     reason: str = ""
     detail: str = ""
 
 
-_NOTHING = Refusal()
-_TOO_LATE = Refusal("unknown-nonce", "this answers no question of the coordinator's, or came too late")
+_NOTHING = JoinRefusal()
+_TOO_LATE = JoinRefusal("unknown-nonce", "this answers no question of the coordinator's, or came too late")
 
 
-class Bucket:
+class TokenBucket:
     """So many a second, and so many at once after a pause."""
 
     def __init__(self, per_second: float, at_once: float) -> None:
@@ -54,27 +54,27 @@ class Bucket:
         return True
 
 
-class Shares:
+class FairTokenBucket:
     """A bucket for all, of which no address empties more than its share. Those that came last are known; nobody's address is one, too."""
 
     def __init__(self, per_second: float, at_once: float) -> None:
-        self._all = Bucket(per_second, at_once)
-        self._of: OrderedDict[str, Bucket] = OrderedDict()
+        self._all = TokenBucket(per_second, at_once)
+        self._of: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, address: str, now: float) -> bool:
         address = household(address)
         share = _SHARE_OF_AN_ADDRESS if address else 1.0
-        own = self._of.pop(address, None) or Bucket(share * self._all.per_second, max(1.0, share * self._all.at_once))
+        own = self._of.pop(address, None) or TokenBucket(share * self._all.per_second, max(1.0, share * self._all.at_once))
         self._of[address] = own
         if len(self._of) > _MOST_ADDRESSES:
             self._of.popitem(last=False)
         return own.take(now) and self._all.take(now)
 
 
-class Doorkeeper:
+class Authenticator:
     """Asks who is there. It looks at the state and never changes it."""
 
-    def __init__(self, members: Membership, bounds: Bounds) -> None:
+    def __init__(self, members: MemberTable, bounds: MemberLimits) -> None:
         self.members, self.bounds = members, bounds
         self.is_proved = is_proved
         self._secret = b""
@@ -82,8 +82,8 @@ class Doorkeeper:
         self._challenges = 0
         self._answered: OrderedDict[int, float] = OrderedDict()
         """Challenges of the last minute that were answered well, and when."""
-        self._newcomers = Shares(bounds.joins_per_minute / 60, bounds.joins_per_minute)
-        self._proofs = Shares(_PROOFS_PER_S, _PROOFS_AT_ONCE)
+        self._newcomers = FairTokenBucket(bounds.joins_per_minute / 60, bounds.joins_per_minute)
+        self._proofs = FairTokenBucket(_PROOFS_PER_S, _PROOFS_AT_ONCE)
         self._gone: OrderedDict[str, float] = OrderedDict()
         """Names without a contribution whose workers are gone, and since when."""
 
@@ -106,7 +106,9 @@ class Doorkeeper:
         number, at = text.split("-")
         return int(number), int(at) / 1000
 
-    def check(self, asked: Join | Gone | Order, purpose: str, before: Worker | None, now: float, address: str = "") -> tuple[int, Refusal]:
+    def check(
+        self, asked: Join | Gone | Order, purpose: str, before: Member | None, now: float, address: str = ""
+    ) -> tuple[int, JoinRefusal]:
         """Which challenge was answered, and what speaks against the answer. `before`: the worker that has the name now, where that is known
         already. `address`: where the answer comes from, if that is known."""
         number, given_at = self._given(asked.nonce)
@@ -115,15 +117,15 @@ class Doorkeeper:
         if (refusal := self.compare(number, before)).reason:
             return 0, refusal
         if not self._proofs.take(address, now):
-            return 0, Refusal("too-fast", "too many workers come at once; trying again")
+            return 0, JoinRefusal("too-fast", "too many workers come at once; trying again")
         if not self.is_proved(asked.key, purpose, asked.name or "", asked.nonce, asked.proof):
-            return 0, Refusal("unproved", "the signature does not fit the worker's key")
+            return 0, JoinRefusal("unproved", "the signature does not fit the worker's key")
         self._answered[number] = now
         while now - next(iter(self._answered.values())) > _NONCE_S + 1:
             self._answered.popitem(last=False)
-        return number, Refusal()
+        return number, JoinRefusal()
 
-    def compare(self, number: int, before: Worker | None) -> Refusal:
+    def compare(self, number: int, before: Member | None) -> JoinRefusal:
         """What speaks against the answer to a challenge, where a worker has the name now: an answer to an older one than its own comes from
         a process that it has replaced."""
         return _TOO_LATE if before is not None and number < before.challenge else _NOTHING
@@ -140,31 +142,33 @@ class Doorkeeper:
             name = wanted[: LONGEST_NAME - len(ending)] + ending
         return name
 
-    def welcomes(self, guest: str) -> Refusal:
+    def welcomes(self, guest: str) -> JoinRefusal:
         """What speaks against hearing somebody at all: a connection may be older than the word that its guest is welcome no longer."""
         if not guest or guest in self.bounds.guests:
             return _NOTHING
-        return Refusal("withdrawn", f"the invitation of {guest} was withdrawn")
+        return JoinRefusal("withdrawn", f"the invitation of {guest} was withdrawn")
 
-    def admit(self, name: str, key: str, guest: str, state: State, now: float, address: str = "") -> Refusal:
+    def admit(self, name: str, key: str, guest: str, state: State, now: float, address: str = "") -> JoinRefusal:
         """What speaks against letting one more worker of this name, with this key, in."""
         if name in state.evicted or (state.evicted and key in state.evicted.values()):
-            return Refusal("evicted", f"the run's owner keeps {name} out")
+            return JoinRefusal("evicted", f"the run's owner keeps {name} out")
         if name in self.members.by_name:
-            return Refusal()
+            return JoinRefusal()
         if (until := self.members.quarantined.get(name, now)) > now:
-            return Refusal("quarantined", f"{name} failed what others manage, and may come back in {until - now:.0f} s")
+            return JoinRefusal("quarantined", f"{name} failed what others manage, and may come back in {until - now:.0f} s")
         if name not in state.sequences and (until := self.members.quarantined_guests.get(guest, now)) > now:
             detail = f"a worker of {guest} failed what others manage: newcomers on that invitation may come in {until - now:.0f} s"
-            return Refusal("quarantined", detail)
+            return JoinRefusal("quarantined", detail)
         if not self.members.has_room_for(name):
-            return Refusal("full", "the coordinator has as many workers as it can take")
+            return JoinRefusal("full", "the coordinator has as many workers as it can take")
         most = self.bounds.guests.get(guest) if guest else None
         if most is not None and self.members.guests[guest] >= most:
-            return Refusal("full", f"the invitation of {guest} is for {most} workers at a time, and they are here")
+            return JoinRefusal("full", f"the invitation of {guest} is for {most} workers at a time, and they are here")
         if name not in state.sequences and not self._newcomers.take(address, now):
-            return Refusal("too-fast", f"more than {self.bounds.joins_per_minute} workers a minute come for the first time; trying again")
-        return Refusal()
+            return JoinRefusal(
+                "too-fast", f"more than {self.bounds.joins_per_minute} workers a minute come for the first time; trying again"
+            )
+        return JoinRefusal()
 
     # --- names that are not used ---------------------------------------------------------------------
 

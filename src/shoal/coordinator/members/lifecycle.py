@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from shoal.coordinator.effects import Effect, Note, Reply
-from shoal.coordinator.members.authentication import Bucket, Doorkeeper, Refusal
-from shoal.coordinator.members.table import Membership, Worker
-from shoal.coordinator.policies import Policies
+from shoal.coordinator.members.authentication import Authenticator, JoinRefusal, TokenBucket
+from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.rounds.weights_publisher import PartPublisher
-from shoal.coordinator.state import Called, Plan, State, Waiting
-from shoal.coordinator.units.leasing import Lender
-from shoal.coordinator.units.tasks import Taskmaster
+from shoal.coordinator.rounds.weights_publisher import SubsetPublisher
+from shoal.coordinator.state import HeldReply, RequestReceived, RunPlan, State
+from shoal.coordinator.units.leasing import UnitLeasing
+from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
 from shoal.protocol.messages import PROTOCOL, Gone, Join
 
@@ -26,15 +26,15 @@ _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
 class Host(Protocol):
     """The coordinator whose workers come and go."""
 
-    plan: Plan
-    policies: Policies
-    members: Membership
-    door: Doorkeeper
+    plan: RunPlan
+    policies: CoordinatorPolicies
+    members: MemberTable
+    door: Authenticator
     rounds: Rounds
-    parts: PartPublisher
-    lender: Lender | None
-    tasks: Taskmaster | None
-    waiting: OrderedDict[str, Waiting]
+    parts: SubsetPublisher
+    lender: UnitLeasing | None
+    tasks: TaskAssigner | None
+    waiting: OrderedDict[str, HeldReply]
     now: float
 
     @property
@@ -43,15 +43,15 @@ class Host(Protocol):
     def record(self, record: dict[str, Any]) -> None: ...
     def refuse(self, caller: Any, reason: str, detail: str = "") -> None: ...
     def lose(self, name: str, why: str) -> None: ...
-    def answer(self, caller: Any, header: dict[str, Any], worker: Worker) -> None: ...
+    def answer(self, caller: Any, header: dict[str, Any], worker: Member) -> None: ...
 
 
-class Attendance:
+class MemberLifecycle:
     """Lets workers in, and sees them off."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.members, self.door = host, host.members, host.door
-        self._notes, self._untold = Bucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
+        self._notes, self._untold = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
 
     def recall(self) -> None:
         """A coordinator that comes back knows who is kept out."""
@@ -66,7 +66,7 @@ class Attendance:
         self._evict_uninvited()
         self._forget_unused()
 
-    def join(self, event: Called, asked: Join) -> None:
+    def join(self, event: RequestReceived, asked: Join) -> None:
         """Let a worker in that proves to have its key. What it asked for first is answered with what to sign."""
         host = self.host
         if asked.protocol != PROTOCOL:
@@ -83,7 +83,7 @@ class Attendance:
             refusal = self.door.admit(name, asked.key, event.guest, host.state, host.now, event.address)
         if not refusal.reason and host.tasks is not None and (unfit := host.tasks.unfit(name)):
             self.tell(f"{name} cannot take part: {unfit}")
-            refusal = Refusal("unfit", unfit)
+            refusal = JoinRefusal("unfit", unfit)
         if refusal.reason:
             return host.refuse(event.caller, *refusal)
         if asked.instance in self.members.replaced.get(name, ()):
@@ -101,7 +101,7 @@ class Attendance:
             self._tell_of_joining(worker, asked.name)
         return None
 
-    def _seat(self, event: Called, asked: Join, name: str, challenge: int) -> Worker:
+    def _seat(self, event: RequestReceived, asked: Join, name: str, challenge: int) -> Member:
         """Give a worker its place. Its name and its key belong together from now on."""
         host = self.host
         about = {key: printable(value) for key, value in asked.about.items()}
@@ -116,7 +116,7 @@ class Attendance:
             host.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
         return worker
 
-    def _recall(self, worker: Worker) -> None:
+    def _recall(self, worker: Member) -> None:
         """How a worker stands that may have been here before, with this coordinator or one that was killed. After too many failures it may
         try one more unit: whoever started it again may have mended it."""
         host = self.host
@@ -126,14 +126,14 @@ class Attendance:
         worker.seen_place = epoch, position
         worker.failed = min(host.state.failures.get(worker.name, 0), host.plan.bounds.failures - 1)
 
-    def _welcome(self, worker: Worker) -> dict[str, Any]:
+    def _welcome(self, worker: Member) -> dict[str, Any]:
         host = self.host
         epoch, position = host.state.positions.get(str(worker.seat), (0, 0))
         last = host.state.sequences.get(worker.name, -1)
         known = {"name": worker.name, "session": worker.session, "seat": host.plan.data_seat(worker.seat)}
         return {"kind": "welcome", **known, "epoch": epoch, "position": position, "last_seq": last}
 
-    def _tell_of_joining(self, worker: Worker, wanted: str | None) -> None:
+    def _tell_of_joining(self, worker: Member, wanted: str | None) -> None:
         whose = f"{worker.name} joined ({', '.join(worker.about.values())})" if worker.about else f"{worker.name} joined"
         other = "" if wanted in (None, worker.name) else f": it asked for the name {wanted}, which belongs to another worker"
         self.tell(whose + other)
@@ -149,20 +149,20 @@ class Attendance:
             self._untold = 0
         host.emit(Note(text))
 
-    def hear_of_end(self, event: Called, asked: Gone) -> None:
+    def hear_of_end(self, event: RequestReceived, asked: Gone) -> None:
         """Whoever has a worker's key says that its processes have ended."""
         host = self.host
         if not asked.proof:
             return host.emit(Reply(event.caller, self.door.challenge(event.session, host.now)))
         _, refusal = self.door.check(asked, "gone", self.members.by_name.get(asked.name), host.now, event.address)
         if not refusal.reason and host.state.keys.get(asked.name) != asked.key:
-            refusal = Refusal("unproved", f"{asked.name} has another key")
+            refusal = JoinRefusal("unproved", f"{asked.name} has another key")
         if refusal.reason:
             return host.refuse(event.caller, *refusal)
         host.lose(asked.name, "has lost a process, and starts again")
         return host.emit(Reply(event.caller, {"kind": "goodbye"}))
 
-    def remove(self, worker: Worker, why: str, left: bool = False) -> None:
+    def remove(self, worker: Member, why: str, left: bool = False) -> None:
         """A worker takes part no longer. `left`: it said so itself, or comes back at once."""
         host = self.host
         self.members.remove(worker)
@@ -204,7 +204,7 @@ class Attendance:
             if host.lender is not None and host.lender.leases is not None:
                 host.lender.leases.forget(name)
 
-    def has_failed_too_often(self, worker: Worker) -> bool:
+    def has_failed_too_often(self, worker: Member) -> bool:
         """Until one of the others has shown whether the units can be done at all."""
         return worker.failed >= self.host.plan.bounds.failures
 
@@ -217,7 +217,7 @@ class Attendance:
             worker.word = f"the coordinator has given this worker's unit to another one: {reason}"
             self.count_failure(worker, reason)
 
-    def count_failure(self, worker: Worker, reason: str) -> None:
+    def count_failure(self, worker: Member, reason: str) -> None:
         """A worker that fails unit after unit, while others manage theirs, would use up everybody's attempts."""
         host = self.host
         worker.reject("failed")

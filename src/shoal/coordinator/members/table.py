@@ -18,7 +18,7 @@ _MOST_REPLACED = 16
 
 
 @dataclass
-class Worker:
+class Member:
     """One worker, from its joining to its leaving."""
 
     name: str
@@ -108,7 +108,7 @@ class Seats:
             self._listed.add(seat)
 
 
-class Rates:
+class SortedRates:
     """Workers' rates in order, so that the middle one and the largest are at hand."""
 
     def __init__(self) -> None:
@@ -132,20 +132,20 @@ class Rates:
         return 2 * rate / (self._sorted[(count - 1) // 2] + self._sorted[count // 2])
 
 
-class Membership:
+class MemberTable:
     """All workers that are here. Seats and sequence numbers are remembered for those that come back."""
 
     def __init__(self, heartbeat_interval_s: float, most_sessions: int = 10_000) -> None:
         self.heartbeat_interval_s, self.timeout_s = heartbeat_interval_s, MISSED_HEARTBEATS * heartbeat_interval_s
         self.most_sessions = most_sessions
-        self.by_session: OrderedDict[str, Worker] = OrderedDict()
+        self.by_session: OrderedDict[str, Member] = OrderedDict()
         """Who has been silent for longest comes first."""
-        self.by_name: dict[str, Worker] = {}
+        self.by_name: dict[str, Member] = {}
         self.known: dict[str, int] = {}
         """The seat each name had last."""
         self.seats = Seats()
-        self.rates = Rates()
-        self.paces = Rates()
+        self.rates = SortedRates()
+        self.paces = SortedRates()
         self.guests: Counter[str] = Counter()
         """Workers that are here on the invitation of each person."""
         self.replaced: dict[str, deque[str]] = {}
@@ -165,15 +165,15 @@ class Membership:
         instance: str = "",
         guest: str = "",
         seat: int | None = None,
-    ) -> Worker:
+    ) -> Member:
         """`seat`: where somebody else gives out the seats; None: the one that it had, or the first free one."""
         seat = self.seats.take(self.known.get(name)) if seat is None else seat
-        worker = Worker(name, session, seat, now, now, about=about, instance=instance, guest=guest)
+        worker = Member(name, session, seat, now, now, about=about, instance=instance, guest=guest)
         self.guests[guest] += 1
         self.by_session[session] = self.by_name[name] = worker
         return worker
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: Member) -> None:
         self.by_session.pop(worker.session, None)
         self.seats.leave(worker.seat)
         self.rates.move(worker.rate, None)
@@ -183,7 +183,7 @@ class Membership:
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
 
-    def replace(self, worker: Worker) -> None:
+    def replace(self, worker: Member) -> None:
         """Another process has taken a worker's name. If both came back whenever the other did, neither would get anything done."""
         self.replaced.setdefault(worker.name, deque(maxlen=_MOST_REPLACED)).append(worker.instance)
 
@@ -206,17 +206,17 @@ class Membership:
             return True
         return len(self.by_name) < self.most_sessions and (name in self.known or len(self.known) < max(MOST_NAMES, self.most_sessions))
 
-    def hear(self, worker: Worker, now: float) -> None:
+    def hear(self, worker: Member, now: float) -> None:
         """A sign of life."""
         worker.seen_at = now
         self.by_session.move_to_end(worker.session)
 
-    def silent(self, now: float) -> Worker | None:
+    def silent(self, now: float) -> Member | None:
         """One who has not been heard for too long, if there is any."""
         first = next(iter(self.by_session.values()), None)
         return first if first is not None and now - first.seen_at > self.timeout_s else None
 
-    def arrive(self, worker: Worker, now: float, alpha: float) -> None:
+    def arrive(self, worker: Member, now: float, alpha: float) -> None:
         """A contribution came: measure the time since the last one."""
         if worker.arrived_at is not None and now > worker.arrived_at:
             passed, before = now - worker.arrived_at, worker.rate
@@ -224,7 +224,7 @@ class Membership:
             self.rates.move(before, worker.rate)
         worker.arrived_at = now
 
-    def time(self, worker: Worker, batches: int, now: float, alpha: float) -> None:
+    def time(self, worker: Member, batches: int, now: float, alpha: float) -> None:
         """A contribution came: measure how fast it was made."""
         if worker.began_at is not None and now > worker.began_at:
             pace, before = batches / (now - worker.began_at), worker.pace
@@ -239,7 +239,7 @@ class Membership:
             if name not in self.known and name not in self.by_name:
                 return name
 
-    def speed(self, worker: Worker) -> float:
+    def speed(self, worker: Member) -> float:
         """A worker's rate over the median rate; 1 until it is known."""
         return self.rates.speed(worker.rate)
 

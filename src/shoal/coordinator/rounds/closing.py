@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from shoal.config.schema.updates import Bucketing
-from shoal.coordinator.durable.replayed_state import Book
-from shoal.coordinator.effects import Note, Stop
+from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.effects import Note, StopRun
 from shoal.coordinator.members.table import MISSED_HEARTBEATS
-from shoal.coordinator.policies import Policies
+from shoal.coordinator.policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.state import Plan
+from shoal.coordinator.state import RunPlan
 
 GATHERING_S = 30.0
 _MOST_NAMED = 8
 
 
-class Closing:
+class RoundClosing:
     """Decides from counts alone, so that it may be asked at every message."""
 
-    def __init__(self, plan: Plan, policies: Policies, book: Book) -> None:
+    def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, book: ReplayedState) -> None:
         self.plan, self.policy, self.book = plan, policies.rounds, book
         self.rounds: Rounds = book.rounds
         self.first_workers = self.policy.first_workers(plan.expected)
@@ -49,7 +49,7 @@ class Closing:
         """How long those who are ready wait for the others. At the start that is longer: to start a program takes longer than a step."""
         return max(GATHERING_S, self.policy.deadline_s) if number == 0 else self.policy.deadline_s
 
-    def watch(self, number: int, now: float) -> Note | Stop | None:
+    def watch(self, number: int, now: float) -> Note | StopRun | None:
         """Too few workers for the rule: wait for more, or stop. It never makes do with a lesser rule.
 
         Workers that are gone get the time to come back: after a crash of the coordinator, all of them have to.
@@ -62,7 +62,7 @@ class Closing:
         short_s = now - self._short_since
         text = f"{self.plan.updates.aggregation.kind} needs {needed} contributions and {reachable} workers are here"
         if self.plan.updates.below_quorum == "stop" and number > 0 and short_s > MISSED_HEARTBEATS * interval_s:
-            return Stop(f"{text}: stopped, as updates.below_quorum says")
+            return StopRun(f"{text}: stopped, as updates.below_quorum says")
         if self._noted == text or short_s < interval_s:
             return None
         self._noted = text

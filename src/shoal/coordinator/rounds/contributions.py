@@ -8,16 +8,16 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shoal.coordinator.durable.receipt_seal import seal
-from shoal.coordinator.durable.replayed_state import Book
+from shoal.coordinator.durable.replayed_state import ReplayedState
 from shoal.coordinator.effects import Effect, Frames, Reply
-from shoal.coordinator.members.lifecycle import Attendance
-from shoal.coordinator.members.table import Membership, Worker
-from shoal.coordinator.policies import Policies
+from shoal.coordinator.members.lifecycle import MemberLifecycle
+from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, Claims
-from shoal.coordinator.state import Called, Plan, State, Waiting, accepted
-from shoal.coordinator.units.leasing import Lender
-from shoal.coordinator.units.tasks import Taskmaster
+from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, PlausibilityChecks
+from shoal.coordinator.state import HeldReply, RequestReceived, RunPlan, State, accepted
+from shoal.coordinator.units.leasing import UnitLeasing
+from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.protocol.frames import UpdateError
 from shoal.protocol.messages import Contribute
 from shoal.updates.answer_frames import InexactAnswers, digest
@@ -33,16 +33,16 @@ _MOST_DATA = 2**31
 class Host(Protocol):
     """The coordinator that contributions are for."""
 
-    plan: Plan
-    policies: Policies
-    book: Book
+    plan: RunPlan
+    policies: CoordinatorPolicies
+    book: ReplayedState
     rounds: Rounds
-    members: Membership
-    attendance: Attendance
-    claims: Claims
-    lender: Lender | None
-    tasks: Taskmaster | None
-    waiting: OrderedDict[str, Waiting]
+    members: MemberTable
+    attendance: MemberLifecycle
+    claims: PlausibilityChecks
+    lender: UnitLeasing | None
+    tasks: TaskAssigner | None
+    waiting: OrderedDict[str, HeldReply]
     now: float
 
     @property
@@ -52,17 +52,17 @@ class Host(Protocol):
     def emit(self, *effects: Effect) -> None: ...
     def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
     def refuse(self, caller: Any, reason: str, detail: str = "") -> None: ...
-    def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int) -> None: ...
+    def answer(self, caller: Any, header: dict[str, Any], worker: Member, have: int) -> None: ...
     def close_what_is_due(self) -> None: ...
 
 
-class Intake:
+class ContributionHandler:
     """Judges contributions, and answers those who sent them."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
 
-    def take(self, event: Called, asked: Contribute, worker: Worker) -> None:
+    def take(self, event: RequestReceived, asked: Contribute, worker: Member) -> None:
         """Judge a contribution, and answer it."""
         host = self.host
         if asked.seq == host.state.sequences.get(worker.name, -1):
@@ -82,7 +82,7 @@ class Intake:
         worker.lag = self._lag(worker, asked.base)
         return self._submit(event, asked, worker) if asked.unit >= 0 else self._admit(event, asked, worker)
 
-    def _see(self, worker: Worker, asked: Contribute) -> None:
+    def _see(self, worker: Member, asked: Contribute) -> None:
         """Note how far a worker has come, whatever becomes of what it sends. Where much is turned away, that survives a crash, too: else
         the worker would come back with numbers that it cannot have come to."""
         host = self.host
@@ -92,24 +92,24 @@ class Intake:
             place = {"seat": worker.seat, "epoch": worker.seen_place[0], "position": worker.seen_place[1]}
             host.record({"kind": "seen", "worker": worker.name, "seq": worker.seen_seq, **place})
 
-    def _move_on(self, worker: Worker, asked: Contribute) -> None:
+    def _move_on(self, worker: Member, asked: Contribute) -> None:
         if self.host.tasks is not None:
             self.host.tasks.move_on(worker, asked)
 
-    def _admit(self, event: Called, asked: Contribute, worker: Worker) -> None:
+    def _admit(self, event: RequestReceived, asked: Contribute, worker: Member) -> None:
         share = self.host.policies.admission.share(worker.lag, self.host.members.speed(worker))
         problem = self._problem(worker, asked) or ("stale" if share <= 0 else "")
         if problem:
             return self._turn_away(event.caller, asked, worker, problem)
         return self._accept(event, asked, worker, share)
 
-    def _turn_away(self, caller: Any, asked: Contribute, worker: Worker, problem: str) -> None:
+    def _turn_away(self, caller: Any, asked: Contribute, worker: Member, problem: str) -> None:
         worker.reject(problem)
         self.host.state.count(problem)
         self._move_on(worker, asked)
         self._receipt(caller, worker, asked, problem)
 
-    def _accept(self, event: Called, asked: Contribute, worker: Worker, share: float) -> None:
+    def _accept(self, event: RequestReceived, asked: Contribute, worker: Member, share: float) -> None:
         host = self.host
         number = self._round_for(worker, asked)
         late = host.policies.rounds.window > 0 and asked.round < number
@@ -125,7 +125,7 @@ class Intake:
         host.close_what_is_due()  # the answer then brings the weights that this contribution moved
         return self._receipt(event.caller, worker, asked, "accepted")
 
-    def _submit(self, event: Called, asked: Contribute, worker: Worker) -> None:
+    def _submit(self, event: RequestReceived, asked: Contribute, worker: Member) -> None:
         """Take a unit's result, where the coordinator keeps the leases."""
         host = self.host
         assert host.lender is not None
@@ -145,7 +145,7 @@ class Intake:
         host.close_what_is_due()
         return self._receipt(event.caller, worker, asked, "accepted")
 
-    def _tell_inexact(self, event: Called, asked: Contribute, worker: Worker, why: str) -> None:
+    def _tell_inexact(self, event: RequestReceived, asked: Contribute, worker: Member, why: str) -> None:
         """Name a worker whose answers are not what they should be: in the ledger, to people, and to itself."""
         host = self.host
         fields = {"worker": worker.name, "seq": asked.seq, "unit": asked.unit, "base": asked.base, "reason": why}
@@ -155,14 +155,14 @@ class Intake:
         self._receipt(event.caller, worker, asked, "inexact")
         host.attendance.count_failure(worker, why)
 
-    def _lag(self, worker: Worker, base: int) -> int:
+    def _lag(self, worker: Member, base: int) -> int:
         """Versions that the update does not know of. A worker that steps its own weights knows those it made itself."""
         host = self.host
         own_steps = host.policies.contribution.own_steps
         own = sum(1 for version in host.state.made.get(worker.name, ()) if version > base) if own_steps else 0
         return max(0, host.state.version - base - own)
 
-    def _problem(self, worker: Worker, asked: Contribute) -> str:
+    def _problem(self, worker: Member, asked: Contribute) -> str:
         """Why a contribution cannot be taken, however fresh it is."""
         host = self.host
         if host.finished:
@@ -180,12 +180,12 @@ class Intake:
         """The round that takes contributions. While that of a relay is on its way up, it is the next one."""
         return self.host.state.version + (self.host.book.upward is not None)
 
-    def _round_for(self, worker: Worker, asked: Contribute) -> int:
+    def _round_for(self, worker: Member, asked: Contribute) -> int:
         """The round that a contribution goes into: never one before that of the worker's last one, which an earlier life of it may have
         sent ahead. So what a worker makes is in the weights in the order in which it was made."""
         return max(self.host.policies.rounds.round_for(asked.round, self._open_round), self.host.rounds.newest_of(worker.name))
 
-    def _has_room_for(self, worker: Worker, number: int) -> bool:
+    def _has_room_for(self, worker: Member, number: int) -> bool:
         """Whether a round takes one more contribution of this worker."""
         return self.host.rounds.sent_by(worker.name, number) < self.host.policies.rounds.most_of_one
 
@@ -194,7 +194,7 @@ class Intake:
         gone = self.host.state.positions.get(str(seat))
         return gone is not None and (asked.epoch, asked.position - asked.batches) < (gone[0], gone[1])
 
-    def _receipt(self, caller: Any, worker: Worker, asked: Contribute, status: str, repeated: bool = False) -> None:
+    def _receipt(self, caller: Any, worker: Member, asked: Contribute, status: str, repeated: bool = False) -> None:
         """Answer at once, or when the round has closed if the worker may not go on before. Nobody goes on while the run is paused."""
         host = self.host
         free = not host.state.paused and host.policies.rounds.may_send_next(asked.round, host.state.version)
@@ -202,12 +202,12 @@ class Intake:
         if status == "accepted" and not free and not host.finished:
             before = host.waiting.pop(worker.session, None)
             self.answer_no_longer(None if before is None else before.caller)
-            host.waiting[worker.session] = Waiting(caller, asked.seq, asked.have, asked.round, host.now)
+            host.waiting[worker.session] = HeldReply(caller, asked.seq, asked.have, asked.round, host.now)
             return
         have = asked.have if asked.have >= 0 or status != "accepted" else NO_WEIGHTS
         self._confirm(caller, worker, asked.seq, status, have, repeated)
 
-    def _confirm(self, caller: Any, worker: Worker, seq: int, status: str, have: int, repeated: bool = False) -> None:
+    def _confirm(self, caller: Any, worker: Member, seq: int, status: str, have: int, repeated: bool = False) -> None:
         host = self.host
         header = {"kind": "receipt", "status": status, "seq": seq, "round": host.state.version, "repeated": repeated}
         if status in ("accepted", "wait") and host.plan.receipt_key and host.state.sequences.get(worker.name) == seq:

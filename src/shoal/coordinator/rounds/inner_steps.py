@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from itertools import islice
 
-from shoal.coordinator.members.table import Membership, Worker
-from shoal.coordinator.policies import Policies
-from shoal.coordinator.state import Plan
+from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.state import RunPlan
 
 LEAST_SHARE = 1 / 8
 """Of the steps of the fastest worker. A worker that is slower still is waited for, or comes too late."""
@@ -15,7 +15,7 @@ _ENOUGH = 256
 """Workers whose progress tells how far a round is. Of thousands, every so many-th is looked at: each newcomer asks."""
 
 
-def steps_for(policies: Policies, plan: Plan, version: int, worker: Worker, members: Membership, now: float) -> int:
+def steps_for(policies: CoordinatorPolicies, plan: RunPlan, version: int, worker: Member, members: MemberTable, now: float) -> int:
     """The strategy's number of steps: fewer for a slower worker where speeds are balanced, or for one that comes in mid-round where rounds
     do not wait for all, and no more than are left of the run."""
     contribution = policies.contribution
@@ -28,7 +28,7 @@ def steps_for(policies: Policies, plan: Plan, version: int, worker: Worker, memb
     return min(steps, left) if plan.total_batches is None and left > 0 else steps
 
 
-def _left_of_round(worker: Worker, members: Membership, now: float) -> float:
+def _left_of_round(worker: Member, members: MemberTable, now: float) -> float:
     """The share of a round that the others still have before them, for a worker that is not known yet: so that it ends with them."""
     if worker.pace is not None:
         return 1.0

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.state import Held, Key, key_of
+from shoal.coordinator.state import HeldContribution, Key, key_of
 
 
 @dataclass
 class Round:
     """Contributions that will make one version."""
 
-    held: dict[Key, Held] = field(default_factory=dict)
+    held: dict[Key, HeldContribution] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     """How many contributions of each worker are in it."""
     on_time: set[str] = field(default_factory=set)
@@ -78,7 +78,7 @@ class Rounds:
             if name in there.sent:
                 there.gone -= change
 
-    def hold(self, number: int, held: Held) -> None:
+    def hold(self, number: int, held: HeldContribution) -> None:
         """Keep a contribution until its round closes, beside others of the same worker."""
         there, name = self.open.setdefault(number, Round()), held.record["worker"]
         there.held[held.key] = held

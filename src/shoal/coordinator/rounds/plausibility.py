@@ -10,8 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from shoal.coordinator.state import Plan
-from shoal.coordinator.units.cut import Unit
+from shoal.coordinator.state import RunPlan
+from shoal.coordinator.units.cut import DataUnit
 from shoal.protocol.messages import Contribute, Delivered
 from shoal.updates.expert_subsets import why_not_held
 
@@ -26,10 +26,10 @@ MOST_UNRECORDED = _MOST_SKIPPED // 2
 """Contributions that a worker may be seen to send, and that are turned away, before it is recorded how far it has come."""
 
 
-class Claims:
+class PlausibilityChecks:
     """The bounds of a plan."""
 
-    def __init__(self, plan: Plan, most_batches: int, refused: dict[str, int]) -> None:
+    def __init__(self, plan: RunPlan, most_batches: int, refused: dict[str, int]) -> None:
         """`refused`: where figures that are left out are counted."""
         self.plan, self.most_batches, self.refused = plan, most_batches, refused
         self._names: set[str] = set(plan.figures)
@@ -48,12 +48,12 @@ class Claims:
 
     def delivered(self, asked: Delivered) -> Delivered:
         """What was learned from a unit: the unit says of how many samples."""
-        samples = self.samples_of(Unit(asked.epoch, asked.start, asked.batches))
+        samples = self.samples_of(DataUnit(asked.epoch, asked.start, asked.batches))
         samples = asked.samples if samples is None else samples
         metrics = self.metrics(asked.metrics, asked.worker)
         return asked._replace(samples=samples, weight=self._weight(asked.weight, samples), metrics=metrics)
 
-    def samples_of(self, unit: Unit) -> int | None:
+    def samples_of(self, unit: DataUnit) -> int | None:
         """Samples in a unit; None: nobody said how large batches are."""
         each, whole = self.plan.samples_per_batch, self.plan.samples_per_epoch
         if each is None or whole is None:

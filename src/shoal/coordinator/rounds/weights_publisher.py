@@ -15,7 +15,7 @@ from shoal.config.schema.updates import Codec
 from shoal.protocol.buffer_pool import room
 from shoal.protocol.frames import Frames, frame_of
 from shoal.updates import codecs
-from shoal.updates.expert_subsets import Experts, part_of
+from shoal.updates.expert_subsets import ExpertIds, part_of
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 
@@ -37,7 +37,7 @@ class Replica:
         """Fixed: its memory is being sent, and stays as it is."""
 
 
-class Way(NamedTuple):
+class ReplicaUpdate(NamedTuple):
     """How a replica becomes the newest weights, or those in a span."""
 
     kind: str
@@ -47,7 +47,7 @@ class Way(NamedTuple):
     """What those have who have gone it; None: that is not kept."""
 
 
-class Publisher:
+class WeightsPublisher:
     """The newest weights, and who has which."""
 
     def __init__(self, codec: Codec) -> None:
@@ -61,7 +61,7 @@ class Publisher:
         self._held: dict[str, tuple[int, Replica]] = {}
         self._kept = 0
         """Different replicas that somebody holds. It is asked for at every pull, so it is counted as they come and go."""
-        self._ways: dict[tuple[Replica | None, Span | None], Way] = {}
+        self._ways: dict[tuple[Replica | None, Span | None], ReplicaUpdate] = {}
         self._dense = 0
 
     def publish(self, version: int, vector: Tensor, buffers: Tensor, span: Span | None = None) -> None:
@@ -101,13 +101,13 @@ class Publisher:
         """All of the weights, as a worker has them that got differences."""
         return (frame_of(self._held[session][1].vector.clone().numpy()), *self._buffer_frame())
 
-    def _way(self, replica: Replica | None, span: Span | None) -> Way:
+    def _way(self, replica: Replica | None, span: Span | None) -> ReplicaUpdate:
         """Found once for all who have the same."""
         if (replica, span) not in self._ways:
             self._ways[replica, span] = self._found(replica, span)
         return self._ways[replica, span]
 
-    def _found(self, replica: Replica | None, span: Span | None) -> Way:
+    def _found(self, replica: Replica | None, span: Span | None) -> ReplicaUpdate:
         start, end = span or (0, self.vector.numel())
         target = self.vector[start:end]
         shorter = None if replica is None else self._shorter(replica.vector[start:end], target)
@@ -115,12 +115,12 @@ class Publisher:
             if replica is not None:
                 return self._way(None, None)
             copy = _copied(self.vector)
-            return Way("full", (frame_of(copy.numpy()),), None, Replica(copy, fixed=True) if self._has_room() else None)
+            return ReplicaUpdate("full", (frame_of(copy.numpy()),), None, Replica(copy, fixed=True) if self._has_room() else None)
         kind, frames = shorter or ("full", (frame_of(target.clone().numpy()),))
         moved = None if replica is None else self._movable(replica)
         if moved is not None:
             codecs.renew(moved.vector[start:end], kind, self.codec, frames, own=True)
-        return Way(kind, frames, span, moved)
+        return ReplicaUpdate(kind, frames, span, moved)
 
     def _movable(self, replica: Replica) -> Replica | None:
         """A copy of a replica, or itself where nobody else needs it as it is; None where there is no room."""
@@ -160,22 +160,22 @@ def _copied(vector: Tensor) -> Tensor:
     return torch.frombuffer(room(4 * vector.numel()), dtype=torch.float32).copy_(vector) if vector.numel() else vector.clone()
 
 
-class PartPublisher:
+class SubsetPublisher:
     """Weights for workers that hold some of a mixture's experts: a publisher for each set of experts that somebody holds."""
 
-    def __init__(self, whole: Publisher, blocks: ExpertBlocks | None) -> None:
+    def __init__(self, whole: WeightsPublisher, blocks: ExpertBlocks | None) -> None:
         self._whole, self._blocks = whole, blocks
-        self._publishers: dict[Experts, Publisher] = {}
-        self._sessions: dict[str, Experts] = {}
+        self._publishers: dict[ExpertIds, WeightsPublisher] = {}
+        self._sessions: dict[str, ExpertIds] = {}
 
-    def has_room_for(self, experts: Experts) -> bool:
+    def has_room_for(self, experts: ExpertIds) -> bool:
         """Each set is a copy of a part of the weights: whoever makes up ever new ones fills no memory."""
         return experts in self._publishers or len(self._publishers) < MOST_SETS
 
-    def hold(self, session: str, experts: Experts) -> None:
+    def hold(self, session: str, experts: ExpertIds) -> None:
         """From now on this worker has these experts."""
         self._sessions[session] = experts
-        self._publishers.setdefault(experts, Publisher(self._whole.codec))
+        self._publishers.setdefault(experts, WeightsPublisher(self._whole.codec))
         self._share_memory()
 
     def since(self, session: str, have: int) -> tuple[dict[str, Any], Frames]:
@@ -203,7 +203,7 @@ class PartPublisher:
             one.most_bytes = MOST_REPLICA_BYTES // len(self._publishers)
 
 
-class Notice(NamedTuple):
+class WeightsMessage(NamedTuple):
     """Weights for all to read: `full`, or the `difference` to the version before."""
 
     kind: str
@@ -211,39 +211,39 @@ class Notice(NamedTuple):
     frames: Frames
 
 
-class Bulletin:
+class WeightsFeed:
     """The newest weights for workers that read them where they hang out, each when it likes: what changed, where a codec makes it shorter,
     and all of them as often as the changes since the last time add up to as much."""
 
-    def __init__(self, publisher: Publisher) -> None:
+    def __init__(self, publisher: WeightsPublisher) -> None:
         self._publisher = publisher
         self._have = self._newest = -1
-        self._notices: list[Notice] = []
+        self._notices: list[WeightsMessage] = []
         self._bytes = 0
         """Of differences since the last full weights."""
 
-    def notices(self) -> list[Notice]:
+    def notices(self) -> list[WeightsMessage]:
         """What to hang out for the newest version; the same when asked again."""
         version = self._publisher.version
         if self._newest == version:
             return self._notices
         if self._newest < 0:
             # The version that a coordinator begins with may be one that its predecessor hung out, not quite the same. Nothing builds on it.
-            self._notices = [Notice("full", {"weights": "full"}, self._publisher.everything())]
+            self._notices = [WeightsMessage("full", {"weights": "full"}, self._publisher.everything())]
         else:
             self._notices = self._news()
             self._have = version
         self._newest = version
         return self._notices
 
-    def _news(self) -> list[Notice]:
+    def _news(self) -> list[WeightsMessage]:
         header, frames = self._publisher.since(_ALL, self._have)
         if header["weights"] == "full":
             self._bytes = 0
-            return [Notice("full", header, frames)]
-        difference = Notice("difference", header, frames)
+            return [WeightsMessage("full", header, frames)]
+        difference = WeightsMessage("difference", header, frames)
         self._bytes += sum(frame.nbytes for frame in frames)
         if self._bytes < 4 * self._publisher.vector.numel():
             return [difference]
         self._bytes = 0
-        return [Notice("full", {"weights": "full"}, self._publisher.replica(_ALL)), difference]
+        return [WeightsMessage("full", {"weights": "full"}, self._publisher.replica(_ALL)), difference]

@@ -15,7 +15,7 @@ LEAST_ISSUED = 64
 ISSUED_PER_QUORUM = 4
 
 
-class Unit(NamedTuple):
+class DataUnit(NamedTuple):
     """Some batches of an epoch."""
 
     epoch: int
@@ -24,7 +24,7 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class DataCut:
     """How the data is cut into units."""
 
     batches_per_epoch: int
@@ -39,17 +39,17 @@ class Cut:
     def total(self) -> int:
         return self.per_epoch * self.total_epochs
 
-    def unit(self, number: int) -> Unit:
+    def unit(self, number: int) -> DataUnit:
         epoch, place = divmod(number, self.per_epoch)
         start = place * self.batches_per_unit
-        return Unit(epoch, start, min(self.batches_per_unit, self.batches_per_epoch - start))
+        return DataUnit(epoch, start, min(self.batches_per_unit, self.batches_per_epoch - start))
 
     def number(self, epoch: int, start: int) -> int:
         return epoch * self.per_epoch + start // self.batches_per_unit
 
 
 @dataclass
-class Settled:
+class SettledUnits:
     """Which units need not be done any more: all before `below`, and a few beyond it."""
 
     below: int = 0
@@ -82,5 +82,5 @@ class Settled:
         return {"below": self.below, "beyond": sorted(self.beyond), "failed": self.failed}
 
     @classmethod
-    def of(cls, saved: dict[str, Any]) -> Settled:
+    def of(cls, saved: dict[str, Any]) -> SettledUnits:
         return cls(saved["below"], set(saved["beyond"]), saved["failed"])

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator.driver_interfaces import Board
+from shoal.coordinator.driver_interfaces import LeaseDatabase
 from shoal.coordinator.effects import Effect, Issue, Published
 from shoal.coordinator.machine import Coordinator
-from shoal.coordinator.members.authentication import Bucket
-from shoal.coordinator.rounds.weights_publisher import Bulletin, Notice
-from shoal.coordinator.state import LeaseResult, Spoiled
+from shoal.coordinator.members.authentication import TokenBucket
+from shoal.coordinator.rounds.weights_publisher import WeightsFeed, WeightsMessage
+from shoal.coordinator.state import LeaseResult, UnusableResult
 from shoal.errors import printable
 from shoal.protocol.messages import BadMessage, Request, parse_from_leases
 
@@ -22,13 +22,13 @@ _NOTES_EVERY_S = 1.0
 _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
 
 
-class Notes:
+class DatabaseNotes:
     """What a board wants people to know. It is asked once a second; what students said in it must not steer a terminal, nor fill it."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: LeaseDatabase) -> None:
         self.board = board
         self._next_at = 0.0
-        self._room = Bucket(_NOTES_PER_S, _NOTES_AT_ONCE)
+        self._room = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE)
 
     def read(self, now: float) -> list[str]:
         """Warnings come first: a student that comes and goes all the time hides none."""
@@ -41,19 +41,19 @@ class Notes:
         return [*shown, f"{more} more notes came from the database"] if more else shown
 
 
-class BulletinBoard:
+class DatabaseLeases:
     """What the coordinator hangs out and takes in at a board."""
 
-    def __init__(self, board: Board, coordinator: Coordinator) -> None:
+    def __init__(self, board: LeaseDatabase, coordinator: Coordinator) -> None:
         self.board, self.coordinator = board, coordinator
-        self.bulletin = Bulletin(coordinator.publisher)
+        self.bulletin = WeightsFeed(coordinator.publisher)
         self.says_over = False
         """Whether the weights that hang out say that the run is over."""
         self._taken: list[Request] = []
         """Results that are in an open round, and still at the board."""
         self._effects: list[Effect] = []
         """What is to be done about them, when the round closes."""
-        self._notes = Notes(board)
+        self._notes = DatabaseNotes(board)
 
     def goes_on(self) -> bool:
         """Whether what was on offer when the coordinator ended still is."""
@@ -88,10 +88,10 @@ class BulletinBoard:
 
     def publish_last(self) -> None:
         """Hang out the last weights once more: the run is over. Workers read only newer weights, so they count as newer."""
-        last = [Notice("full", {"weights": "full"}, self.coordinator.publisher.everything())]
+        last = [WeightsMessage("full", {"weights": "full"}, self.coordinator.publisher.everything())]
         self._hang_out(self.coordinator.state.version + 1, last, True)
 
-    def _hang_out(self, version: int, notices: list[Notice], done: bool) -> None:
+    def _hang_out(self, version: int, notices: list[WeightsMessage], done: bool) -> None:
         for kind, header, frames in notices:
             self.board.publish(version, kind, header | {"step": self.coordinator.step, "done": done}, frames)
         self.says_over = done
@@ -112,7 +112,7 @@ class BulletinBoard:
         return any(worker["alive"] for worker in self.board.workers())
 
 
-def _event_of(request: Request, more: bool) -> LeaseResult | Spoiled:
+def _event_of(request: Request, more: bool) -> LeaseResult | UnusableResult:
     header: dict[str, Any] = request.message.header
     fields = {name: value for name, value in header.items() if name not in ("unit", "seq")}
     if header["kind"] == "delivered":
@@ -122,4 +122,4 @@ def _event_of(request: Request, more: bool) -> LeaseResult | Spoiled:
     try:
         return LeaseResult(parse_from_leases(fields), request.message.frames, more)
     except BadMessage as error:  # the figures in it are a worker's
-        return Spoiled(header["epoch"], header["start"], f"what {header.get('worker')} sent cannot be used: {error}")
+        return UnusableResult(header["epoch"], header["start"], f"what {header.get('worker')} sent cannot be used: {error}")

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from shoal.coordinator.durable.replayed_state import Book
-from shoal.coordinator.effects import Effect, Frames, Issue, Note, Stop
-from shoal.coordinator.members.table import Worker
-from shoal.coordinator.rounds.plausibility import Claims
-from shoal.coordinator.state import LeaseResult, Plan, delivered
-from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, Cut
+from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.effects import Effect, Frames, Issue, Note, StopRun
+from shoal.coordinator.members.table import Member
+from shoal.coordinator.rounds.plausibility import PlausibilityChecks
+from shoal.coordinator.state import LeaseResult, RunPlan, delivered
+from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, DataCut
 from shoal.coordinator.units.leases import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
 from shoal.protocol.frames import UpdateError
@@ -30,7 +30,7 @@ NO_UNIT = -1
 class Attendance(Protocol):
     """Who takes part, as far as units are concerned."""
 
-    def has_failed_too_often(self, worker: Worker) -> bool:
+    def has_failed_too_often(self, worker: Member) -> bool:
         """Whether the worker is given no units for now, where others are here who have not failed so many in a row."""
         ...
 
@@ -46,10 +46,10 @@ class Attendance(Protocol):
 class Host(Protocol):
     """The coordinator that lends units."""
 
-    plan: Plan
-    book: Book
+    plan: RunPlan
+    book: ReplayedState
     now: float
-    claims: Claims
+    claims: PlausibilityChecks
 
     @property
     def attendance(self) -> Attendance: ...
@@ -57,27 +57,27 @@ class Host(Protocol):
     def finished(self) -> bool: ...
     def emit(self, *effects: Effect) -> None: ...
     def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
-    def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int) -> None: ...
+    def answer(self, caller: Any, header: dict[str, Any], worker: Member, have: int) -> None: ...
     def stop_for(self, reason: str) -> None: ...
 
 
-class Claiming(NamedTuple):
+class WaitingClaim(NamedTuple):
     """A worker whose answer is held back until there is a unit for it."""
 
     caller: Any
-    worker: Worker
+    worker: Member
     have: int
     since: float
 
 
-class Lender:
+class UnitLeasing:
     """The units of a run."""
 
-    def __init__(self, host: Host, cut: Cut, quorum: int) -> None:
+    def __init__(self, host: Host, cut: DataCut, quorum: int) -> None:
         self.host, self.cut, self.quorum = host, cut, quorum
         plan = host.plan
         self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts, plan.most_lag, host.attendance.at_work)
-        self.claiming: OrderedDict[str, Claiming] = OrderedDict()
+        self.claiming: OrderedDict[str, WaitingClaim] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
         self._settled_offers = 0
@@ -115,7 +115,7 @@ class Lender:
             if host.plan.updates.below_quorum == "stop" and host.book.state.version > 0:
                 reason = f"{text}: stopped, as updates.below_quorum says"
                 host.stop_for(reason)
-                return host.emit(Stop(reason))
+                return host.emit(StopRun(reason))
             host.emit(Note(f"{text}: waiting for {needed - there} more"))
         self.offer()
 
@@ -162,10 +162,10 @@ class Lender:
 
     # --- leases that the coordinator keeps -----------------------------------------------------------
 
-    def claim(self, caller: Any, asked: Claim, worker: Worker) -> Any:
+    def claim(self, caller: Any, asked: Claim, worker: Member) -> Any:
         """Lend a unit, now or as soon as there is one. Return the caller that no longer waits: the worker asked again."""
         before = self.claiming.pop(worker.session, None)
-        self.claiming[worker.session] = Claiming(caller, worker, asked.have, self.host.now)
+        self.claiming[worker.session] = WaitingClaim(caller, worker, asked.have, self.host.now)
         return None if before is None else before.caller
 
     def serve(self, longest_s: float) -> None:
@@ -193,7 +193,7 @@ class Lender:
     def _any_waits(self) -> bool:
         return self.leases is not None and self.leases.any_waits
 
-    def _lease(self, worker: Worker) -> dict[str, Any] | None:
+    def _lease(self, worker: Member) -> dict[str, Any] | None:
         """One unit at a time: a worker that holds one, and asks again, has lost the answer."""
         assert self.leases is not None
         for lease in self.leases.held(worker.name):
@@ -209,7 +209,7 @@ class Lender:
         unit = {"kind": "lease", "unit": found.unit, "epoch": epoch, "start": start, "batches": batches}
         return unit | self.host.book.lease(found.unit)
 
-    def _free_hostage(self, worker: Worker) -> bool:
+    def _free_hostage(self, worker: Member) -> bool:
         assert self.leases is not None
         freed = self.leases.free_hostage(worker.name, self.host.now)
         if freed is None:
@@ -224,7 +224,7 @@ class Lender:
         self._blamed.append((lease.worker, HELD_TOO_LONG))
         return True
 
-    def submit(self, worker: Worker, asked: Contribute, frames: Frames) -> str:
+    def submit(self, worker: Member, asked: Contribute, frames: Frames) -> str:
         """Take a unit's result where its lease is held. Return what became of it. Raises UpdateError."""
         assert self.leases is not None
         host, state = self.host, self.host.book.state
@@ -243,11 +243,11 @@ class Lender:
             host.record(delivered(host.claims.delivered(result), asked.unit, 1.0, state.version, worker.experts), frames, decoded)
         return outcome
 
-    def give_back(self, worker: Worker, unit: int) -> None:
+    def give_back(self, worker: Member, unit: int) -> None:
         assert self.leases is not None
         self.leases.give_back(worker.name, unit)
 
-    def fail(self, worker: Worker, unit: int, reason: str) -> bool:
+    def fail(self, worker: Member, unit: int, reason: str) -> bool:
         """The worker could not do a unit. Return whether it had it."""
         assert self.leases is not None
         held = any(lease.unit == unit for lease in self.leases.held(worker.name))
@@ -265,12 +265,12 @@ class Lender:
         text = f"unit {unit} was tried in vain {self.leases.attempts} times, and nobody who is here has managed one yet: {reason}"
         self.host.emit(Note(f"warning: {text}. Such units wait {self.leases.patience_s:.0f} s for somebody who can do them"))
 
-    def renew(self, worker: Worker) -> None:
+    def renew(self, worker: Member) -> None:
         """The worker was seen at work."""
         if self.leases is not None:
             self.leases.renew(worker.name, self.host.now)
 
-    def forget(self, worker: Worker, left: bool) -> Any:
+    def forget(self, worker: Member, left: bool) -> Any:
         """The worker is gone, and said so or not: others may do what it had. Return the caller that waited for a unit, if it did."""
         if self.leases is not None and left:
             self.leases.leave(worker.name)

@@ -15,13 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shoal.coordinator.effects import Effect, Note
-from shoal.coordinator.members.table import Membership, Worker
+from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.state import Piece, State, Tasks
+from shoal.coordinator.state import State, TaskPiece, TaskPlan
 from shoal.protocol.messages import Contribute
-from shoal.scheduling import Burden, Job, Machine, lacking, worth_stealing
-from shoal.scheduling.matching import fits
-from shoal.scheduling.speeds import believed
+from shoal.scheduling import PendingTask, RemainingWork, WorkerSpec, lacking, worth_stealing
+from shoal.scheduling.matching import estimate_speeds, fits
 
 _STUCK_INTERVALS = 10
 """A worker that has sent nothing for so many of its usual intervals has its piece given to others."""
@@ -34,7 +33,7 @@ _MOST_PASSED = 3
 class Owner(Protocol):
     """The coordinator, as far as tasks are concerned."""
 
-    members: Membership
+    members: MemberTable
     rounds: Rounds
     now: float
 
@@ -46,11 +45,11 @@ class Owner(Protocol):
     def emit(self, *effects: Effect) -> None: ...
 
 
-class Place(NamedTuple):
+class PieceProgress(NamedTuple):
     """A piece, and how far it is."""
 
     number: int
-    piece: Piece
+    piece: TaskPiece
     next: int
     """The first batch that nobody has learned from."""
 
@@ -59,10 +58,10 @@ class Place(NamedTuple):
         return self.piece.end - self.next
 
 
-class Taskmaster:
+class TaskAssigner:
     """Gives out pieces."""
 
-    def __init__(self, coordinator: Owner, tasks: Tasks) -> None:
+    def __init__(self, coordinator: Owner, tasks: TaskPlan) -> None:
         self.coordinator, self.tasks = coordinator, tasks
         self._passed: dict[int, set[str]] = {}
         """Workers that went past a piece's end without sending all of it."""
@@ -81,22 +80,22 @@ class Taskmaster:
     def unfit(self, name: str) -> str:
         """Why no task of the run can be done by a worker of this name, for people; empty: some can."""
         machine = self._claimed(name)
-        jobs = [Job(task.id, 1.0, task.memory_gb) for task in self.tasks.tasks]
+        jobs = [PendingTask(task.id, 1.0, task.memory_gb) for task in self.tasks.tasks]
         if any(fits(job, machine) for job in jobs):
             return ""
         return f"no task fits: {min(jobs, key=lambda job: job.memory_gb).id} {lacking(min(jobs, key=lambda job: job.memory_gb), [machine])}"
 
-    def begin(self, worker: Worker) -> None:
+    def begin(self, worker: Member) -> None:
         """A worker is about to begin: match it and the others that have not, so that nobody has a piece only because it came first."""
         waiting = [one for one in self.coordinator.members.by_name.values() if self._is_fresh(one)]
         if worker in waiting:
             self._deal(waiting)
 
-    def seat(self, worker: Worker) -> None:
+    def seat(self, worker: Member) -> None:
         """Find a piece for a worker that has none."""
         self._deal([worker])
 
-    def is_at(self, worker: Worker, asked: Contribute) -> bool:
+    def is_at(self, worker: Member, asked: Contribute) -> bool:
         """Whether a contribution was made of what this worker has to do. A piece that others have finished is forgotten."""
         piece, begin = self._state.pieces.get(worker.seat), asked.position - asked.batches
         if piece is None:
@@ -104,7 +103,7 @@ class Taskmaster:
         own = piece.holder == worker.name and asked.epoch == piece.epoch
         return own and piece.first <= begin and asked.position <= piece.end
 
-    def move_on(self, worker: Worker, asked: Contribute) -> None:
+    def move_on(self, worker: Member, asked: Contribute) -> None:
         """A worker has sent something, whatever became of it: where its piece ends with that, it is given another one."""
         if self.coordinator.finished:
             return None
@@ -118,7 +117,7 @@ class Taskmaster:
             self._deal([worker])
         return None
 
-    def place(self, worker: Worker) -> dict[str, int]:
+    def place(self, worker: Member) -> dict[str, int]:
         """Where a worker is to be: told with every answer, so that none is missed."""
         place = self._place(worker.seat)
         if place is None:
@@ -129,7 +128,7 @@ class Taskmaster:
         """Time has passed: name the tasks that fit nobody who is here."""
         machines = [self._claimed(name) for name in self.coordinator.members.by_name]
         for task in self.tasks.tasks:
-            lack = lacking(Job(task.id, 1.0, task.memory_gb), machines)
+            lack = lacking(PendingTask(task.id, 1.0, task.memory_gb), machines)
             text = f"warning: task {task.id} {lack}: it waits for a worker with more" if lack else ""
             if text and text not in self._told:
                 self._told.add(text)
@@ -154,13 +153,13 @@ class Taskmaster:
         """Pieces that are done."""
         return self._state.next_piece - sum(1 for _ in self._undone())
 
-    def task_of(self, worker: Worker) -> str:
+    def task_of(self, worker: Member) -> str:
         piece = self._state.pieces.get(worker.seat)
         return self.tasks.tasks[piece.task].id if piece is not None else ""
 
     # --- matching ----------------------------------------------------------------------------------
 
-    def _deal(self, workers: Sequence[Worker]) -> None:
+    def _deal(self, workers: Sequence[Member]) -> None:
         """Give each of these workers a piece. What they have now and have not begun may go to another of them."""
         names = {worker.name for worker in workers}
         machines = {machine.name: machine for machine in self._machines() if machine.name in names}
@@ -175,7 +174,7 @@ class Taskmaster:
             if left:
                 self._open_epoch()
 
-    def _jobs(self, names: set[str], left: Mapping[str, Worker]) -> Iterator[list[Job]]:
+    def _jobs(self, names: set[str], left: Mapping[str, Member]) -> Iterator[list[PendingTask]]:
         """What these workers may have, one epoch after the other, for as long as some of them have nothing."""
         free = [place for place in self._undone() if self._is_free(place, names) and not self._is_shunned(place, left)]
         for epoch in sorted({place.piece.epoch for place in free}):
@@ -183,38 +182,40 @@ class Taskmaster:
                 return
             yield [self._job(place) for place in free if place.piece.epoch == epoch]
 
-    def _job(self, place: Place) -> Job:
+    def _job(self, place: PieceProgress) -> PendingTask:
         task, left = self.tasks.tasks[place.piece.task], place.left
-        return Job(str(place.number), left * task.work, task.memory_gb, task.priority, left / self.tasks.grain * self.tasks.megabits)
+        return PendingTask(
+            str(place.number), left * task.work, task.memory_gb, task.priority, left / self.tasks.grain * self.tasks.megabits
+        )
 
-    def _is_free(self, place: Place, names: set[str]) -> bool:
+    def _is_free(self, place: PieceProgress, names: set[str]) -> bool:
         """Whether nobody has a piece, or only somebody who is gone, stuck, or to be given another one with these workers."""
         holder = self.coordinator.members.by_name.get(place.piece.holder)
         if holder is None or holder.seat != place.number or holder.name in names:
             return True
         return self._is_stuck(holder)
 
-    def _is_shunned(self, place: Place, left: Mapping[str, Worker]) -> bool:
+    def _is_shunned(self, place: PieceProgress, left: Mapping[str, Member]) -> bool:
         return any(name in self._passed.get(place.number, ()) for name in left)
 
-    def _is_fresh(self, worker: Worker) -> bool:
+    def _is_fresh(self, worker: Member) -> bool:
         """Whether a worker has not begun, and neither has anybody begun what it is to do."""
         return worker.name not in self.coordinator.rounds.active and str(worker.seat) not in self._state.positions
 
-    def _is_stuck(self, worker: Worker) -> bool:
+    def _is_stuck(self, worker: Member) -> bool:
         members, now = self.coordinator.members, self.coordinator.now
         if worker.arrived_at is None or len(members.by_name) < 2:
             return False
         return now - worker.arrived_at > max(members.timeout_s, _STUCK_INTERVALS * (worker.interval_s or 0.0))
 
-    def _can_go_back(self, worker: Worker) -> bool:
+    def _can_go_back(self, worker: Member) -> bool:
         """Whether something of the run's own epochs can be had again, for a worker that has gone beyond them."""
         return any(self._is_free(place, set()) and not self._is_beyond(place.piece.epoch) for place in self._undone())
 
     def _is_beyond(self, epoch: int) -> bool:
         return self.tasks.epochs is not None and epoch >= self.tasks.epochs
 
-    def _give(self, worker: Worker, number: int) -> None:
+    def _give(self, worker: Member, number: int) -> None:
         if worker.seat != number or self._state.pieces[number].holder != worker.name:
             worker.seat = number
             self.coordinator.record({"kind": "seated", "worker": worker.name, "seat": number})
@@ -225,12 +226,12 @@ class Taskmaster:
         pieces = [
             [number, task.first, task.end]
             for number, task in enumerate(self.tasks.tasks)
-            if not lacking(Job(task.id, 1.0, task.memory_gb), machines)
+            if not lacking(PendingTask(task.id, 1.0, task.memory_gb), machines)
         ]
         self.coordinator.record({"kind": "opened", "epoch": self._state.epochs, "pieces": pieces})
         self._passed = {number: names for number, names in self._passed.items() if number in self._state.pieces}
 
-    def _pass(self, worker: Worker) -> None:
+    def _pass(self, worker: Member) -> None:
         """A worker is past the end of its piece and has not sent all of it: its gradients were not finite. Others may try."""
         names = self._passed.setdefault(worker.seat, set())
         names.add(worker.name)
@@ -239,14 +240,14 @@ class Taskmaster:
 
     # --- stealing ----------------------------------------------------------------------------------
 
-    def _steal(self, worker: Worker) -> bool:
+    def _steal(self, worker: Member) -> bool:
         """In the last epoch: take over a part of what somebody else has. Return whether that was worth it."""
         if self.tasks.epochs is None or self._state.epochs < self.tasks.epochs:
             return False
         speeds, machine = self._speeds(), self._claimed(worker.name)
         held = {str(place.number): place for place in self._undone() if self._may_be_cut(place, machine)}
         burdens = [
-            Burden(number, place.left // self.tasks.grain, self._piece_s(place.piece.holder, place, speeds))
+            RemainingWork(number, place.left // self.tasks.grain, self._piece_s(place.piece.holder, place, speeds))
             for number, place in held.items()
         ]
         if not burdens:
@@ -260,11 +261,11 @@ class Taskmaster:
         self._give(worker, number)
         return True
 
-    def _may_be_cut(self, place: Place, thief: Machine) -> bool:
+    def _may_be_cut(self, place: PieceProgress, thief: WorkerSpec) -> bool:
         beyond, job = self._is_beyond(place.piece.epoch), self._job(place)
         return not beyond and place.piece.holder not in ("", thief.name) and fits(job, thief)
 
-    def _piece_s(self, name: str, place: Place, speeds: Mapping[str, float]) -> float:
+    def _piece_s(self, name: str, place: PieceProgress, speeds: Mapping[str, float]) -> float:
         """How long a worker takes for one contribution to a piece. One that has been silent for longer than usual takes longer."""
         worker = self.coordinator.members.by_name.get(name)
         usual = self.tasks.grain * self.tasks.tasks[place.piece.task].work / speeds[name] if name in speeds else 1.0
@@ -274,35 +275,35 @@ class Taskmaster:
 
     # --- what is known -----------------------------------------------------------------------------
 
-    def _undone(self) -> Iterator[Place]:
+    def _undone(self) -> Iterator[PieceProgress]:
         for number in self._state.pieces:
             place = self._place(number)
             if place is not None and place.left > 0:
                 yield place
 
-    def _place(self, number: int) -> Place | None:
+    def _place(self, number: int) -> PieceProgress | None:
         piece = self._state.pieces.get(number)
         if piece is None:
             return None
         gone = self._state.positions.get(str(number))
-        return Place(number, piece, piece.first if gone is None else min(gone[1], piece.end))
+        return PieceProgress(number, piece, piece.first if gone is None else min(gone[1], piece.end))
 
-    def _claimed(self, name: str) -> Machine:
+    def _claimed(self, name: str) -> WorkerSpec:
         claim = self.tasks.claims.get(name)
-        return Machine(name) if claim is None else Machine(name, claim.speed or 1.0, claim.memory_gb, claim.bandwidth_mbps)
+        return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.speed or 1.0, claim.memory_gb, claim.bandwidth_mbps)
 
     def _speeds(self) -> dict[str, float]:
         members = self.coordinator.members.by_name
         claims = {name: claim.speed if (claim := self.tasks.claims.get(name)) is not None else None for name in members}
-        return believed(claims, {name: self._measured(worker) for name, worker in members.items()})
+        return estimate_speeds(claims, {name: self._measured(worker) for name, worker in members.items()})
 
-    def _measured(self, worker: Worker) -> float | None:
+    def _measured(self, worker: Member) -> float | None:
         """Work a second, from the smoothed time between a worker's contributions."""
         piece = self._state.pieces.get(worker.seat)
         if worker.rate is None or piece is None:
             return None
         return worker.rate * worker.batches * self.tasks.tasks[piece.task].work
 
-    def _machines(self) -> list[Machine]:
+    def _machines(self) -> list[WorkerSpec]:
         speeds, members = self._speeds(), self.coordinator.members.by_name
         return [self._claimed(name)._replace(speed=speeds[name], measured=members[name].rate is not None) for name in members]

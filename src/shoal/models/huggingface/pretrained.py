@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.config.path_hints import nothing_at
+from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 
@@ -84,7 +84,7 @@ def _explained(setting: str, name: str) -> Iterator[None]:
     """Turns what transformers raises into one line that says what to put where."""
     from safetensors import SafetensorError
 
-    if missing := nothing_at(name):
+    if missing := missing_path_hint(name):
         raise ShoalError(f"{setting}: {missing}; a folder with a model has {FILES}")
     try:
         with _quiet(name):

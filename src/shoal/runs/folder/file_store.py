@@ -6,22 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.coordinator.durable.journal import Journal
-from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.journal import FileJournal
+from shoal.coordinator.durable.ledger import FileLedger
 from shoal.coordinator.durable.receipt_seal import key_in
 from shoal.runs.folder.checkpoint import Checkpoints
 
 Result = TypeVar("Result")
 
 
-class Files:
+class FileStore:
     """A store in a folder."""
 
     transactional = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.journal, self.ledger = Journal(folder), Ledger(folder)
+        self.journal, self.ledger = FileJournal(folder), FileLedger(folder)
         self.snapshots = Checkpoints(folder / "snapshots", 2)
 
     @property

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from shoal.config import Run
-from shoal.config.plugins import expect, needed_by
+from shoal.config.plugins import needed_by, require_same
 from shoal.errors import ShoalError
 
 FILE = "plugins.json"
@@ -26,4 +26,4 @@ def expect_those_of(folder: Path) -> None:
         return
     except (OSError, ValueError) as error:
         raise ShoalError(f"{folder / FILE} cannot be read: {error}") from None
-    expect({str(name): str(digest) for name, digest in needed.items()}, f"the run in {folder}")
+    require_same({str(name): str(digest) for name, digest in needed.items()}, f"the run in {folder}")

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.coordinator.driver_interfaces import Saved
-from shoal.coordinator.durable.journal import Journal, journals, path_of
+from shoal.coordinator.driver_interfaces import SavedState
+from shoal.coordinator.durable.journal import FileJournal, journals, path_of
 from shoal.coordinator.durable.ledger import lines_of
-from shoal.coordinator.durable.lock import Lock
+from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
-from shoal.coordinator.durable.records import NOWHERE, Damaged, Place, Reading, follows, readable_after
+from shoal.coordinator.durable.records import NOWHERE, DamagedJournal, JournalReader, RecordEnd, follows, readable_after
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 
@@ -35,13 +35,13 @@ Sequences = dict[str, int]
 """The last number of each worker."""
 
 
-class Sound(NamedTuple):
+class SoundJournal(NamedTuple):
     """As far as records since a snapshot can be trusted."""
 
     records: list[dict[str, Any]]
     last: int
     """The last journal that is of use."""
-    end: Place
+    end: RecordEnd
     """Where it ends; nowhere: nothing of it can be used."""
     problem: str
     """What comes after that; nothing, if all is well."""
@@ -49,7 +49,7 @@ class Sound(NamedTuple):
 
 def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
     """Make a folder fit for a run to go on; `receipts`: what workers here wrote down. Return whether there was something to do."""
-    lock = Lock(folder)
+    lock = FolderLock(folder)
     lock.take()
     try:
         snapshot = _snapshot(folder, say)
@@ -147,27 +147,27 @@ def _nothing_to_go_on_from(where: object) -> ShoalError:
     )
 
 
-def _sound(folder: Path, snapshot: int) -> Sound:
+def _sound(folder: Path, snapshot: int) -> SoundJournal:
     """Every record since a snapshot, up to the first that cannot be trusted."""
     there = sorted(number for number in journals(folder) if number >= snapshot)
-    records, before, sound = list[dict[str, Any]](), None, Sound([], snapshot, NOWHERE, "")
+    records, before, sound = list[dict[str, Any]](), None, SoundJournal([], snapshot, NOWHERE, "")
     for number in range(snapshot, max(there, default=snapshot) + 1):
         path = path_of(folder, number)
         if not path.exists():
             return sound._replace(problem=f"{path.name} is missing")
         try:
-            reading = Reading(path)
+            reading = JournalReader(path)
             if before is not None and not follows(before, reading.head):
                 return sound._replace(problem=f"{before.path.name} has lost its end, and {path.name} follows it")
             for record, _ in reading:
                 records.append(record)
-        except Damaged as error:
-            return Sound(records, number, error.sound, f"{path.name} is damaged after {error.number} records")
-        before, sound = reading, Sound(records, number, reading.end, "")
+        except DamagedJournal as error:
+            return SoundJournal(records, number, error.sound, f"{path.name} is damaged after {error.number} records")
+        before, sound = reading, SoundJournal(records, number, reading.end, "")
     return sound
 
 
-def _known(snapshot: Saved, records: Iterable[dict[str, Any]]) -> Sequences:
+def _known(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> Sequences:
     known = dict(snapshot.state["coordinator"]["state"]["sequences"])
     for record in records:
         if record["kind"] == "accepted":
@@ -177,7 +177,7 @@ def _known(snapshot: Saved, records: Iterable[dict[str, Any]]) -> Sequences:
     return known
 
 
-def _version(snapshot: Saved, records: Iterable[dict[str, Any]]) -> int:
+def _version(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> int:
     version: int = snapshot.state["coordinator"]["state"]["version"]
     return version + [record["kind"] for record in records].count("closed")
 
@@ -220,7 +220,7 @@ def _newest_in(lines: Iterable[dict[str, Any]]) -> int:
     return max((int(line["version"]) for line in lines if "version" in line), default=0)
 
 
-def _told_by_journals(folder: Path, sound: Sound) -> Iterator[Sequences]:
+def _told_by_journals(folder: Path, sound: SoundJournal) -> Iterator[Sequences]:
     """What journals say after the damage, as far as it can be read."""
     for number in journals(folder):
         if number >= sound.last:
@@ -232,7 +232,7 @@ def _told_by_journals(folder: Path, sound: Sound) -> Iterator[Sequences]:
 # --- what is done about it ----------------------------------------------------------------------------------
 
 
-def _set_aside(folder: Path, snapshot: Checkpoint, sound: Sound) -> Path:
+def _set_aside(folder: Path, snapshot: Checkpoint, sound: SoundJournal) -> Path:
     """Keep the damaged files elsewhere, and leave what is sound."""
     aside = _new_folder(folder)
     for number in journals(folder):
@@ -265,7 +265,7 @@ def _write_down(folder: Path, removed: RemovedRecords) -> Path:
 
 
 def _write_record(folder: Path, snapshot: int, record: dict[str, Any]) -> None:
-    journal = Journal(folder)
+    journal = FileJournal(folder)
     try:
         for _ in journal.recover(snapshot):
             pass

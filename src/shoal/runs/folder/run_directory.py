@@ -27,12 +27,12 @@ from typing import Any, TextIO
 
 from shoal.config import Run
 from shoal.config.fields import as_data
-from shoal.config.load import File, Loaded, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, resolve
 from shoal.config.show import show, to_yaml
-from shoal.coordinator.durable.lock import Lock, is_held_elsewhere
+from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere
 from shoal.errors import ShoalError
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.resume_rules import Change, changes
+from shoal.runs.folder.resume_rules import SettingChange, changed_settings
 from shoal.runs.folder.stale_folders import clear, is_abandoned
 
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
@@ -51,7 +51,7 @@ class RunDirectory:
         self.path, self.fresh = path, fresh
         self._metrics: TextIO | None = None
         self._event_bytes: int | None = None
-        self._lock = Lock(path)
+        self._lock = FolderLock(path)
 
     @classmethod
     def create(cls, run: Run, wanted: str | None = None, warn: Callable[[str], None] = lambda text: None) -> RunDirectory:
@@ -117,11 +117,11 @@ class RunDirectory:
 
     def config(self) -> Run:
         """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
-        return resolve([File(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
+        return resolve([ConfigFile(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
 
-    def write_config(self, loaded: Loaded) -> list[Change]:
+    def write_config(self, loaded: LoadedConfig) -> list[SettingChange]:
         """Write down the settings. Return what they change for a run that goes on, which is written down, too."""
-        changed = changes(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
+        changed = changed_settings(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
         if changed:
             self._append("changes.jsonl", {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}})
         self._write_config(loaded)
@@ -134,7 +134,7 @@ class RunDirectory:
         except OSError as error:
             raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
 
-    def _write_config(self, loaded: Loaded) -> None:
+    def _write_config(self, loaded: LoadedConfig) -> None:
         self.write("provenance.json", show(loaded, origin=True, style="json"))
         if record := plugin_record.record_of(loaded.run):
             self.write(plugin_record.FILE, record)
@@ -200,10 +200,10 @@ class RunDirectory:
         self._lock.release()
 
 
-class SilentDirectory(RunDirectory):
+class ReadOnlyDirectory(RunDirectory):
     """The folder of a run that another process writes."""
 
-    def write_config(self, loaded: Loaded) -> list[Change]:
+    def write_config(self, loaded: LoadedConfig) -> list[SettingChange]:
         return []
 
     def record(self, record: dict[str, Any]) -> None:

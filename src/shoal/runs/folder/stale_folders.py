@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import was_held
-from shoal.coordinator.durable.records import Reading
+from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
 
 _SIGNS_OF_LEARNING = ("summary.json", "metrics.jsonl", "checkpoints", "coordinator/ledger.jsonl")
@@ -36,7 +36,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def _records(folder: Path) -> list[dict[str, object]]:
-    return [record for number in sorted(journals(folder)) for record, _ in Reading(path_of(folder, number))]
+    return [record for number in sorted(journals(folder)) for record, _ in JournalReader(path_of(folder, number))]
 
 
 def clear(path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Run
-from shoal.coordinator.driver_interfaces import Saved
+from shoal.coordinator.driver_interfaces import SavedState
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.folder.run_directory import RunDirectory
@@ -56,7 +56,7 @@ class Engine(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Epochs(Protocol):
+class EpochProgress(Protocol):
     """Where a run stands in its data."""
 
     @property
@@ -134,7 +134,7 @@ class Recorder:
         self,
         run: Run,
         engine: Engine,
-        epochs: Epochs,
+        epochs: EpochProgress,
         directory: RunDirectory,
         reporters: list[Reporter],
         meaningless: tuple[str, ...] = (),
@@ -391,7 +391,7 @@ class Recorder:
                 f"{checkpoint.path} is at step {checkpoint.step}, and this run ends at {self.engine.total_steps}: nothing is left to train"
             )
 
-    def restore(self, checkpoint: Saved) -> None:
+    def restore(self, checkpoint: SavedState) -> None:
         """Go on with the weights, the engine's state and the counts of a checkpoint."""
         self.engine.load_weights(checkpoint.weights)
         state = checkpoint.state

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from shoal.config import Run
 from shoal.config.schema.updates import Privacy
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver_interfaces import Board
-from shoal.coordinator.members.table import Worker
+from shoal.coordinator.driver_interfaces import LeaseDatabase
+from shoal.coordinator.members.table import Member
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.history import History
@@ -47,7 +47,7 @@ class Coordinated(Protocol):
     coordinator: Coordinator
     recorder: Recorder
     length: Length
-    board: Board | None
+    board: LeaseDatabase | None
 
     def members(self) -> Members: ...
     def traffic_totals(self) -> dict[str, Any]: ...
@@ -157,7 +157,7 @@ class StatusWriter:
         return list(self._gone.values())
 
 
-def _member(worker: Worker, now: float, wall: float) -> dict[str, Any]:
+def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
     """A worker of the coordinator's own. `now`: the coordinator's time; `wall`: the same in the world."""
     told = worker.figures
     return {

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver_interfaces import Traffic
+from shoal.coordinator.driver_interfaces import TrafficCounts
 
 
-class Totals:
+class TrafficTotals:
     """Bytes, and what was turned away by reason. A snapshot holds them, and every record of figures holds the bytes."""
 
-    def __init__(self, traffic: Traffic, coordinator: Coordinator) -> None:
+    def __init__(self, traffic: TrafficCounts, coordinator: Coordinator) -> None:
         self._traffic, self._coordinator = traffic, coordinator
         self._bytes_before = {"received_bytes": 0, "sent_bytes": 0}
         self._refused_before: dict[str, int] = {}

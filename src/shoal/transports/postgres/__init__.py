@@ -10,7 +10,7 @@ they do not arrive, both sides look again after `poll_interval_s`.
 """
 
 from shoal.config.schema.cluster import Postgres
-from shoal.transports.interface import ClientOptions, ServerOptions
+from shoal.transports.interface import ConnectOptions, ListenOptions
 from shoal.transports.postgres.client import PostgresClient
 from shoal.transports.postgres.lease_client import LeaseClient, LeasedUnit, PublishedWeights, stored_run
 from shoal.transports.postgres.reconnecting import conninfo_of
@@ -19,10 +19,10 @@ from shoal.transports.postgres.server import PostgresServer
 __all__ = ["LeaseClient", "LeasedUnit", "PostgresClient", "PostgresServer", "PublishedWeights", "connect", "serve", "stored_run"]
 
 
-def serve(settings: Postgres, place: ServerOptions) -> PostgresServer:
-    return PostgresServer(conninfo_of(settings), max_frame_bytes=place.max_frame_bytes, poll_interval_s=settings.poll_interval_s)
+def serve(settings: Postgres, options: ListenOptions) -> PostgresServer:
+    return PostgresServer(conninfo_of(settings), max_frame_bytes=options.max_frame_bytes, poll_interval_s=settings.poll_interval_s)
 
 
-def connect(call: ClientOptions) -> PostgresClient:
+def connect(options: ConnectOptions) -> PostgresClient:
     """A client. The database knows its users: the token is not for it."""
-    return PostgresClient(call.address, max_frame_bytes=call.max_frame_bytes)
+    return PostgresClient(options.address, max_frame_bytes=options.max_frame_bytes)

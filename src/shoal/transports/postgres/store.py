@@ -43,8 +43,8 @@ class DamagedJournal(ShoalError):
 
     def __init__(self, server: PostgresServer, what: str) -> None:
         super().__init__(
-            f"the journal in {server.connection.name} is damaged: {what}. Restore the database from a backup; or let `shoal repair RUN`, with "
-            "the run's folder, take out what follows the damage, which names what is lost, and resume then"
+            f"the journal in {server.connection.name} is damaged: {what}. Restore the database from a backup; or let `shoal repair RUN`,"
+            " with the run's folder, take out what follows the damage, which names what is lost, and resume then"
         )
         self.what = what
 
