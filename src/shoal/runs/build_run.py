@@ -229,7 +229,7 @@ def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
     found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
-    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.kept_fingerprint(samples)} | found))
+    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found))
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 
@@ -240,16 +240,16 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
         before = json.loads((directory.path / "data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if "fingerprint" in before and before["fingerprint"] != data.kept_fingerprint(samples):
+    if "fingerprint" in before and before["fingerprint"] != data.local_fingerprint(samples):
         raise ShoalError(
             f"the data has changed since {directory.path} began (then: {before['name']}; now: {samples.info.name}): put it back to go on, "
             f"or begin a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"
         )
 
 
-def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.ReadBeside | None:
+def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.SideTexts | None:
     """What is read beside a text that is being written: passages that it finds, and a context that is given."""
-    return models.read_beside(finder, [tokenizer.encode(context)] if context else ())
+    return models.make_side_texts(finder, [tokenizer.encode(context)] if context else ())
 
 
 def stream_text(
@@ -259,7 +259,7 @@ def stream_text(
     count: int,
     seed: int,
     decoding: Any,
-    beside: models.ReadBeside | None = None,
+    beside: models.SideTexts | None = None,
 ) -> Iterator[str]:
     """The text that follows a prompt, piece by piece. `beside`: what the model reads meanwhile."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]

@@ -17,7 +17,7 @@ from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.config.schema.data import FactoryData
 from shoal.config.schema.model import FactoryModel
-from shoal.data.user_data import Collate, OwnSamples, OwnStream, stacked
+from shoal.data.user_data import Collate, UserSamples, UserStream, stack_samples
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
 from shoal.tasks.user_task import Custom, LossFunction, Metric, WithMetrics, named
@@ -52,7 +52,7 @@ def data_for(run: Run, live: LiveObjects, load: Callable[[], data.Data]) -> data
         loaded = load()
         return loaded if held_out is None else loaded._replace(eval=_with_numbers(held_out, collate))
     name = source.function if isinstance(source, FactoryData) else type(train).__name__
-    found = _with_numbers(train, collate) if is_indexable(train) else OwnStream(train, _batcher(collate))
+    found = _with_numbers(train, collate) if is_indexable(train) else UserStream(train, _batcher(collate))
     return data.Data(found, None if held_out is None else _with_numbers(held_out, collate), data.Info("own", name))
 
 
@@ -61,12 +61,12 @@ def is_indexable(samples: Any) -> bool:
     return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
 
 
-def _with_numbers(samples: Any, collate: Collate | None) -> OwnSamples:
-    return OwnSamples(samples if is_indexable(samples) else list(samples), _batcher(collate))
+def _with_numbers(samples: Any, collate: Collate | None) -> UserSamples:
+    return UserSamples(samples if is_indexable(samples) else list(samples), _batcher(collate))
 
 
 def _batcher(collate: Collate | None) -> Callable[[Sequence[Any]], data.Batch]:
-    return partial(_batch, collate or stacked)
+    return partial(_batch, collate or stack_samples)
 
 
 def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:

@@ -19,7 +19,7 @@ from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, batch_share
-from shoal.data.images.transfer import Offer, fetched, is_without_images
+from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
@@ -179,7 +179,7 @@ class JoinedWorker:
         line, header = self.lines[0], self.welcome.header
         if "images" in header and isinstance(line, DatabaseConnection) and is_without_images(self.run):
             folder = (self.way.state or state_folder()) / "images"
-            found = fetched(Offer.of(header["images"]), line.desk.piece, folder, progress)
+            found = fetch_images(ImageOffer.of(header["images"]), line.desk.piece, folder, progress)
             self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property
@@ -327,7 +327,7 @@ class WorkerParts(NamedTuple):
     strategy: Policies
     shards: int
     keepsakes: WorkerCheckpoints
-    pieces: data.Pieces | None
+    pieces: data.UnitBatches | None
     """The units of the data, where they are leased."""
 
     @classmethod
@@ -369,12 +369,12 @@ def batch_part(parts: RunParts) -> tuple[int, int]:
     return batch_share(parts.run, crew.rank, crew.size)
 
 
-def unit_pieces(parts: RunParts, strategy: Policies) -> data.Pieces:
+def unit_pieces(parts: RunParts, strategy: Policies) -> data.UnitBatches:
     """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
     run = parts.run
     if not isinstance(parts.data.train, data.Samples):
         raise ShoalError("work units are pieces of data that has an end")
-    return data.Pieces(
+    return data.UnitBatches(
         parts.data.train,
         batch_size=run.training.batch_size or 1,
         seed=run.data.shuffle_seed or 0,

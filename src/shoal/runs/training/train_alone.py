@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace
-from shoal.data import kept_fingerprint
+from shoal.data import local_fingerprint
 from shoal.engines import World, choose_device, cuda_graph, enter
 from shoal.engines.pipeline.engine import PipelineEngine
 from shoal.engines.precision import fp8
@@ -145,7 +145,7 @@ def _first_decides(world: World | None, decide: Callable[[], Beginning], own: Pa
 
 def _expect_the_same_data(world: World, parts: RunParts) -> None:
     """Machines that share no folder have data of their own. Raises ShoalError where it is not the same."""
-    first, *others = world.texts(str(kept_fingerprint(parts.data)))
+    first, *others = world.texts(str(local_fingerprint(parts.data)))
     wrong = [rank for rank, one in enumerate(others, 1) if one != first]
     if wrong:
         raise ShoalError(
