@@ -32,7 +32,7 @@ from shoal.runs.relay import Relay
 from shoal.runs.storage import OpenedStorage
 from shoal.runs.training.background_eval import BackgroundEvaluator
 from shoal.runs.training.recorded_loop import RecordedLoop
-from shoal.strategies import Length, Policies
+from shoal.strategies import Policies, RunLength
 from shoal.updates.fragments import Span
 
 _GOODBYE_S, _PARTING_S = 120.0, 15.0
@@ -64,7 +64,7 @@ class RunAgreement(NamedTuple):
 
     parts: RunParts
     policies: Policies
-    length: Length
+    length: RunLength
     spans: tuple[Span, ...]
     """Fragments of the weights that rounds update in turn; empty: every round updates all of them."""
     expected: int

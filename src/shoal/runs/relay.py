@@ -11,9 +11,9 @@ from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.state import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner, EngineLearner
 from shoal.runs.worker_run import JoinedWorker
-from shoal.worker.receipts import Receipts
-from shoal.worker.relay import Climber
-from shoal.worker.session import Event
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.relay import UpstreamSession
+from shoal.worker.session import SessionEvent
 
 
 class Relay:
@@ -32,10 +32,10 @@ class Relay:
         """Take up the run where the coordinator above has it, or where this relay's journal ends. `wake`: wakes the driver's server."""
         self.joined, self.coordinator, self.driver, self.protocol = joined, coordinator, driver, joined.protocol
         self.wake, self.tell = wake, tell
-        self.receipts = Receipts(folder / "upstream.jsonl")
+        self.receipts = ReceiptsFile(folder / "upstream.jsonl")
         codec = coordinator.plan.updates.codec
-        self.climber = Climber(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
-        self._pending: Future[list[Event]] | None = None
+        self.climber = UpstreamSession(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
+        self._pending: Future[list[SessionEvent]] | None = None
         self.protocol.ready, joined.doing = True, "relaying"
         self.climber.hear(joined.courier.converse())
         if not coordinator.state.upstream:
@@ -65,7 +65,7 @@ class Relay:
         self.joined.close()
         self.receipts.close()
 
-    def _on_answer(self, events: list[Event]) -> None:
+    def _on_answer(self, events: list[SessionEvent]) -> None:
         self._pending = None
         answered = self.climber.hear(events)
         if answered is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver_interfaces import LeaseDatabase
-from shoal.strategies import Length, Policies
+from shoal.strategies import Policies, RunLength
 from shoal.updates import privacy
 
 
 class PrivacyBudget:
     """Computes ε from the contributions that workers have sent; those that were refused count too."""
 
-    def __init__(self, run: Run, coordinator: Coordinator, policies: Policies, length: Length, board: LeaseDatabase | None) -> None:
+    def __init__(self, run: Run, coordinator: Coordinator, policies: Policies, length: RunLength, board: LeaseDatabase | None) -> None:
         self.settings, self.coordinator, self.policies, self.length, self.board = run.updates.privacy, coordinator, policies, length, board
         per_shard = length.batches_per_shard
         self.sampling_rate = min(1.0, length.batches_per_contribution / per_shard) if per_shard else 1.0

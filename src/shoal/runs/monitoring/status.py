@@ -22,7 +22,7 @@ from shoal.errors import ShoalError
 from shoal.runs.monitoring.history import History
 from shoal.runs.monitoring.members import MemberTable
 from shoal.runs.monitoring.recorder import Recorder
-from shoal.strategies import Length
+from shoal.strategies import RunLength
 
 FILE = "status.json"
 SCHEMA = 2
@@ -73,7 +73,9 @@ def added(*counts: Mapping[str, int]) -> dict[str, int]:
 class StatusWriter:
     """Writes the status of one coordinator's run."""
 
-    def __init__(self, recorder: Recorder, coordinator: Coordinator, length: Length, members: MemberTable, traffic: TrafficTotals) -> None:
+    def __init__(
+        self, recorder: Recorder, coordinator: Coordinator, length: RunLength, members: MemberTable, traffic: TrafficTotals
+    ) -> None:
         self.recorder, self.coordinator, self.length, self.members, self.traffic = recorder, coordinator, length, members, traffic
         self.run, self.directory, self.history = recorder.run, recorder.directory, History(recorder.directory.path)
         self._next_at, self._state = 0.0, ""
