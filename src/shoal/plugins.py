@@ -50,19 +50,19 @@ if TYPE_CHECKING:
     from shoal.coordinator.policies import Discounted as Discounted
     from shoal.coordinator.policies import Every as Every
     from shoal.coordinator.policies import Everything as Everything
-    from shoal.data.hub.dataset import Request as DataRequest
+    from shoal.data.hub.dataset import DataRequest as DataRequest
     from shoal.data.images.samples import Target as ImageTarget
     from shoal.data.images.samples import from_pixels as from_pixels
     from shoal.data.images.samples import image_data as image_data
     from shoal.data.interfaces import Data as Data
     from shoal.data.text.documents import Document as Document
+    from shoal.data.text.documents import InMemoryDocuments as Documents
     from shoal.data.text.documents import TextPart as TextPart
-    from shoal.data.text.documents import Texts as Documents
     from shoal.engines.base import Engine as DistributedEngine
     from shoal.engines.base import StepResult as StepResult
     from shoal.engines.single import SingleEngine as SingleEngine
     from shoal.engines.world import World as World
-    from shoal.models.data_shapes import Shapes as DataShapes
+    from shoal.models.data_shapes import DataShapes as DataShapes
     from shoal.protocol.frames import Frame as Frame
     from shoal.protocol.frames import Frames as Frames
     from shoal.protocol.frames import expect_frames as expect_frames
@@ -174,12 +174,12 @@ _IMPORTED_ON_USE = {
     "ConnectOptions": "shoal.transports.interface.Call",
     "Contributions": "shoal.updates.rules.mixing.Contributions",
     "Data": "shoal.data.interfaces.Data",
-    "DataRequest": "shoal.data.hub.dataset.Request",
-    "DataShapes": "shoal.models.data_shapes.Shapes",
+    "DataRequest": "shoal.data.hub.dataset.DataRequest",
+    "DataShapes": "shoal.models.data_shapes.DataShapes",
     "Discounted": "shoal.coordinator.policies.Discounted",
     "DistributedEngine": "shoal.engines.base.Engine",
     "Document": "shoal.data.text.documents.Document",
-    "Documents": "shoal.data.text.documents.Texts",
+    "Documents": "shoal.data.text.documents.InMemoryDocuments",
     "Every": "shoal.coordinator.policies.Every",
     "Everything": "shoal.coordinator.policies.Everything",
     "Floats": "shoal.updates.parallel_blocks.Floats",

@@ -17,8 +17,8 @@ from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import ServingStarted
 from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.generation.batch_sampling import as_drawn, sample
-from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.batch_sampling import sample, tokens_to_send
+from shoal.models.generation.decoding import group_draws
 from shoal.protocol.frames import UpdateError
 from shoal.runs.build_run import assemble
 from shoal.runs.coordinator_setup import agree, plan_for
@@ -108,11 +108,11 @@ def answers_to(room: Room, unit: Unit, *, model: Any = None, temperature: float 
         [ids for ids in prompts for _ in range(policy.group)],
         max_new_tokens=LENGTH,
         temperature=temperature,
-        draws=draws_of_group(room.loaded.run.seed + seed, unit.given["first"], prompts, policy.group),
+        draws=group_draws(room.loaded.run.seed + seed, unit.given["first"], prompts, policy.group),
         eos_id=unit.given["end"],
         pad_id=0,
     )
-    return as_drawn(drawn)
+    return tokens_to_send(drawn)
 
 
 def answering(room: Room) -> Callable[[Unit], list[memoryview]]:

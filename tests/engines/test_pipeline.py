@@ -15,7 +15,7 @@ from shoal.config.load import resolve_data
 from shoal.engines import World
 from shoal.models import build as build_models
 from shoal.models.huggingface.model import HuggingFace
-from shoal.models.partial_model import StagedModel, staged
+from shoal.models.partial_model import PartialModel, partial_model
 from tests.support import rank_processes
 
 pytestmark = pytest.mark.whole
@@ -85,7 +85,7 @@ def test_a_model_of_hugging_face_in_stages_has_the_gradients_of_the_whole() -> N
     )
     whole = HuggingFace(transformers.GPT2LMHeadModel(config)).train()
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-    models = [staged(copy.deepcopy(whole), first, last, 3) for first, last in ((0, 1), (1, 3))]
+    models = [partial_model(copy.deepcopy(whole), first, last, 3) for first, last in ((0, 1), (1, 3))]
     first, last = models
     x = first.through(ids)
     received = x.detach().requires_grad_()
@@ -103,7 +103,7 @@ def returning(value: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: value
 
 
-def check_slopes(whole: torch.nn.Module, models: list[StagedModel]) -> None:
+def check_slopes(whole: torch.nn.Module, models: list[PartialModel]) -> None:
     """Every parameter belongs to one stage, and a tied one's gradients add up."""
     first, last = models
     assert first.tied is not None
@@ -122,7 +122,7 @@ def test_a_stage_keeps_nothing_of_the_layers_that_others_have() -> None:
     run = run.replace(model=resolve_data({"model": rank_processes.DEEP_MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
     whole = build_models(run, rank_processes.Shapes())["model"]
     others = [weakref.ref(one) for one in whole.get_submodule("blocks.2").parameters()]
-    part = staged(whole, 1, 2, 3)
+    part = partial_model(whole, 1, 2, 3)
     del whole
     gc.collect()
     assert [name for name, _ in part.named_parameters() if not name.startswith("blocks.1.")] == []

@@ -13,7 +13,7 @@ import torch
 
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
 from shoal.serve.backend import LocalBackend
@@ -75,7 +75,7 @@ class Heard:
 
 
 def job(prompt: list[int], heard: Heard, tokens: int) -> GenerationJob:
-    return GenerationJob(prompt, tokens, Draws(3, prompt), heard, Warp(1.0))
+    return GenerationJob(prompt, tokens, TokenDraws(3, prompt), heard, Warp(1.0))
 
 
 class Machines:

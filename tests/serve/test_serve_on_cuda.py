@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.models.huggingface.as_gpt import adopted
+from shoal.models.huggingface.as_gpt import gpt_conversion
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.load_model import open_served
 from shoal.serve.nodes.weights import WeightStore
@@ -45,7 +45,7 @@ def test_our_own_layers_compute_a_model_of_hugging_face_on_a_gpu(kind: str) -> N
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
-    own = adopted(model)
+    own = gpt_conversion(model)
     assert own is not None
     made = own.whole(WeightStore(model.state_dict()).get).cuda()
     assert written(made.double()) == written(model.double())

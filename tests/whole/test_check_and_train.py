@@ -17,7 +17,8 @@ from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.presets import names
 from shoal.config.schema import Run
 from shoal.config.schema.engine import Engine
-from shoal.launch.start import StartOptions, plan_start, start_run
+from shoal.launch.start import start_run
+from shoal.launch.start_mode import StartOptions, plan_start
 
 HERE = {
     "output_dir": "runs",
@@ -77,7 +78,7 @@ def start(preset: str) -> Iterator[Any]:
     def load(more: Sequence[Override]) -> LoadedConfig:
         return resolve([ConfigFile(preset)], [*(Override(path, value, f"--set {path}={value}") for path, value in own.items()), *more])
 
-    planned = plan_start(load, StartOptions(otherwise=2))
+    planned = plan_start(load, StartOptions(default_workers=2))
     with start_run(planned, []) as made:
         yield made.loop
         if hasattr(made.loop, "server"):

@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.launch import EngineProcesses, LocalIsland
-    from shoal.launch.start import StartPlan
+    from shoal.launch.start_mode import StartPlan
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shoal.config.schema.data import Loader
-from shoal.data.batch_source import SampleSupply, StreamSupply
-from shoal.data.interfaces import Batch, Feed, Samples, State, Stream
-from shoal.data.loader_processes import FeedPlan, WorkerOptions
+from shoal.data.batch_source import SampleBatches, StreamBatches
+from shoal.data.interfaces import Batch, Feed, Samples, SampleStream, State
+from shoal.data.loader_processes import FeedPlan, LoaderOptions
 from shoal.errors import ShoalError
 
 
@@ -19,7 +19,7 @@ class ShardFeed(Feed):
 
     def __init__(
         self,
-        samples: Samples | Stream,
+        samples: Samples | SampleStream,
         *,
         batch_size: int,
         seed: int,
@@ -34,8 +34,8 @@ class ShardFeed(Feed):
             raise ValueError(f"shard {index} of {count}")
         self._batch_size, self._shard = batch_size, shard
         self._reshuffle = reshuffle
-        plan = FeedPlan(batch_size, seed, shard, part, drop_last, WorkerOptions.of(loader))
-        self._supply = StreamSupply(samples, plan) if isinstance(samples, Stream) else SampleSupply(samples, plan)
+        plan = FeedPlan(batch_size, seed, shard, part, drop_last, LoaderOptions.of(loader))
+        self._supply = StreamBatches(samples, plan) if isinstance(samples, SampleStream) else SampleBatches(samples, plan)
         self.batches_per_epoch = self._supply.batches_per_epoch
         self.epoch = 0
         self.position = 0

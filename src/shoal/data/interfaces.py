@@ -98,10 +98,10 @@ class Selectable(Samples, Protocol):
     def select(self, indices: torch.Tensor) -> Self: ...
 
 
-class Reader(Protocol):
+class StreamReader(Protocol):
     """One pass over one shard of a stream."""
 
-    def __iter__(self) -> Reader: ...
+    def __iter__(self) -> StreamReader: ...
 
     def __next__(self) -> Any: ...
 
@@ -111,10 +111,10 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class Stream(Protocol):
+class SampleStream(Protocol):
     """Samples that are read one after the other, shuffled over a buffer."""
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         """Read shard `index` of `count`. Shards do not overlap, and together they are the whole stream."""
         ...
 
@@ -163,7 +163,7 @@ class Info(NamedTuple):
 class Data(NamedTuple):
     """Data to learn from, data to be judged on, and what they are. The two never overlap."""
 
-    train: Samples | Stream
+    train: Samples | SampleStream
     eval: Samples | None
     info: Info
 

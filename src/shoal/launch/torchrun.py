@@ -85,7 +85,7 @@ class TorchrunGroup:
 
     # --- the first process -------------------------------------------------------------------------
 
-    def begun(self) -> str | None:
+    def run_begun_before(self) -> str | None:
         """The folder of the run, where torchrun has started the processes again since it began."""
         return self.meeting.word(f"begun {self.number}")
 
@@ -113,7 +113,7 @@ class TorchrunGroup:
                     meeting.say(f"answer {asked}", answer)
             time.sleep(_LOOK_S)
 
-    def end(self, summary: dict[str, Any]) -> None:
+    def announce_end(self, summary: dict[str, Any]) -> None:
         """Tell the other processes the run's summary, and wait a little until they have heard it."""
         self.meeting.say(f"summary {self.start}", json.dumps(summary))
         until = time.monotonic() + _GOODBYE_S

@@ -63,25 +63,25 @@ def assemble(
     length: CountSteps | None = None,
     here: RankPlace | None = None,
     world: World | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
     joins: bool = False,
     known: data.Data | None = None,
 ) -> RunParts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
-    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `live` are live parts
     that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
     source = _with_parts_of_policy(run, tokenizer_of)
-    samples = known or data_for(run, given, lambda: data.load(source, progress=progress))
-    players = players_for(run, given, samples.info)
+    samples = known or data_for(run, live, lambda: data.load(source, progress=progress))
+    players = players_for(run, live, samples.info)
     answers = run.strategy.gives_answers and joins
     if answers:  # what scores, and what predicts scores, is the coordinator's
         players = {"model": players["model"]}
     else:
         load_policy_weights(run, players, tokenizer_of)
-    task = task_for(run, given, players, samples.info)
+    task = task_for(run, live, players, samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     device = choose_device(run.training.device, here.local_rank if here else 0)
@@ -229,7 +229,7 @@ def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
     found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
-    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.kept_fingerprint(samples)} | found))
+    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found))
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 
@@ -240,16 +240,16 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
         before = json.loads((directory.path / "data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if "fingerprint" in before and before["fingerprint"] != data.kept_fingerprint(samples):
+    if "fingerprint" in before and before["fingerprint"] != data.local_fingerprint(samples):
         raise ShoalError(
             f"the data has changed since {directory.path} began (then: {before['name']}; now: {samples.info.name}): put it back to go on, "
             f"or begin a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"
         )
 
 
-def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.ReadBeside | None:
+def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.SideTexts | None:
     """What is read beside a text that is being written: passages that it finds, and a context that is given."""
-    return models.read_beside(finder, [tokenizer.encode(context)] if context else ())
+    return models.make_side_texts(finder, [tokenizer.encode(context)] if context else ())
 
 
 def stream_text(
@@ -259,7 +259,7 @@ def stream_text(
     count: int,
     seed: int,
     decoding: Any,
-    beside: models.ReadBeside | None = None,
+    beside: models.SideTexts | None = None,
 ) -> Iterator[str]:
     """The text that follows a prompt, piece by piece. `beside`: what the model reads meanwhile."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]

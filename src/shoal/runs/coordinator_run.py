@@ -121,7 +121,7 @@ class CoordinatorLoop:
         batches = self._judged_by(parts)
         self.judge = BackgroundEvaluator(parts, batches, directory, judging, self.recorder.step_name) if batches is not None else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
-        self.beside: Callable[[], None] = lambda: None
+        self.on_tick: Callable[[], None] = lambda: None
         """Called now and then: the launcher looks after the worker processes that it started here."""
         self.goodbye_s = _GOODBYE_S
         """How long to wait at the end until all have heard that it is over."""
@@ -165,7 +165,7 @@ class CoordinatorLoop:
         before, self.recorder.stopping = self.recorder.stopping, INTERRUPTED
         return before == INTERRUPTED
 
-    def exited(self, name: str) -> None:
+    def report_exit(self, name: str) -> None:
         """The launcher saw this worker's process exit."""
         self.driver.happen(WorkerExited(name))
 
@@ -206,7 +206,7 @@ class CoordinatorLoop:
             self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
         self.status.look("ending" if ending else "paused" if self.coordinator.state.paused else "running")
-        self.beside()
+        self.on_tick()
 
     def members(self) -> Members:
         """Who takes part: workers that lease units in a database, or the coordinator's own members."""

@@ -63,7 +63,7 @@ def prepare(
     workers: int | None = None,
     hosts: tuple[str, ...] = (),
     transport: Transport | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
     above: JoinedWorker | None = None,
 ) -> ReadyCoordinator:
     """A coordinator, new or continued, that listens. `above`: it is a relay, which has joined another one."""
@@ -72,7 +72,7 @@ def prepare(
     home = storage_for(run, run_dir, resume, place, hosts)
     expected = home.expected or workers or run.cluster.num_workers or max(1, needed_contributions(run))
     if above is None:
-        agreed = agree(run, expected, home.directory, progress, given)
+        agreed = agree(run, expected, home.directory, progress, live)
     else:
         agreed = _agree_below(run, expected, above, home.directory, progress)
     directory = home.directory or RunDirectory.create(run, run_dir, warn_reporters(reporters))
@@ -126,7 +126,7 @@ def _coordinating(
 
 
 def agree(
-    run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: LiveObjects, known: data.Data | None = None
+    run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, live: LiveObjects, known: data.Data | None = None
 ) -> RunAgreement:
     """What the run is made of, and what its workers must agree on. `known`: its data, where that was loaded before."""
     if run.engine.experts is not None:
@@ -138,7 +138,7 @@ def agree(
         return lengths[0].steps
 
     coordinated = run if policies.apply.computes else run.replace(training=run.training.replace(device="cpu", compile=False))
-    parts = assemble(coordinated, progress, directory.path if directory else None, steps, given=given, known=known)
+    parts = assemble(coordinated, progress, directory.path if directory else None, steps, live=live, known=known)
     return RunAgreement(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
 

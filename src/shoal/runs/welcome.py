@@ -33,7 +33,7 @@ def parts_for(
     overrides: Sequence[Override],
     progress: Progress | None,
     meeting: Meeting | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
     fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
@@ -45,7 +45,7 @@ def parts_for(
     world = meeting.enter(device) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, given, joins=True)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, live, joins=True)
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
             f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "

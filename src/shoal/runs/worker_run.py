@@ -19,7 +19,7 @@ from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, batch_share
-from shoal.data.images.transfer import Offer, fetched, is_without_images
+from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
@@ -165,11 +165,11 @@ class JoinedWorker:
         feed = strategies.of(self.run, self.welcome.header["shards"]).feed
         return min(interval_s, feed.lease_s / 3) if feed.leased else interval_s
 
-    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, given: LiveObjects = NO_LIVE_OBJECTS) -> None:
+    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, live: LiveObjects = NO_LIVE_OBJECTS) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
             self._fetch_images(progress)
-            self.worker = self._worker(progress, here, given)
+            self.worker = self._worker(progress, here, live)
         except BaseException as problem:
             self.refuse(problem)
             raise
@@ -179,16 +179,16 @@ class JoinedWorker:
         line, header = self.lines[0], self.welcome.header
         if "images" in header and isinstance(line, DatabaseConnection) and is_without_images(self.run):
             folder = (self.way.state or state_folder()) / "images"
-            found = fetched(Offer.of(header["images"]), line.desk.piece, folder, progress)
+            found = fetch_images(ImageOffer.of(header["images"]), line.desk.piece, folder, progress)
             self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property
     def state(self) -> str:
         return self.worker.doing if self.worker else self.doing
 
-    def _worker(self, progress: Progress | None, here: RankPlace | None, given: LiveObjects) -> Worker:
+    def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         meeting = self._meet(here) if here is not None else None
-        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, given)
+        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, live)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
@@ -327,7 +327,7 @@ class WorkerParts(NamedTuple):
     strategy: Policies
     shards: int
     keepsakes: WorkerCheckpoints
-    pieces: data.Pieces | None
+    pieces: data.UnitBatches | None
     """The units of the data, where they are leased."""
 
     @classmethod
@@ -339,9 +339,9 @@ class WorkerParts(NamedTuple):
         meeting: Meeting | None,
         tell: Callable[[str], None],
         progress: Progress | None = None,
-        given: LiveObjects = NO_LIVE_OBJECTS,
+        live: LiveObjects = NO_LIVE_OBJECTS,
     ) -> WorkerParts:
-        parts = parts_for(header, frames, way.overrides, progress, meeting, given)
+        parts = parts_for(header, frames, way.overrides, progress, meeting, live)
         strategy = strategies.of(parts.run, header["shards"])
         if strategy.feed.leased:
             torch.seed()  # every worker draws noise of its own
@@ -369,12 +369,12 @@ def batch_part(parts: RunParts) -> tuple[int, int]:
     return batch_share(parts.run, crew.rank, crew.size)
 
 
-def unit_pieces(parts: RunParts, strategy: Policies) -> data.Pieces:
+def unit_pieces(parts: RunParts, strategy: Policies) -> data.UnitBatches:
     """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
     run = parts.run
     if not isinstance(parts.data.train, data.Samples):
         raise ShoalError("work units are pieces of data that has an end")
-    return data.Pieces(
+    return data.UnitBatches(
         parts.data.train,
         batch_size=run.training.batch_size or 1,
         seed=run.data.shuffle_seed or 0,

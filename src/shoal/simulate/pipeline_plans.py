@@ -19,7 +19,7 @@ from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs.build_run import feed_for_seat
 from shoal.runs.stage_placement import PipelineStage, stage_of_layers, stages_between
-from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.layer_split import MachineSpec, split
 from shoal.simulate.machines import CALM, SimulatedMachine
 from shoal.simulate.meta_model import MetaModel
 from shoal.simulate.pipeline_timing import PipelineStep, stages_on, time_step
@@ -181,7 +181,7 @@ def _bounds(found: MetaModel, run: Run, layers: Layers, chosen: Chosen) -> list[
         return memory_gb is None or stage_of_layers(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
 
     whole = sum(layers.work) + layers.work_after
-    hands = [Hands(whole / found.step_s(run, kind)) for _, kind in chosen]
+    hands = [MachineSpec(whole / found.step_s(run, kind)) for _, kind in chosen]
     return split(layers.work, hands, after=layers.work_after, holds=holds)
 
 

@@ -9,7 +9,7 @@ from shoal.config import Run
 from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
-from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.layer_split import MachineSpec, split
 from shoal.simulate.machines import SimulatedMachine
 from shoal.simulate.meta_model import MetaModel, build_meta_model, data_of
 from shoal.simulate.pipeline_timing import PipelineStep, PlacedStage, stages_on, time_step
@@ -111,4 +111,4 @@ def _bounds(run: Run, layers: Layers, machines: Sequence[SimulatedMachine]) -> l
     given = getattr(run.engine, "layers", ())
     if given:
         return [sum(given[:stage]) for stage in range(len(given) + 1)]
-    return split(layers.work, [Hands(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)
+    return split(layers.work, [MachineSpec(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)

@@ -27,9 +27,9 @@ from shoal.data import Feed, PassageFinder
 from shoal.engines.learners.apply import EngineLearner
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.generation.batch_sampling import Sampled, answered, as_drawn, padded, sample
-from shoal.models.generation.decoding import Warp, draws_of_group, gap
-from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
+from shoal.models.generation.batch_sampling import SampledAnswers, pad_prompts, received_answers, sample, tokens_to_send
+from shoal.models.generation.decoding import Warp, draw_gap, group_draws
+from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
 from shoal.protocol.frames import Frame, UpdateError
 from shoal.tasks.answer_logprobs import as_text, as_used, chosen, log_softmax
 from shoal.updates.answer_frames import InexactAnswers, unpack
@@ -79,7 +79,7 @@ class AnswerFeed(Feed):
         """The documents that the prompts are of; empty where no passages are read."""
 
     @abstractmethod
-    def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
+    def fill(self, version: int, numbers: Sequence[int], drawn: SampledAnswers) -> None:
         """Make the next mini-batches of these answers: `group` to the prompt of each number."""
 
     @abstractmethod
@@ -147,10 +147,10 @@ class AnswerLearner(EngineLearner):
         beside = {"contexts": self.feed.contexts_of(numbers), "own": self.feed.documents_of(numbers)}
         return told | {name: value for name, value in beside.items() if value}
 
-    def _beside(self, first: int, prompts: int, some: slice = slice(None)) -> ReadBeside | None:
+    def _beside(self, first: int, prompts: int, some: slice = slice(None)) -> SideTexts | None:
         """What some of the answers to a unit's prompts read."""
         numbers = [number for number in range(first, first + prompts) for _ in range(self.feed.group)][some]
-        return read_beside(self.feed.finder, self.feed.contexts_of(numbers), self.feed.documents_of(numbers))
+        return make_side_texts(self.feed.finder, self.feed.contexts_of(numbers), self.feed.documents_of(numbers))
 
     def read(self, frames: Sequence[Frame], first: int, prompts: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
         """The tokens of a unit's answers, and how probable each was [B, T]; of an older version, truncated. Raises UpdateError.
@@ -179,37 +179,37 @@ class AnswerLearner(EngineLearner):
             [one for one in ids for _ in range(self.feed.group)],
             max_new_tokens=self.policy.length,
             temperature=self.policy.temperature,
-            draws=draws_of_group(self.policy.seed, first, ids, self.feed.group),
+            draws=group_draws(self.policy.seed, first, ids, self.feed.group),
             eos_id=self.feed.eos_id,
             pad_id=0,
             beside=self._beside(first, prompts),
         )
-        tokens_BT = as_drawn(drawn).cpu()
+        tokens_BT = tokens_to_send(drawn).cpu()
         return tokens_BT, self._retraced(ids, first, tokens_BT, None)[1].neg().clamp(min=0.0)
 
     @torch.no_grad()
     def _retraced(self, ids: list[list[int]], first: int, tokens_BT: Tensor, base: int | None) -> tuple[Tensor, Tensor]:
         """How probable each token was, and how far its draw lies from it, with the weights of a version; None: those there are."""
-        draws, group = draws_of_group(self.policy.seed, first, ids, self.feed.group), self.feed.group
+        draws, group = group_draws(self.policy.seed, first, ids, self.feed.group), self.feed.group
         rows = [one for one in ids for _ in range(group)]
         log_probs, gaps = [], []
         with self._at(base), as_used(self.model):
             for start in range(0, len(rows), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
                 text = as_text(*self._sampled(rows[some], tokens_BT[some], torch.zeros(tokens_BT[some].shape))[:4])
-                read = columns_beside(self._beside(first, len(ids), some), text.input_ids_BL, text.mask_BL)
+                read = side_text_columns(self._beside(first, len(ids), some), text.input_ids_BL, text.mask_BL)
                 text = text._replace(beside=read)
                 log_p_NV = log_softmax(self.model, text, self.policy.temperature)
                 log_probs.append(chosen(log_p_NV, text)[:, -tokens_BT.shape[1] :].cpu())
                 lengths = (tokens_BT[some] >= 0).sum(1).tolist()
                 wanted = [one.at(t) for one, length in zip(draws[some], lengths, strict=True) for t in range(length)]
-                gaps.append(gap(log_p_NV, Warp(1.0), text.labels_BL[text.counted_BL], wanted).cpu())
+                gaps.append(draw_gap(log_p_NV, Warp(1.0), text.labels_BL[text.counted_BL], wanted).cpu())
         return torch.cat(log_probs), torch.cat(gaps)
 
-    def _sampled(self, rows: list[list[int]], tokens_BT: Tensor, log_probs_BT: Tensor) -> Sampled:
+    def _sampled(self, rows: list[list[int]], tokens_BT: Tensor, log_probs_BT: Tensor) -> SampledAnswers:
         device = self.engine.device
-        prompt_BP, mask_BP = padded(rows, self.feed.pad_id, device)
-        return answered(prompt_BP, mask_BP, tokens_BT.to(device), log_probs_BT.to(device), self.feed.eos_id, self.feed.pad_id)
+        prompt_BP, mask_BP = pad_prompts(rows, self.feed.pad_id, device)
+        return received_answers(prompt_BP, mask_BP, tokens_BT.to(device), log_probs_BT.to(device), self.feed.eos_id, self.feed.pad_id)
 
     @contextmanager
     def _at(self, base: int | None) -> Iterator[None]:

@@ -29,9 +29,9 @@ from shoal.data.limits import held_out_numbers
 from shoal.engines import Engine, World
 from shoal.engines.learners.answers import AnswerFeed
 from shoal.errors import ShoalError
-from shoal.models.generation.batch_sampling import Sampled, sample
-from shoal.models.generation.decoding import draws_of_group
-from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
+from shoal.models.generation.batch_sampling import SampledAnswers, sample
+from shoal.models.generation.decoding import group_draws
+from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.tasks import Batch, advantages
 from shoal.tasks.answer_logprobs import Reference, Text, as_text, as_used
@@ -90,7 +90,7 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[A
     """The prompts of pairs, or the first tokens of texts."""
     if samples is None:
         return []
-    if isinstance(samples, data.ReadingSamples):  # passages are found when a prompt is answered
+    if isinstance(samples, data.RetrievalSamples):  # passages are found when a prompt is answered
         samples = samples.inner
     if isinstance(samples, data.PreferencePairs):
         prompts = [(data.Prompt(pair.prompt, context=pair.context), (pair.origin,)) for pair in samples.pairs if pair.prompt]
@@ -112,7 +112,7 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[A
 class Rollout(NamedTuple):
     """Answers, and what was found out about them."""
 
-    drawn: Sampled
+    drawn: SampledAnswers
     text: Text
     answers: list[Answer]
     scores_B: Tensor
@@ -276,7 +276,7 @@ class RolloutFeed(AnswerFeed):
         asked = [self.prompt(first + number) for number in range(self.prompts_per_rollout)]
         return self._learned_from(self.answered(asked, first, self.group, valued=True))
 
-    def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
+    def fill(self, version: int, numbers: Sequence[int], drawn: SampledAnswers) -> None:
         """Learn next from answers that others gave: `group` to the prompt of each number."""
         asked = [self.prompt(number) for number in numbers for _ in range(self.group)]
         self.epoch, self.position, self.buffer = version, 0, self._learned_from(self.scored(asked, drawn, valued=True))
@@ -297,14 +297,14 @@ class RolloutFeed(AnswerFeed):
         """The documents that the prompts are of, where passages are read."""
         return [list(self.prompt(number).own) for number in numbers] if self.finder is not None else []
 
-    def _beside(self, asked: Sequence[Asked]) -> ReadBeside | None:
+    def _beside(self, asked: Sequence[Asked]) -> SideTexts | None:
         """What the policy reads beside the answers to these prompts."""
-        return read_beside(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
+        return make_side_texts(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
 
-    def _text(self, asked: Sequence[Asked], drawn: Sampled) -> Text:
+    def _text(self, asked: Sequence[Asked], drawn: SampledAnswers) -> Text:
         """Answers as the networks read them, with what they read beside them: the same as when they were written."""
         text = as_text(*drawn[:4])
-        return text._replace(beside=columns_beside(self._beside(asked), text.input_ids_BL, text.mask_BL))
+        return text._replace(beside=side_text_columns(self._beside(asked), text.input_ids_BL, text.mask_BL))
 
     def _learned_from(self, rollout: Rollout) -> Batch:
         """The answers of a rollout with what each of their tokens is worth."""
@@ -333,7 +333,7 @@ class RolloutFeed(AnswerFeed):
         """Answers to prompts, `group` to each, with their scores. What is drawn follows from the seed and the numbers of the prompts, of
         which the first has the number `first`. Of several processes each makes a part of them, and all get all."""
         ppo, rows = self.settings.ppo, [one for one in asked for _ in range(group)]
-        draws = draws_of_group(self.seed, first, [one.ids for one in asked], group)
+        draws = group_draws(self.seed, first, [one.ids for one in asked], group)
         own = self._own_part(len(rows))
         with self.precision():
             drawn = sample(
@@ -364,12 +364,12 @@ class RolloutFeed(AnswerFeed):
             sent = own.cpu().to(torch.uint8 if own.dtype == torch.bool else own.dtype)
             return torch.cat(self.world.each(sent))[: len(asked)].to(own.dtype)
 
-        drawn = Sampled(*map(whole, part.drawn[:6]))
+        drawn = SampledAnswers(*map(whole, part.drawn[:6]))
         values_BT = None if part.values_BT is None else whole(part.values_BT)
         answers = self._answers(asked, drawn)
         return Rollout(drawn, self._text(asked, drawn), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
 
-    def scored(self, asked: Sequence[Asked], drawn: Sampled, *, valued: bool = False) -> Rollout:
+    def scored(self, asked: Sequence[Asked], drawn: SampledAnswers, *, valued: bool = False) -> Rollout:
         """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each. `valued`:
         also what is expected of each token, where somebody predicts that."""
         ppo, text = self.settings.ppo, self._text(asked, drawn)
@@ -382,7 +382,7 @@ class RolloutFeed(AnswerFeed):
         return Rollout(drawn, text, answers, scores_B, difference_BT, values_BT)
 
     @torch.no_grad()
-    def _expected(self, text: Text, drawn: Sampled) -> Tensor | None:
+    def _expected(self, text: Text, drawn: SampledAnswers) -> Tensor | None:
         """What the rest of each answer is expected to bring, as it was said when the answer was drawn, or in a pass over it. None: nobody
         predicts it."""
         if self.settings.algorithm != "ppo" or drawn.values_BT is not None:
@@ -392,7 +392,7 @@ class RolloutFeed(AnswerFeed):
         assert values_BT is not None
         return values_BT * drawn.real_BT
 
-    def _answers(self, asked: Sequence[Asked], drawn: Sampled) -> list[Answer]:
+    def _answers(self, asked: Sequence[Asked], drawn: SampledAnswers) -> list[Answer]:
         found = []
         for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
             ids = [token for token in row_T[real_T].tolist() if token != self.eos_id]

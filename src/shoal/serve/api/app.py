@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.serve.api.completion import Answer, prompts_of
 from shoal.serve.api.requests import Asked, read_chat, read_completion, read_json
 from shoal.serve.api.responses import Form, event
@@ -96,7 +96,9 @@ class Api:
             return True
 
         try:
-            numbers = self.engine.submit(GenerationJob([0], 1, Draws(0, [0]), hear, Warp(0.0), deadline=self.engine.clock() + _READY_S))
+            numbers = self.engine.submit(
+                GenerationJob([0], 1, TokenDraws(0, [0]), hear, Warp(0.0), deadline=self.engine.clock() + _READY_S)
+            )
         except QueueFullError:
             return False
         try:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from shoal import data
-from shoal.models.generation.decoding import Draws, Penalties, Warp, warp_of
+from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
 from shoal.serve.api.requests import Asked
 from shoal.serve.batching import BatchingEngine, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
 from shoal.serve.load_model import ServedModel
@@ -129,10 +129,10 @@ class Answer:
         return GenerationJob(
             ids,
             answer_length(asked, settings.max_new_tokens, len(ids), self.engine.stages.longest),
-            Draws(asked.seed, ids, choice),
+            TokenDraws(asked.seed, ids, choice),
             Listener(index, data.StreamedText(self.served.tokenizer, ids), Stops(words), self._deliver),
             warp_for(asked, self.served),
-            Penalties(
+            LogitPenalties(
                 settings.decoding.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty,
                 asked.presence_penalty,
                 asked.frequency_penalty,
