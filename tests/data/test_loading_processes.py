@@ -22,6 +22,8 @@ from shoal.errors import ShoalError
 from shoal.python.train import train
 from tests.support.processes import HANG_S
 
+pytestmark = pytest.mark.whole
+
 PROGRAM = """
 import torch
 import shoal
