@@ -15,6 +15,8 @@ from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServe
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S
 
+pytestmark = pytest.mark.whole
+
 TABLES = (
     *(
         "roles",
