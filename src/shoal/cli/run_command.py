@@ -1,4 +1,4 @@
-"""A run that was planned, carried out as a command: progress on standard error, the outcome on standard output, signals obeyed."""
+"""Carries out a planned run as a command: progress on standard error, outcome on standard output, signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Asked) -> Plan:
-    """The plan for what the options of a command say; what is doubtful about them is told."""
+    """The plan for the options of a command; prints warnings."""
     resolved = _continued(arguments)
     if asked.watch:
         check_dashboard()
@@ -42,20 +42,19 @@ def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Ask
 
 
 def _speaks_for_all() -> bool:
-    """Whether this process tells what is doubtful about the settings. Of torchrun's the first does; those that Shoal itself started do
-    not, since the process that started them has."""
+    """Whether this process prints warnings: the first of torchrun's does; a process that Shoal started does not, since its parent has."""
     here = rank_place()
     return here is None or (here.rank == 0 and not here.file and not here.apart)
 
 
 def goes_on_by_folder(arguments: argparse.Namespace) -> bool:
-    """Whether a run is resumed by its folder, which holds all its settings."""
+    """Whether a run is resumed with the settings in its folder."""
     settings = os.path.join(arguments.run_dir or "", "config.yaml")
     return bool(arguments.resume and arguments.run_dir and (arguments.files or [settings]) == [settings] and not arguments.config)
 
 
 def _continued(arguments: argparse.Namespace) -> bool:
-    """A run that is resumed by its folder alone goes on with the settings in it."""
+    """Use the settings in the run's folder if it is resumed without others; returns whether that is so."""
     alone = goes_on_by_folder(arguments)
     if arguments.resume and arguments.run_dir:
         from shoal.runs.folder.plugin_record import expect_those_of
@@ -68,14 +67,14 @@ def _continued(arguments: argparse.Namespace) -> bool:
 
 
 def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
-    """Train, coordinate, or start the processes that do; the exit code. `argv` starts this command again in other processes."""
+    """Train, coordinate, or start the processes that do; returns the exit code. `argv` starts this command again in other processes."""
     if made.way is Way.RANKS:
         return start_ranks(made.run, argv)
     if made.way is Way.GATHERS:
         return gather(made, argv)
     if made.way is Way.FOLLOWS:
         assert made.fleet is not None
-        ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
+        ignore_signals()  # its child processes get the signal, too, and it ends with them
         made.fleet.work(print_log)
         return 0
     if made.here is not None:
@@ -84,9 +83,9 @@ def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: 
 
 
 def train(made: Plan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
-    """Train in this process, or coordinate in it; the exit code."""
+    """Train or coordinate in this process; returns the exit code."""
     code, world = _train(made, arguments)
-    world.close()  # when nothing of the model is left
+    world.close()  # after the model is freed
     return code
 
 
@@ -100,7 +99,7 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
     with started(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(made, loop))
-        with stopping_on_signals(loop):  # before the invitation: whoever reads that may want the run to end
+        with stopping_on_signals(loop):  # before the invitation is printed, after which the user may stop the run
             if made.asked.invite:
                 show_invitation(ready, made.asked.hosts)
             with _watched(loop, made.asked.watch and speaks):
@@ -109,7 +108,7 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
 
 
 def _command(made: Plan) -> str:
-    """The command that resumes such a run; nothing for a relay, which is given the way to its coordinator again."""
+    """The command that resumes such a run; empty for a relay, which needs its coordinator's address again."""
     if made.asked.above is not None:
         return ""
     return "up" if made.asked.up else "coordinate" if made.asked.invite else "train"
@@ -117,7 +116,7 @@ def _command(made: Plan) -> str:
 
 @contextmanager
 def _watched(loop: Loop | ClusterLoop, wanted: bool) -> Iterator[None]:
-    """A dashboard beside the run, where one is wanted."""
+    """Show a dashboard during the run, if wanted."""
     if not wanted:
         yield
         return
@@ -127,7 +126,7 @@ def _watched(loop: Loop | ClusterLoop, wanted: bool) -> Iterator[None]:
 
 
 def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:
-    """Arguments for workers that behave as if they were elsewhere, or slower: `slowdown` is NAME=FACTOR each."""
+    """Arguments of workers with a simulated network or speed; `slowdown` is a list of NAME=FACTOR."""
 
     def arguments(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
         factors = _factors(slowdown, names)
