@@ -37,8 +37,8 @@ from run import Row
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL, Contribute
-from shoal.runs.connections import ClientLine
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.connections import TransportConnection
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.updates import codecs
 from shoal.worker.sender import Courier
@@ -213,7 +213,7 @@ class Clock:
         return found | {"everything else": max(0.0, 1.0 - sum(found.values()))}
 
 
-def watched(loop: ClusterLoop) -> Clock:
+def watched(loop: CoordinatorLoop) -> Clock:
     clock, coordinator = Clock(), loop.coordinator
     clock.around(loop.server, "poll", "waiting for messages")
     clock.around(loop.server, "reply", "handing answers to ZeroMQ")
@@ -260,7 +260,7 @@ class Sender:
 
     def __init__(self, invitation: dict[str, Any], weights: bool) -> None:
         self.weights, self.protocol = weights, Protocol(None, {}, PROTOCOL, f"sender {os.getpid()}")
-        line = ClientLine(invitation["address"], invitation["token"], invitation["key"])
+        line = TransportConnection(invitation["address"], invitation["token"], invitation["key"])
         self.courier = Courier(line, self.protocol, lambda text: print(text, file=sys.stderr))
         self.protocol.ready = True
         self.courier.converse()  # joins, and pulls

@@ -30,7 +30,7 @@ from shoal.config.schema.data import Preferences
 from shoal.data.text.encoding import Encoding, Sample, collate
 from shoal.data.text.preferences import Pair, answer_samples, read_preferences
 from shoal.engines import SingleEngine
-from shoal.models.value_head import Scored
+from shoal.models.value_head import ScoreModel
 from shoal.tasks.answer_logprobs import Text, at_the_end, given_to
 from shoal.tasks.reward import Reward
 
@@ -130,7 +130,7 @@ def judged(said_ND: Tensor, train: Sequence[int], held_out: Sequence[int], seed:
     training = {"device": "cpu", "optimizer": optimizer, "schedule": {"kind": "cosine"}}
     tree = {"model": {"kind": "gpt"}, "seed": seed, "training": training}
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
-    task = Reward({"model": Scored(Kept(said_ND), head_only=True)})
+    task = Reward({"model": ScoreModel(Kept(said_ND), head_only=True)})
     engine = SingleEngine(run, task, torch.device("cpu"), PASSES * -(-len(train) // BATCH))
     for turn in range(PASSES):
         order = np.random.default_rng([seed, turn]).permutation(train).tolist()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 
-def end(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """Exit like the interpreter, without freeing memory object by object, which takes a second with torch.
 
     Waits for threads, runs atexit functions and flushes output. Files and sockets must be closed already. Under a profiler or debugger

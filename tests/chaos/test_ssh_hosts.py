@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.main import main
-from shoal.launch.up_file import running
+from shoal.launch.up_file import running_process
+from tests.support.processes import HANG_S
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -149,7 +149,7 @@ def test_two_hosts_work_one_is_killed_and_comes_back_and_down_leaves_nothing(
         finally:
             print(log.read_text()[-3000:] if log.exists() else "nothing was said")
             main(["down", "run"])
-        assert running(Path("run")) is None
+        assert running_process(Path("run")) is None
         assert not ann.workers()
         assert not bo.workers()
         assert [list(one.home.glob(".shoal/*")) for one in (ann, bo)] == [[], []]

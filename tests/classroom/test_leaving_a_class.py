@@ -9,18 +9,18 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from school import School
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.reporters.class_table import rows
-from shoal.runs.coordinator_setup import Coordinating
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.coordinator_setup import ReadyCoordinator
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.transports.netem import Profile, Proxy
 from shoal.transports.postgres import reconnecting
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look
+from tests.support.classroom import School
+from tests.support.processes import HANG_S
 
 FINE = Profile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
 PATIENCE_S = float(HANG_S)
@@ -28,7 +28,7 @@ LONG = {"training": {"batch_size": 32, "epochs": 1000}}
 
 
 @contextmanager
-def teaching(school: School, *layers: dict[str, Any]) -> Iterator[Coordinating]:
+def teaching(school: School, *layers: dict[str, Any]) -> Iterator[ReadyCoordinator]:
     """A coordinator at work, until the test is over."""
     made = school.coordinate(LONG, *layers)
 
@@ -67,7 +67,7 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
     with teaching(school, strategy) as coordinating:
         proxy = Proxy(f"tcp://{school.access.host}:{school.access.port}", FINE)
         here = school.student._replace(host="127.0.0.1", port=int(proxy.address.rpartition(":")[2]))
-        worker = Joined(Way(here.address, "", None, name="ada", state=school.folder / "state"), told.append)
+        worker = JoinedWorker(JoinOptions(here.address, "", None, name="ada", state=school.folder / "state"), told.append)
         worker.prepare()
         working = threading.Thread(target=worker.work, daemon=True)
         working.start()
@@ -87,7 +87,7 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
 def test_the_teachers_table_says_why_a_student_left(school: School, capsys: pytest.CaptureFixture[str]) -> None:
     with teaching(school):
         for name, why in (("ben", "cannot read \x1b[2J Jürgen's pictures"), ("eve", "")):
-            joined = Joined(Way(school.student.address, "", None, name=name, state=school.folder / name), lambda text: None)
+            joined = JoinedWorker(JoinOptions(school.student.address, "", None, name=name, state=school.folder / name), lambda text: None)
             if why:
                 joined.refuse(ShoalError(why))
             else:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
@@ -24,12 +23,13 @@ from shoal.coordinator.effects import Published
 from shoal.coordinator.state import RunPlan, WorkerExited
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from tests.support.small_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 STRATEGIES = {
     "syncps": strategy_of(SyncPs(round_timeout_s=5.0)),
@@ -79,7 +79,7 @@ class World:
 
     def begin(self, resume: bool) -> CoordinatorDriver:
         learner = Numbers(2)
-        store = Files(self.folder / "coordinator")
+        store = FileStore(self.folder / "coordinator")
         coordinator = believing(Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner))
 
         def capture() -> SnapshotContent:

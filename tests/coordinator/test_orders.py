@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
 from shoal.protocol.messages import ACTIONS, BadMessage, Order, parse
 from shoal.worker.session import Left
+from tests.support.small_cluster import Cluster, strategy_of
 
 OWNER = "ab" * 32
 ASYNC = strategy_of(Async(max_staleness=50))

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World, violations
-from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Int4Codec, NoCodec, Updates
@@ -23,11 +21,13 @@ from shoal.coordinator.audit.run import missing_above
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.state import RelayPlace, RunPlan, UpstreamAnswered, UpstreamState
 from shoal.protocol.messages import PROTOCOL, Message, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
 from shoal.worker.session import Protocol
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World, violations
+from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 ROUNDS = 16
 
@@ -91,7 +91,7 @@ class Relay:
         self.at(0.0, lambda life=self.life: self.speak(life))
 
     def begin(self, resume: bool) -> None:
-        learner, store = Taker(2), Files(self.folder / "coordinator")
+        learner, store = Taker(2), FileStore(self.folder / "coordinator")
         plan = RunPlan(self.updates, 0, 2, 1, 2**31, None, 2, 5.0, 0.5, receipt_key=store.receipt_key, above=RelayPlace(self.seat, 3, 7))
         coordinator = believing(Coordinator(plan, self.strategy, learner))
 

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, believing, contribution
 
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import ServingStarted
 from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.generation.batch_sampling import as_drawn, sample
-from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.batch_sampling import sample, tokens_to_send
+from shoal.models.generation.decoding import group_draws
 from shoal.protocol.frames import UpdateError
 from shoal.runs.build_run import assemble
-from shoal.runs.coordinator_setup import agree, plan_of
-from shoal.runs.live_objects import NOTHING
+from shoal.runs.coordinator_setup import agree, plan_for
+from shoal.runs.live_objects import NO_LIVE_OBJECTS
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.updates.answer_frames import InexactAnswers, digest, pack, unpack
 from shoal.worker.producers import AnswersProducer
 from shoal.worker.session import Unit
+from tests.support.small_cluster import Cluster, FakeWorker, believing, contribution
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
 LENGTH = 12
@@ -73,12 +73,12 @@ class Room(Cluster):
 
     def __init__(self, loaded: Any) -> None:
         self.loaded = loaded
-        agreed = agree(loaded.run, 2, None, None, NOTHING)
+        agreed = agree(loaded.run, 2, None, None, NO_LIVE_OBJECTS)
         self.feed: Any = agreed.parts.feed
         self.feed.reward = ascii_share
         learner: Any = agreed.policies.apply.learner(agreed.parts.single, (), self.feed)
         super().__init__(agreed.policies, 2, learner=learner)
-        self.plan = plan_of(loaded.run, agreed)._replace(intake=learner)
+        self.plan = plan_for(loaded.run, agreed)._replace(intake=learner)
         self.coordinator = believing(Coordinator(self.plan, agreed.policies, learner))
         self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
         self.old = copy.deepcopy(learner.model)
@@ -108,11 +108,11 @@ def answers_to(room: Room, unit: Unit, *, model: Any = None, temperature: float 
         [ids for ids in prompts for _ in range(policy.group)],
         max_new_tokens=LENGTH,
         temperature=temperature,
-        draws=draws_of_group(room.loaded.run.seed + seed, unit.given["first"], prompts, policy.group),
+        draws=group_draws(room.loaded.run.seed + seed, unit.given["first"], prompts, policy.group),
         eos_id=unit.given["end"],
         pad_id=0,
     )
-    return as_drawn(drawn)
+    return tokens_to_send(drawn)
 
 
 def answering(room: Room) -> Callable[[Unit], list[memoryview]]:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda_step import batches, engine
 from torch import Tensor
 
 from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
 from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import Visits
+from shoal.models.expert_layer import ExpertAssignment
+from tests.engines.test_cuda_step import batches, engine
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not fp8.is_real(torch.device("cuda")), reason="needs a GPU of the Hopper generation"
@@ -77,7 +77,7 @@ def test_the_whole_of_experts_is_that_of_their_parts() -> None:
     parts.whole = None
     parts.grouped_products.update({key: fp8.grouped(both()[1], key, getattr(parts, key)) for key in parts.stacks})
     sizes, slope = torch.tensor([3, 0, *[2] * 13, 5], device="cuda"), torch.randn(40, 64, device="cuda").bfloat16()
-    visits = Visits(*[sizes] * 4, sizes, sizes, (torch.arange(40, device="cuda") < sizes.sum())[:, None])
+    visits = ExpertAssignment(*[sizes] * 4, sizes, sizes, (torch.arange(40, device="cuda") < sizes.sum())[:, None])
     slope[int(sizes.sum()) :] = 0.0
     found = []
     for layer in made:

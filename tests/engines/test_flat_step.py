@@ -19,7 +19,7 @@ from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.errors import ShoalError
 from shoal.models import build
 from shoal.tasks.language import LanguageModelling
-from shoal.updates.layout import FlatNetwork, Layout
+from shoal.updates.layout import FlatNetwork, ParameterLayout
 from shoal.worker.policies import Pulling
 from shoal.worker.weights import Weights
 
@@ -88,7 +88,7 @@ def test_narrow_means_lead_where_wide_ones_do(kind: str, error: float) -> None:
 
 
 def test_small_changes_add_up_though_each_is_less_than_a_digit() -> None:
-    mean = Moment("bf16", Layout([("w", (4096,))]), torch.device("cpu"), root=True)
+    mean = Moment("bf16", ParameterLayout([("w", (4096,))]), torch.device("cpu"), root=True)
     mean.write(0, torch.ones(4096), seed=0)
     for step in range(300):
         mean.write(0, mean.read(0) * 0.999, seed=step)

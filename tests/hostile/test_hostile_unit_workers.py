@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, contribution, strategy_of
 
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import NoCodec
@@ -18,6 +17,7 @@ from shoal.coordinator.units.leases import PATIENCE_LEASES
 from shoal.protocol.messages import Asked, header_of, parse
 from shoal.updates import codecs
 from shoal.worker.session import Left, Unit
+from tests.support.small_cluster import Cluster, FakeWorker, contribution, strategy_of
 
 
 class Invited(Cluster):

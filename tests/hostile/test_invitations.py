@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_coordinator import TOKEN, Honest, Live
-from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.state import MemberLimits
 from shoal.errors import ShoalError
-from shoal.runs.invitation import Guests, Secrets
+from shoal.runs.invitation import CoordinatorSecrets, GuestList
 from shoal.worker.session import Left
+from tests.support.live_coordinator import TOKEN, Honest, Live
+from tests.support.transport_harness import KEYS, eventually
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
-    guests = Guests(tmp_path)
+    guests = GuestList(tmp_path)
     made = Live(tmp_path, MemberLimits(guests=guests), guests=guests.all)
-    Secrets(TOKEN, KEYS, address=made.server.address).save(tmp_path)
+    CoordinatorSecrets(TOKEN, KEYS, address=made.server.address).save(tmp_path)
     yield made
     made.end()
 

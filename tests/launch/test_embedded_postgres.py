@@ -17,7 +17,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.launch.postgres import programs as postgres_program
-from shoal.launch.postgres.connection_file import Memory
+from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.postgres.data_folder import make
 from shoal.launch.postgres.programs import Programs, User
 from shoal.launch.postgres.server import EmbeddedPostgres, database_of
@@ -206,7 +206,7 @@ def test_what_a_dead_server_left_does_not_hinder(tmp_path: Path) -> None:
     with EmbeddedPostgres(tmp_path) as server:
         pass
     (server.data / "postmaster.pid").write_text(f"{os.getpid()}\n{server.data}\n1\n1\n\n127.0.0.1\n1 1\nready\n")
-    Memory.of(tmp_path)._replace(owner=(os.getpid(), 1.0)).save(tmp_path)  # type: ignore[union-attr]
+    ConnectionFile.of(tmp_path)._replace(owner=(os.getpid(), 1.0)).save(tmp_path)  # type: ignore[union-attr]
     with EmbeddedPostgres(tmp_path) as again:
         assert one(again.access, "SELECT 1") == 1
 
@@ -262,7 +262,7 @@ def test_programs_that_nobody_else_can_read_are_copied(open_folder: Path, tmp_pa
     copy = postgres_program._copied(postgres_program._installed())
     assert postgres_program._copied(postgres_program._installed()) == copy
     programs = Programs(copy / "pginstall" / "bin", User(NOBODY, NOBODY), tmp_path / "postgres")
-    make(programs, Memory("127.0.0.1", 1, "shoal", "shoal", "secret"))
+    make(programs, ConnectionFile("127.0.0.1", 1, "shoal", "shoal", "secret"))
     assert (tmp_path / "postgres" / "PG_VERSION").stat().st_uid == NOBODY
     assert [path.name for path in open_folder.iterdir()] == [copy.parent.name]
 

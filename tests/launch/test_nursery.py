@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *arguments: str, env: dict[str, str] | None = None, loads: Sequence[str] = ()) -> forkserver.Process:
+def started(folder: Path, *arguments: str, env: dict[str, str] | None = None, loads: Sequence[str] = ()) -> forkserver.ChildProcess:
     with (folder / "output").open("ab") as output:
         return forkserver.start(arguments, stdout=output, stderr=output, env=env, cwd=folder, loads=loads)
 

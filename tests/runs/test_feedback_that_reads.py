@@ -138,7 +138,7 @@ def test_a_planted_fact_can_be_rewarded_only_while_it_is_indexed(folder: Path) -
     for index in ("facts.txt", "others.txt"):
         loaded = policy_run({"retrieval": RETRIEVAL | {"passages": index}}, **rlhf)
         feed: Any = prepare(loaded, run_dir=index[:-4], resume=False, reporters=[]).feed
-        (judged,) = feed.judged()
+        (judged,) = feed.answers_to_held_out()
         scores[index] = float(judged["score"].mean())
     assert scores["facts.txt"] == pytest.approx(score)
     assert score > scores["others.txt"] + 0.2

@@ -14,11 +14,11 @@ import pytest
 from shoal.config.load import Override, resolve_data
 from shoal.config.schema.cluster import Transport, Zmq
 from shoal.errors import ShoalError
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.recorder import Reporter
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
 SETTINGS = {
     "model": {"kind": "mlp", "hidden_sizes": [4]},
@@ -48,7 +48,7 @@ class Coordinating:
         assert made.ok, made.problems
         self.heard, self.frozen = Heard(), threading.Event()
         made_up = prepare(made, run_dir=str(folder), resume=False, reporters=[self.heard], workers=1, transport=transport)
-        self.loop: ClusterLoop = made_up.loop
+        self.loop: CoordinatorLoop = made_up.loop
         self.invitation: Invitation = made_up.invitation
         self.thread = threading.Thread(target=self._drive, daemon=True)
         self.thread.start()
@@ -87,7 +87,7 @@ def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp
     monkeypatch.setattr("shoal.worker.session.ANSWER_S", 10 * PATIENCE_S)
     with coordinating(tmp_path) as coordinator:
         told: list[str] = []
-        worker = Joined(Way(*coordinator.invitation, name="w"), told.append)
+        worker = JoinedWorker(JoinOptions(*coordinator.invitation, name="w"), told.append)
         worker.prepare()
         thread = threading.Thread(target=worker.work, daemon=True)
         thread.start()
@@ -102,12 +102,12 @@ def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp
 
 def test_the_coordinator_hears_why_a_worker_cannot_go_on(tmp_path: Path) -> None:
     with coordinating(tmp_path) as coordinator:
-        wrong_data = Way(
+        wrong_data = JoinOptions(
             *coordinator.invitation, name="ben", overrides=[Override("data.source", '{kind: images, path: "/nowhere"}', "--set")]
         )
         with pytest.raises(ShoalError, match="nowhere"):
-            Joined(wrong_data, lambda text: None).prepare()
-        poisoned = Joined(Way(*coordinator.invitation, name="anna"), lambda text: None)
+            JoinedWorker(wrong_data, lambda text: None).prepare()
+        poisoned = JoinedWorker(JoinOptions(*coordinator.invitation, name="anna"), lambda text: None)
         poisoned.prepare()
         assert poisoned.worker is not None
         poisoned.worker.outgoing.limit = lambda vector: _not_finite()  # type: ignore[method-assign]

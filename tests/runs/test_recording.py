@@ -13,7 +13,7 @@ import shoal
 from shoal.cli.output import contributions
 from shoal.config.load import resolve_data
 from shoal.engines import StepResult
-from shoal.runs.coordinator_run import SharedData
+from shoal.runs.coordinator_run import SharedDataProgress
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 from shoal.runs.monitoring.traffic_totals import added
@@ -22,7 +22,7 @@ from shoal.runs.monitoring.traffic_totals import added
 def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:
     run = resolve_data({}, name="test", dialect="shoal", environ={}).run
     engine: Any = SimpleNamespace(step_count=0, total_steps=total_steps, task=SimpleNamespace(headline="loss", higher_is_better=False))
-    return Recorder(run, engine, SharedData(4, tuple), RunDirectory(folder), [])
+    return Recorder(run, engine, SharedDataProgress(4, tuple), RunDirectory(folder), [])
 
 
 def take_step(recorder: Recorder) -> None:

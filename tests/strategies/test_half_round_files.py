@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
-from test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
 
 from shoal.engines import SingleEngine
 from shoal.runs.build_run import assemble
-from shoal.runs.folder.worker_checkpoint import Keepsakes, Occasions
+from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.updates.state_packing import packed
 from shoal.worker.session import Seated
 from shoal.worker.worker_state import Beginning, HalfRound
+from tests.strategies.test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
+from tests.support.layered_settings import loaded, merged
 
 BEGAN = Beginning(2, 17, Seated(1, 0, 12))
 HALF = HalfRound(BEGAN, Seated(1, 0, 15), 3, 4, 48, 700, {"loss": 2.5})
@@ -31,8 +31,8 @@ def engine_of(steps: int) -> SingleEngine:
     return parts.engine
 
 
-def keepsakes_of(engine: SingleEngine, folder: Path, told: list[str], shape: str = "a") -> Keepsakes:
-    return Keepsakes(engine, folder, None, Occasions(lambda version: True, 3, shape), 1, told.append)
+def keepsakes_of(engine: SingleEngine, folder: Path, told: list[str], shape: str = "a") -> WorkerCheckpoints:
+    return WorkerCheckpoints(engine, folder, None, SaveSchedule(lambda version: True, 3, shape), 1, told.append)
 
 
 def test_a_half_round_holds_all_that_steps_leave_behind(tmp_path: Path) -> None:

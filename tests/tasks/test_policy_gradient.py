@@ -20,10 +20,10 @@ from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.embedding import TokenEmbedding
 from shoal.models.generation.batch_sampling import sample
-from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.decoding import group_draws
 from shoal.models.gpt import Gpt
 from shoal.models.kernels.cpu_packing import packed_for
-from shoal.models.value_head import Scored, add_value
+from shoal.models.value_head import ScoreModel, add_value_head
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
 from shoal.runs.training.train_alone import prepare
@@ -114,7 +114,7 @@ def test_the_spread_of_all_numbers_so_far_is_their_standard_deviation() -> None:
 
 
 def answers(model: Gpt, temperature: float = 1.0, prompts: Any = ([5, 6, 7, 8], [9], [3, 4])) -> Any:
-    draws = draws_of_group(3, 0, prompts, 1)
+    draws = group_draws(3, 0, prompts, 1)
     return sample(model, prompts, max_new_tokens=7, temperature=temperature, draws=draws, eos_id=256, pad_id=256)
 
 
@@ -138,7 +138,7 @@ def test_generation_and_scoring_agree_with_and_without_padding(positions: Any, t
 def test_values_of_a_head_are_those_of_a_pass_over_the_answers() -> None:
     model = gpt(dropout=0.3)
     assert answers(model).values_BT is None, "nobody predicts anything"
-    task = PolicyGradient({"model": model} | add_value(model, "head"), Rlhf())
+    task = PolicyGradient({"model": model} | add_value_head(model, "head"), Rlhf())
     torch.nn.init.normal_(model.value_head.weight)
     drawn = answers(model)
     with as_used(model), torch.no_grad():
@@ -175,7 +175,7 @@ def test_no_second_copy_is_made_of_a_model_that_is_large(monkeypatch: pytest.Mon
 
 
 def test_an_answer_ends_with_the_token_that_ends_it() -> None:
-    model, draws = Gpt(schema.Gpt(**SIZES), 5), draws_of_group(3, 0, [[1], [2], [3]], 2)
+    model, draws = Gpt(schema.Gpt(**SIZES), 5), group_draws(3, 0, [[1], [2], [3]], 2)
     drawn = sample(model, [[1], [1], [2], [2], [3], [3]], max_new_tokens=7, temperature=1.0, draws=draws, eos_id=4, pad_id=0)
     assert drawn.stopped_B.any()
     for row in range(6):
@@ -199,7 +199,7 @@ def task_and_batch(algorithm: Any = "ppo", value: Any = "network", score: Any = 
     model = gpt(dropout=0.3)
     players: dict[str, Any] = {"model": model}
     if algorithm == "ppo":
-        players |= add_value(model, value)
+        players |= add_value_head(model, value)
     ppo = Ppo(rollout_size=8, mini_batch_size=4, epochs=2, response_length=6, prompt_length=4, **more)
     settings = Rlhf(algorithm=algorithm, value=value, group_size=4, ppo=ppo, kl=Kl(coefficient=0.0, adaptive=False))
     run = RUN.replace(rlhf=settings)
@@ -524,6 +524,6 @@ def test_a_policy_learns_what_is_rewarded() -> None:
 
 def test_a_network_of_its_own_predicts_values_with_a_trunk_that_is_no_part_of_the_policy() -> None:
     model = gpt()
-    value = add_value(model, "network")["value"]
-    assert isinstance(value, Scored)
+    value = add_value_head(model, "network")["value"]
+    assert isinstance(value, ScoreModel)
     assert not {id(parameter) for parameter in value.parameters()} & {id(parameter) for parameter in model.parameters()}

@@ -18,7 +18,7 @@ from shoal.config.schema import model as schema
 from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
-from shoal.models.value_head import Scored
+from shoal.models.value_head import ScoreModel
 from shoal.runs.trained_model import export, open_run
 from shoal.runs.training.train_alone import prepare
 from shoal.tasks.answer_logprobs import Reference, Text, as_used, log_probs
@@ -64,7 +64,7 @@ def gradients(task: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 
 
 def test_a_reward_model_starts_with_all_answers_equal_and_then_follows_bradley_and_terry() -> None:
-    task, batch = Reward({"model": Scored(gpt()).double()}), pairs()
+    task, batch = Reward({"model": ScoreModel(gpt()).double()}), pairs()
     (loss,) = task.losses(batch)
     assert float(loss.value.detach()) == pytest.approx(math.log(2))
     assert float(loss.metrics["accuracy"]) == 0.5
@@ -83,7 +83,7 @@ def test_a_reward_model_starts_with_all_answers_equal_and_then_follows_bradley_a
 def test_padding_on_either_side_changes_no_score(kind: str) -> None:
     torch.manual_seed(0)
     network = gpt() if kind == "gpt" else Moe(schema.Moe(**SIZES, experts=schema.Experts(count=2, per_token=1)), 11).double()
-    model = Scored(network).double()
+    model = ScoreModel(network).double()
     torch.nn.init.normal_(model.head.weight)
     task = Reward({"model": model})
     with as_used(model):
@@ -93,7 +93,7 @@ def test_padding_on_either_side_changes_no_score(kind: str) -> None:
 
 
 def test_head_only_leaves_the_network_below_as_it_is() -> None:
-    model = Scored(gpt(), head_only=True)
+    model = ScoreModel(gpt(), head_only=True)
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight"]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted import WELCOME, Line, courier_of, scripted, weights
 
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Contribute
 from shoal.worker.sender import Answer, Lost
 from shoal.worker.session import Frames, News, Receipt, Seated
 from shoal.worker.timing import LinkTimes
+from tests.support.scripted_coordinator import WELCOME, Line, courier_of, scripted, weights
 
 MADE = Contribute("", 0, 0, 1, 0, 1.0, 2, 0, 1, 1, -1, {})
 RECEIPT = {"kind": "receipt", "status": "accepted", "seq": 0, "round": 1, "version": 2, "step": 2.0, "most_lag": 9.0, "done": False}

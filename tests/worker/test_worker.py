@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import WELCOME, Engine, Feed, Line, MeanEngine, Numbered, weights, worker_of
 
 from shoal.config.schema.updates import Int8Codec, Updates
 from shoal.errors import ShoalError
@@ -19,6 +18,7 @@ from shoal.worker.producers import GradientProducer, Gradients
 from shoal.worker.sender import Answer
 from shoal.worker.session import Frames
 from shoal.worker.update_encoding import Outgoing
+from tests.support.scripted_coordinator import WELCOME, Engine, Feed, Line, MeanEngine, Numbered, weights, worker_of
 
 STEP = torch.tensor([1.0, -2.0, 0.5])
 """How far a version moves the weights."""

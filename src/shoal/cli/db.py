@@ -16,7 +16,7 @@ from shoal.cli.output import quoted
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.launch.postgres.connection_file import FILE, Memory
+from shoal.launch.postgres.connection_file import FILE, ConnectionFile
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
 from shoal.transports.database_address import Access, access_of, is_address
 from shoal.transports.database_address import parse as parse_address
@@ -183,7 +183,7 @@ def database_location(arguments: argparse.Namespace, overrides: list[Override]) 
 def _of_run(folder: Path, access: Access, listening: str) -> DatabaseLocation:
     from shoal.launch.postgres.certificate import certificate_of
 
-    memory = Memory.of(folder)
+    memory = ConnectionFile.of(folder)
     if memory is None or is_loopback(listening):
         return DatabaseLocation(access, to_tell(listening), "", pin="")
     pin = certificate_of(folder).pin

@@ -17,7 +17,7 @@ from shoal.cli.demo_scenes import SCENES, DemoEvent, Scene, require
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch.demo_processes import Seen, Stage
+    from shoal.launch.demo_processes import DemoProcesses, DemoProgress
 
 SECONDS = 20.0
 _LOOK_S, _TELL_S = 0.1, 2.5
@@ -72,12 +72,12 @@ def _names() -> list[str]:
 def _together(scene: Scene, folder: Path, seconds: float) -> None:
     """Train with workers, audit the run, show the trained model."""
     require(scene.needs, scene.extra)
-    from shoal.launch.demo_processes import Stage
+    from shoal.launch.demo_processes import DemoProcesses
 
     print(f"{scene.title}\n{_FOREWORD.format(seconds=seconds, folder=folder)}", flush=True)
     began = time.monotonic()
     settings = [word for setting in (*scene.settings, *scene.together) for word in ("--set", setting)]
-    with Stage(folder, [*scene.files, *settings], len(scene.workers)) as stage:
+    with DemoProcesses(folder, [*scene.files, *settings], len(scene.workers)) as stage:
         _say(began, "a coordinator starts (shoal coordinate)")
         stage.open()
         for worker in scene.workers:
@@ -96,7 +96,7 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
     print(f"\nyour own: {scene.next}\nthe page: {scene.page}", flush=True)
 
 
-def _play(scene: Scene, stage: Stage, seconds: float, began: float) -> Seen:
+def _play(scene: Scene, stage: DemoProcesses, seconds: float, began: float) -> DemoProgress:
     """Wait until the time is up and trigger the scene's events; returns the run's progress."""
     _first_update(stage)
     start, reported, waiting = time.monotonic(), 0.0, list(scene.happenings)
@@ -115,12 +115,12 @@ def _play(scene: Scene, stage: Stage, seconds: float, began: float) -> Seen:
     return stage.seen()
 
 
-def _goes_on(stage: Stage, back: int) -> bool:
+def _goes_on(stage: DemoProcesses, back: int) -> bool:
     """Whether the run has progressed and all workers take part; a late one may still be loading."""
     return stage.seen().version > back and all(stage.takes_part(name) for name in stage.workers)
 
 
-def _first_update(stage: Stage) -> None:
+def _first_update(stage: DemoProcesses) -> None:
     until = time.monotonic() + _BEGIN_S
     while not stage.seen().version and not stage.ended():
         if time.monotonic() > until:
@@ -128,7 +128,7 @@ def _first_update(stage: Stage) -> None:
         time.sleep(_LOOK_S)
 
 
-def _happen(happening: DemoEvent, scene: Scene, stage: Stage, began: float) -> None:
+def _happen(happening: DemoEvent, scene: Scene, stage: DemoProcesses, began: float) -> None:
     _tell_progress(stage.seen(), began)
     _say(began, f"» {happening.story}")
     if happening.what == "kill":
@@ -142,7 +142,7 @@ def _happen(happening: DemoEvent, scene: Scene, stage: Stage, began: float) -> N
         _say(began, "  it is back with the weights that it last confirmed; the workers reconnect")
 
 
-def _tell_progress(seen: Seen, began: float) -> None:
+def _tell_progress(seen: DemoProgress, began: float) -> None:
     figures = "   ".join(f"{name} {value:.3g}" for name, value in seen.figures.items())
     _say(began, f"  version {seen.version:>5}   {seen.samples:>7,} samples   {figures}".rstrip())
 
@@ -165,7 +165,7 @@ def _audit(folder: Path) -> None:
 # --- beside one process ----------------------------------------------------------------------------------
 
 
-def _compare(scene: Scene, folder: Path, seen: Seen) -> None:
+def _compare(scene: Scene, folder: Path, seen: DemoProgress) -> None:
     """Compare the run with one process that learned from as many samples."""
     from shoal.cli.eval import evaluate
 
@@ -181,7 +181,8 @@ def _compare(scene: Scene, folder: Path, seen: Seen) -> None:
 def _alone(scene: Scene, folder: Path, samples: int) -> int:
     """Train in this process for at most `_ALONE_S` seconds; returns the number of samples."""
     from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
-    from shoal.launch.start import Asked, plan, started
+    from shoal.launch.start import start_run
+    from shoal.launch.start_mode import StartOptions, plan_start
 
     overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
     files = [ConfigFile(name) for name in scene.files]
@@ -191,7 +192,7 @@ def _alone(scene: Scene, folder: Path, samples: int) -> int:
     def load(more: Sequence[Override]) -> LoadedConfig:
         return resolve(files, [*overrides, *more], environ={})
 
-    with started(plan(load, Asked(str(folder))), []) as ready:
+    with start_run(plan_start(load, StartOptions(str(folder))), []) as ready:
         late = threading.Timer(_ALONE_S, ready.loop.interrupt)
         late.start()
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.cli.demo_scenes import require
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.demo_processes import LEASHED, wait
+from shoal.launch.demo_processes import ENDS_WITH_PARENT, wait
 from shoal.launch.local import last_line
 
 _REWARD = '''\
@@ -81,7 +81,7 @@ def learn_from_a_reward(folder: Path, seconds: float) -> None:
 def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> None:
     """Run a command until the file `sign` has scores and then for some seconds; then ask it to save and end."""
     with log.open("ab") as stream:
-        process = forkserver.start(["-m", LEASHED, *command], stdout=stream, stderr=stream)
+        process = forkserver.start(["-m", ENDS_WITH_PARENT, *command], stdout=stream, stderr=stream)
     try:
         until = time.monotonic() + _START_S
         while not (sign.exists() and _scores(sign)) and process.poll() is None and time.monotonic() < until:
@@ -130,7 +130,7 @@ def chat(folder: Path, seconds: float) -> None:
     log = folder / "serve.log"
     print("A model of 135 million parameters is opened (the first time it is converted, which takes a while) …", flush=True)
     with log.open("ab") as stream:
-        process = forkserver.start(["-m", LEASHED, "serve", "--demo", "--port", "0"], stdout=stream, stderr=stream)
+        process = forkserver.start(["-m", ENDS_WITH_PARENT, "serve", "--demo", "--port", "0"], stdout=stream, stderr=stream)
     try:
         address = _address(log, process)
         print(f"It answers at {address}, as OpenAI's API does, and chats on the page there.\n\n> {_QUESTION}\n")
@@ -143,7 +143,7 @@ def chat(folder: Path, seconds: float) -> None:
         wait(process, _SAVE_S)
 
 
-def _address(log: Path, process: forkserver.Process) -> str:
+def _address(log: Path, process: forkserver.ChildProcess) -> str:
     until = time.monotonic() + _START_S
     while time.monotonic() < until and process.poll() is None:
         if found := re.search(r"answers at (http://\S+)/v1", log.read_text(encoding="utf-8")):

@@ -17,15 +17,15 @@ from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch import Crew, LocalIsland
-    from shoal.launch.start import Plan
+    from shoal.launch import EngineProcesses, LocalIsland
+    from shoal.launch.start_mode import StartPlan
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:
     """Start the engine's processes on this machine and wait for them."""
-    from shoal.launch import Crew, LocalRanks, RankLost
+    from shoal.launch import EngineProcesses, LocalRanks, RankLost
 
-    crew = Crew.of(run, "train", _tell)
+    crew = EngineProcesses.of(run, "train", _tell)
     assert crew is not None
     own = _without(argv, "--workers")
     counted = ["--set", f"launch.devices_per_node={crew.size}"] if own != argv else []  # these processes are the workers
@@ -44,12 +44,12 @@ def start_ranks(run: Run, argv: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def gather(made: Plan, argv: list[str]) -> int:
+def gather(made: StartPlan, argv: list[str]) -> int:
     """Assign the stages of a pipeline to machines that join, and run a stage here, until the run ends."""
     from shoal.cli.output import show_places
-    from shoal.launch.start import places
+    from shoal.launch.start import pipeline_host
 
-    host = places(made, _without(argv, "--host"), _tell)
+    host = pipeline_host(made, _without(argv, "--host"), _tell)
 
     def stop(number: int, frame: FrameType | None) -> None:
         host.stop()
@@ -76,7 +76,7 @@ def _without(argv: list[str], option: str) -> list[str]:
 
 
 def island(
-    crew: Crew, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None], gone: Callable[[], None]
+    crew: EngineProcesses, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None], gone: Callable[[], None]
 ) -> LocalIsland:
     """The processes of a worker, each of which runs `shoal join`; the first of them joins under the worker's name."""
     from shoal.launch import LocalIsland, LocalRanks

@@ -39,12 +39,12 @@ def run(argv: list[str]) -> int:
 
 def evaluate(path: str) -> CheckpointEvaluation:
     """Evaluate the newest checkpoint of a run, or one of its checkpoints. Raises ShoalError."""
-    from shoal.runs.build_run import assemble, held_out
+    from shoal.runs.build_run import assemble, held_out_batches
     from shoal.runs.trained_model import open_run
 
     trained = open_run(path, lambda text: print(f"warning: {text}", file=sys.stderr))
     parts = assemble(trained.run, tokenizer_of=trained.root)
-    batches = held_out(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
+    batches = held_out_batches(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
     if batches is None:
         raise ShoalError("this run's data has no held-out part to evaluate on")
     parts.engine.load_weights(trained.checkpoint.weights)

@@ -15,7 +15,7 @@ from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.runs.trained_model import Trained
+    from shoal.runs.trained_model import TrainedModel
 
 WAYS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
 """Decoding methods: the choices of `serving.decoding.active`."""
@@ -68,11 +68,10 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def _draw(trained: Trained, file: str) -> None:
-    from shoal.tasks import Draws
+def _draw(trained: TrainedModel, file: str) -> None:
     from shoal.tasks.images import grid, save_png
 
-    if not isinstance(trained.task, Draws):
+    if not trained.task.draws_images:
         raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
     try:
         save_png(grid(trained.task.images()), Path(file))
@@ -81,7 +80,7 @@ def _draw(trained: Trained, file: str) -> None:
     print(f"wrote {file} (64 images, step {trained.checkpoint.step})")
 
 
-def _write(trained: Trained, arguments: argparse.Namespace) -> None:
+def _write(trained: TrainedModel, arguments: argparse.Namespace) -> None:
     sys.stdout.write(arguments.prompt)
     for piece in _pieces(trained, arguments, arguments.seed):
         sys.stdout.write(piece)
@@ -89,7 +88,7 @@ def _write(trained: Trained, arguments: argparse.Namespace) -> None:
     sys.stdout.write("\n")
 
 
-def _pieces(trained: Trained, arguments: argparse.Namespace, seed: int) -> Iterator[str]:
+def _pieces(trained: TrainedModel, arguments: argparse.Namespace, seed: int) -> Iterator[str]:
     from shoal.runs.trained_model import generate_text
 
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.runs.invitation import Secrets
+    from shoal.runs.invitation import CoordinatorSecrets
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -38,30 +38,30 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _door(folder: Path) -> tuple[Path, Secrets]:
+def _door(folder: Path) -> tuple[Path, CoordinatorSecrets]:
     """The state folder of a run's coordinator, and its address and keys."""
-    from shoal.runs.invitation import Secrets
+    from shoal.runs.invitation import CoordinatorSecrets
 
     state = next((each for each in (folder / "coordinator", folder) if (each / "secrets.json").exists()), None)
-    known = Secrets.of(state) if state is not None else None
+    known = CoordinatorSecrets.of(state) if state is not None else None
     if state is None or known is None or not known.address.startswith("tcp://"):
         raise ShoalError(f"{folder} is no run that workers join over ZeroMQ; for a database, use `shoal db grant`")
     return state, known
 
 
 def _withdraw(state: Path, name: str) -> None:
-    from shoal.runs.invitation import Guests
+    from shoal.runs.invitation import GuestList
 
-    guests = Guests(state)
+    guests = GuestList(state)
     if not guests.withdraw(name):
         others = ", ".join(guests) or "none"
         raise ShoalError(f"{name} has no invitation to this run; invited: {others}")
     print(f"the invitation of {name} is withdrawn: its workers are disconnected within a second, and refused from now on")
 
 
-def _line(state: Path, known: Secrets, name: str, workers: int) -> str:
-    from shoal.runs.invitation import Guests
+def _line(state: Path, known: CoordinatorSecrets, name: str, workers: int) -> str:
+    from shoal.runs.invitation import GuestList
     from shoal.transports.keys import key_text
 
-    guest = Guests(state).invite(name, workers)
+    guest = GuestList(state).invite(name, workers)
     return f"shoal join {known.address} --token {guest.token}" + (f" --key {key_text(known.keys.public)}" if known.encrypted else "")

@@ -35,8 +35,8 @@ from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
-    from shoal.launch import Crew
-    from shoal.runs.worker_run import Joined, Way
+    from shoal.launch import EngineProcesses
+    from shoal.runs.worker_run import JoinedWorker, JoinOptions
     from shoal.transports.netem import Proxy
 
 EPILOG = """\
@@ -93,9 +93,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; start the others if needed."""
-    from shoal.launch import Crew, place_in
+    from shoal.launch import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
-    from shoal.runs.worker_run import Joined
+    from shoal.runs.worker_run import JoinedWorker
     from shoal.worker.session import Left
 
     invitation, crew = _invitation(arguments)
@@ -109,16 +109,16 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         reached = invitation._replace(address=address)
     try:
         try:
-            joined = Joined(_way(arguments, reached), print_log)
+            joined = JoinedWorker(_way(arguments, reached), print_log)
         except Left as refusal:
             if refusal.reason != STAGES:
                 raise
             return _attend(arguments, reached, stops)
         check_trust(joined, arguments.factory)
-        here = place_in(joined.run)
+        here = place_in_engine(joined.run)
         if here is None and uses_several_processes(joined.run):
             joined.leave()
-            arguments.name, crew = joined.name, Crew.of(joined.run, "join", print_log)
+            arguments.name, crew = joined.name, EngineProcesses.of(joined.run, "join", print_log)
             assert crew is not None
             return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
         stops.append(joined.stop)
@@ -135,21 +135,21 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Train a pipeline stage."""
-    from shoal.launch.pipeline_rendezvous import Attending
+    from shoal.launch.pipeline_rendezvous import PipelineMember
 
     overrides = [parse_override(text) for text in arguments.settings]
-    machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
+    machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
     stops.append(machine.stop)
     return machine.work(print_log)
 
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
     """Hold layers for a server until it ends or this process is stopped."""
-    from shoal.serve.nodes.node import NodeProcess, Reached
+    from shoal.serve.nodes.node import NodeProcess, ServerAddress
 
     invitation, _ = _invitation(arguments)
     node = NodeProcess(
-        Reached(invitation.address, invitation.token, invitation.key),
+        ServerAddress(invitation.address, invitation.token, invitation.key),
         arguments.name,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,
@@ -160,11 +160,11 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_trust(joined: Joined, trusted: list[str]) -> None:
+def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
     """Refuse a run that names functions (it never sends code) which --factory does not allow."""
-    from shoal.runs.live_objects import factories_of
+    from shoal.runs.live_objects import factory_names
 
-    unknown = [name for name in factories_of(joined.run) if name not in trusted]
+    unknown = [name for name in factory_names(joined.run) if name not in trusted]
     if unknown:
         wanted = " ".join(f"--factory {name}" for name in unknown)
         problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
@@ -172,14 +172,16 @@ def check_trust(joined: Joined, trusted: list[str]) -> None:
         raise problem
 
 
-def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]) -> int:
+def _lead(
+    crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
+) -> int:
     """Start the processes of a worker and restart them when they fail; their state is kept meanwhile, in --state or a temporary folder."""
-    from shoal.runs.worker_run import say_gone
+    from shoal.runs.worker_run import report_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
         started = island(
-            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: say_gone(_way(arguments, invitation))
+            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: report_gone(_way(arguments, invitation))
         )
         stops.append(started.stop)
         return started.run()
@@ -187,17 +189,17 @@ def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation
 
 def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
     """Work as one of several processes; the first one has joined and decides when to stop."""
-    from shoal.runs.worker_run import follow
+    from shoal.runs.worker_run import follow_first_process
 
     ignore_signals()
-    follow(here, _way(arguments, Invitation("", "", None)))
+    follow_first_process(here, _way(arguments, Invitation("", "", None)))
     return 0
 
 
-def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
-    from shoal.runs.worker_run import Way
+def _way(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
+    from shoal.runs.worker_run import JoinOptions
 
-    return Way(
+    return JoinOptions(
         *invitation,
         name=arguments.name,
         overrides=[parse_override(text) for text in arguments.settings],
@@ -208,17 +210,17 @@ def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
     )
 
 
-def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]:
+def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProcesses | None]:
     """The coordinator's address and token; and the processes to start, if the parent process has sent them."""
     if not arguments.stdin:
         return typed(arguments), None
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
-    from shoal.launch import Crew
+    from shoal.launch import EngineProcesses
 
     crew = given.get("crew")
-    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), Crew(*crew) if crew else None
+    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(*crew) if crew else None
 
 
 def typed(arguments: argparse.Namespace) -> Invitation:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from shoal import __version__
 from shoal.errors import ShoalError
-from shoal.process_exit import end
+from shoal.process_exit import end_process
 
 COMMANDS = {
     "train": "train a model",
@@ -57,7 +57,7 @@ commands:
 
 def program() -> NoReturn:
     """Run the command line and exit."""
-    end(main())
+    end_process(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shoal.config import Run
-    from shoal.launch.start import Outcome, Started
-    from shoal.runs.coordinator_run import ClusterLoop
+    from shoal.launch.start import RunOutcome, StartedRun
+    from shoal.runs.coordinator_run import CoordinatorLoop
     from shoal.runs.invitation import Invitation
-    from shoal.runs.training.loop import Loop
+    from shoal.runs.training.loop import TrainingLoop
     from shoal.transports.addresses import Address
     from shoal.transports.database_address import Access
 
@@ -36,7 +36,7 @@ def download(what: str, done: int, total: int | None) -> None:
     sys.stderr.write(counted + ("\n" if total and done >= total else "\r"))
 
 
-def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome, command: str) -> int:
+def show_outcome(loop: TrainingLoop | CoordinatorLoop, outcome: RunOutcome, command: str) -> int:
     """Print how a run ended and what to type next; returns the exit code. `command` is the one that resumes it."""
     from shoal.reporters.progress import figures
 
@@ -91,29 +91,29 @@ def _show_other_addresses(here: Address) -> None:
         print(f"this machine has other addresses, too; for workers that do not reach the one above: {', '.join(others)}")
 
 
-def _show_class(started: Started, access: Access, functions: str) -> None:
+def _show_class(started: StartedRun, access: Access, functions: str) -> None:
     """Print how students join through a database."""
-    from shoal.runs.invitation import keep_line
+    from shoal.runs.invitation import write_join_command
 
     if started.role:
         print("`shoal db grant student NAME FILE` creates a role and prints the command:")
         access = access._replace(user=started.role, password=None)
     line = f"shoal join {quoted(access._replace(password=None).address)}{functions}"
-    keep_line(started.loop.directory.path, line, access.password or "")
+    write_join_command(started.loop.directory.path, line, access.password or "")
     print(f"{_who_joins(access.host)} with:\n  {line}")
     if access.password:
         print(f"and with the class's token, which is asked for (or in SHOAL_TOKEN, or in a file: --token-file):\n  {access.password}")
     sys.stdout.flush()
 
 
-def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
+def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
     """Print the command with which workers join, and that of each host with an own address for the server.
 
     `hosts`: addresses on which the coordinator listens by option; none: all, or as the settings say.
     """
     from shoal.config.plugins import needed_by
-    from shoal.runs.invitation import keep_line
-    from shoal.runs.live_objects import factories_of
+    from shoal.runs.invitation import write_join_command
+    from shoal.runs.live_objects import factory_names
     from shoal.transports.addresses import parse as parse_address
     from shoal.transports.database_address import is_address
     from shoal.transports.database_address import parse as parse_database
@@ -122,13 +122,13 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
     invitation, cluster = started.invitation, started.loop.run.cluster
     assert invitation is not None
     run = started.loop.run
-    functions = "".join([*(f" --factory {name}" for name in factories_of(run)), *(f" --plugin {name}" for name in needed_by(run))])
+    functions = "".join([*(f" --factory {name}" for name in factory_names(run)), *(f" --plugin {name}" for name in needed_by(run))])
     if is_address(invitation.address):
         _show_class(started, parse_database(invitation.address), functions)
         return
     rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
     here = parse_address(invitation.address)
-    keep_line(started.loop.directory.path, f"shoal join {here} {rest}")
+    write_join_command(started.loop.directory.path, f"shoal join {here} {rest}")
     print(f"{_who_joins(here.host)} with:\n  shoal join {here} {rest}")
     if not hosts and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
         _show_other_addresses(here)
@@ -143,13 +143,13 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
 def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     """Print the command with which machines join a pipeline."""
     from shoal.config.plugins import needed_by
-    from shoal.runs.live_objects import factories_of
+    from shoal.runs.live_objects import factory_names
     from shoal.transports.addresses import is_loopback, parse
     from shoal.transports.keys import key_text
 
     host = parse(invitation.address).host
     key = f" --key {key_text(invitation.key)}" if invitation.key else ""
-    functions = "".join([*(f" --factory {name}" for name in factories_of(run)), *(f" --plugin {name}" for name in needed_by(run))])
+    functions = "".join([*(f" --factory {name}" for name in factory_names(run)), *(f" --plugin {name}" for name in needed_by(run))])
     where = "processes of this machine" if is_loopback(host) else "machines"
     rest = f"--token {invitation.token}{key}{functions}"
     for name in run.cluster.workers:
@@ -176,7 +176,7 @@ def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
 
 
 @contextmanager
-def stopping_on_signals(loop: Loop | ClusterLoop) -> Iterator[None]:
+def stopping_on_signals(loop: TrainingLoop | CoordinatorLoop) -> Iterator[None]:
     """Stop after the step on SIGINT or SIGTERM, and at once on a second signal."""
     own = os.getpid()
 

@@ -20,7 +20,7 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 def send_command(run: str, action: str, name: str | None = None) -> int:
     """Send a command to the coordinator and print its answer."""
-    from shoal.runs.owner import order, owner_in
+    from shoal.runs.owner import read_owner_file, send_command
 
-    print(order(owner_in(Path(run)), action, name))
+    print(send_command(read_owner_file(Path(run)), action, name))
     return 0

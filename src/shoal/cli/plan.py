@@ -17,7 +17,7 @@ from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.simulate.meta_model import Sketch
+    from shoal.simulate.meta_model import MetaModel
     from shoal.simulate.planning import Planned, Prediction
 
 _SHOWN = 12
@@ -63,14 +63,14 @@ def _listed(run: Run, arguments: argparse.Namespace) -> dict[str, MachineKind]:
     return dict(read_machines(arguments.machines)) if arguments.machines else _joined(run, Path(arguments.measure))
 
 
-def _sketched(run: Run, samples: int | None) -> Sketch:
-    from shoal.simulate.meta_model import data_of, sketch
+def _sketched(run: Run, samples: int | None) -> MetaModel:
+    from shoal.simulate.meta_model import build_meta_model, data_of
 
-    return sketch(run, data_of(run, samples))
+    return build_meta_model(run, data_of(run, samples))
 
 
-def _planned(found: Sketch, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
-    from shoal.simulate.meta_model import devices_of, sharing
+def _planned(found: MetaModel, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
+    from shoal.simulate.meta_model import devices_of, with_sharded_engine
     from shoal.simulate.planning import plan
 
     def variant(settings: Mapping[str, Any]) -> LoadedConfig:
@@ -78,7 +78,7 @@ def _planned(found: Sketch, kinds: dict[str, MachineKind], arguments: argparse.N
         return load(arguments, [*overrides, *further])
 
     print(f"data: {found.parts.data.info.name}")
-    too_small = _tell_of_memory(found, sharing(found.run, devices_of(kinds)), kinds)
+    too_small = _tell_of_memory(found, with_sharded_engine(found.run, devices_of(kinds)), kinds)
     try:
         return plan(found, kinds, variant, _progress, arguments.seed)
     except ShoalError:
@@ -95,7 +95,7 @@ def _progress(number: int, count: int, text: str) -> None:
 # --- this machine -------------------------------------------------------------------------------------
 
 
-def _measured(found: Sketch, samples: int | None) -> dict[str, MachineKind]:
+def _measured(found: MetaModel, samples: int | None) -> dict[str, MachineKind]:
     """This machine, once for each expected worker; prints the measurement as a line for a machines file."""
     from shoal.simulate import measured_step_s, to_be_timed
 
@@ -149,9 +149,9 @@ def _memory_gb(device: Any) -> float | None:
 # --- what fits ----------------------------------------------------------------------------------------
 
 
-def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> str:
+def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> str:
     """Print the memory that training needs and the machines that are too small; returns advice if all are, even with the smallest batch."""
-    from shoal.simulate.meta_model import fitting, what_would_fit
+    from shoal.simulate.meta_model import machines_that_fit, ways_to_fit
     from shoal.simulate.pipeline_plans import machines_needed
 
     needs, batch = found.memory(run), run.training.batch_size
@@ -160,16 +160,16 @@ def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> s
     )
     print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {_parts_of(needs)}")
     least = run.replace(training=run.training.replace(batch_size=1))
-    there = fitting(found, run, kinds)
+    there = machines_that_fit(found, run, kinds)
     lines = []
     for name in [name for name in kinds if name not in there]:
         memory_gb = kinds[name].memory_gb or 0.0
-        ways = what_would_fit(found, run, memory_gb)
+        ways = ways_to_fit(found, run, memory_gb)
         if needed := machines_needed(found, run, memory_gb):
             ways.append("engine.kind=pipeline over {} such machines, with engine.micro_batches={}".format(*needed))
         lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(ways)}")
     print("".join(f"{line}\n" for line in lines))
-    return "" if fitting(found, least, kinds) else "\n".join(lines)
+    return "" if machines_that_fit(found, least, kinds) else "\n".join(lines)
 
 
 def _parts_of(needs: Any) -> str:

@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.transports.database_address import is_address
 
 if TYPE_CHECKING:
-    from shoal.runs.worker_run import Joined
+    from shoal.runs.worker_run import JoinedWorker
 
 EPILOG = """\
 Workers join the relay as they would join the coordinator; the relay prints the command. Each of its rounds is one contribution to the
@@ -40,10 +40,10 @@ def run(argv: list[str]) -> int:
     load_plugins(arguments)
     if arguments.address and (is_address(arguments.address) or Path(arguments.address).is_file()):
         raise ShoalError("a relay joins a coordinator, not a database: take the address that `shoal coordinate` printed (tcp://…)")
-    from shoal.runs.worker_run import Joined, Way
+    from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
-    way = Way(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
-    joined = Joined(way, print_log)
+    way = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
+    joined = JoinedWorker(way, print_log)
     try:
         check_trust(joined, arguments.factory)
         if joined.name != arguments.name:
@@ -79,17 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _relay(joined: Joined, arguments: argparse.Namespace, argv: list[str]) -> int:
+def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str]) -> int:
     from shoal.cli.run_command import carry_out
-    from shoal.launch.start import Asked, plan
+    from shoal.launch.start_mode import StartOptions, plan_start
     from shoal.runs.welcome import settings_of
 
     if arguments.expect < 1:
         raise ShoalError("--expect: a relay has at least one worker")
     given = {"cluster.num_workers": str(arguments.expect)} | _NOT_FROM_ABOVE
     own = [*(Override(path, value, "shoal relay") for path, value in given.items()), *_settings(arguments.settings)]
-    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), above=joined)
-    return carry_out(plan(lambda more: settings_of(joined.welcome.header, [*own, *more]), asked), argv)
+    asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), above=joined)
+    return carry_out(plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more]), asked), argv)
 
 
 def _settings(texts: list[str]) -> list[Override]:

@@ -15,10 +15,10 @@ from shoal.config.load import LoadedConfig, Override
 from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.rlhf_phases import Phase, is_done, phases
-from shoal.launch.start import Asked, Plan, plan
+from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
 
 
-def train_in_phases(made: Plan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
+def train_in_phases(made: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
     """Train every phase that is not done yet; returns the last exit code."""
     root = _root(made, arguments)
     all_phases = list(phases(made.run, root, _command(arguments)))
@@ -53,7 +53,7 @@ def _tell(text: str, speaks: bool) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-def _tell_how_to_compare(made: Plan, root: Path) -> None:
+def _tell_how_to_compare(made: StartPlan, root: Path) -> None:
     """Print the command that compares base and policy."""
     assert made.run.rlhf is not None
     before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), made.run.rlhf.policy)
@@ -61,7 +61,7 @@ def _tell_how_to_compare(made: Plan, root: Path) -> None:
         sys.stderr.write(f'what changed: shoal generate --compare {before} {root / "policy"} --prompt "…"\n')
 
 
-def _root(made: Plan, arguments: argparse.Namespace) -> Path:
+def _root(made: StartPlan, arguments: argparse.Namespace) -> Path:
     if arguments.run_dir:
         root = Path(arguments.run_dir)
         if root.exists() and any(root.iterdir()) and not arguments.resume and arguments.phase is None:
@@ -89,7 +89,7 @@ def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override
     def resolved(more: Sequence[Override]) -> LoadedConfig:
         return load(chosen, [*overrides, *more, *phase.settings])
 
-    asked = Asked(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
-    made = plan(resolved, asked)
+    asked = StartOptions(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
+    made = plan_start(resolved, asked)
     workers = weather_and_speeds(arguments.netem, arguments.slowdown) if phase.with_workers else weather_and_speeds(None, ())
     return carry_out(made, [*argv, "--phase", phase.name], workers)

@@ -19,20 +19,21 @@ from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.dashboard_process import check_dashboard, dashboard
-from shoal.launch.start import Arguments, Asked, Plan, Way, headline, load_beside, plan, started
+from shoal.launch.start import Arguments, headline, preload_libraries, start_run
+from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 
 if TYPE_CHECKING:
-    from shoal.runs.coordinator_run import ClusterLoop
-    from shoal.runs.training.loop import Loop
+    from shoal.runs.coordinator_run import CoordinatorLoop
+    from shoal.runs.training.loop import TrainingLoop
     from shoal.worker.interfaces import World
 
 
-def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Asked) -> Plan:
+def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions) -> StartPlan:
     """The plan for the options of a command; prints warnings."""
     resolved = _continued(arguments)
     if asked.watch:
         check_dashboard()
-    made = plan(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
+    made = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
     if _speaks_for_all():
         if made.note:
             sys.stderr.write(f"{made.note}\n")
@@ -66,56 +67,56 @@ def _continued(arguments: argparse.Namespace) -> bool:
     return alone
 
 
-def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+def carry_out(made: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
     """Train, coordinate, or start the processes that do; returns the exit code. `argv` starts this command again in other processes."""
-    if made.way is Way.RANKS:
+    if made.mode is StartMode.RANKS:
         return start_ranks(made.run, argv)
-    if made.way is Way.GATHERS:
+    if made.mode is StartMode.GATHERS:
         return gather(made, argv)
-    if made.way is Way.FOLLOWS:
-        assert made.fleet is not None
+    if made.mode is StartMode.FOLLOWS:
+        assert made.torchrun is not None
         ignore_signals()  # its child processes get the signal, too, and it ends with them
-        made.fleet.work(print_log)
+        made.torchrun.work(print_log)
         return 0
     if made.here is not None:
         return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)
     return train(made, arguments)
 
 
-def train(made: Plan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+def train(made: StartPlan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
     """Train or coordinate in this process; returns the exit code."""
     code, world = _train(made, arguments)
     world.close()  # after the model is freed
     return code
 
 
-def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
-    load_beside(made)  # before torch is loaded here
+def _train(made: StartPlan, arguments: Arguments) -> tuple[int, World]:
+    preload_libraries(made)  # before torch is loaded here
     from shoal.reporters.progress import progress_for
     from shoal.reporters.sinks import sinks_for
 
-    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.way is Way.COORDINATES
+    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.mode is StartMode.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
-    with started(made, reporters, download if speaks else None, arguments) as ready:
+    with start_run(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(made, loop))
         with stopping_on_signals(loop):  # before the invitation is printed, after which the user may stop the run
-            if made.asked.invite:
-                show_invitation(ready, made.asked.hosts)
-            with _watched(loop, made.asked.watch and speaks):
+            if made.options.invite:
+                show_invitation(ready, made.options.hosts)
+            with _watched(loop, made.options.watch and speaks):
                 outcome = ready.train()
         return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
 
 
-def _command(made: Plan) -> str:
+def _command(made: StartPlan) -> str:
     """The command that resumes such a run; empty for a relay, which needs its coordinator's address again."""
-    if made.asked.above is not None:
+    if made.options.above is not None:
         return ""
-    return "up" if made.asked.up else "coordinate" if made.asked.invite else "train"
+    return "up" if made.options.up else "coordinate" if made.options.invite else "train"
 
 
 @contextmanager
-def _watched(loop: Loop | ClusterLoop, wanted: bool) -> Iterator[None]:
+def _watched(loop: TrainingLoop | CoordinatorLoop, wanted: bool) -> Iterator[None]:
     """Show a dashboard during the run, if wanted."""
     if not wanted:
         yield

@@ -12,8 +12,8 @@ from shoal.config import Run
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.simulate import Report, World
-    from shoal.simulate.simulation import Asked
+    from shoal.simulate import SimulationReport, VirtualRun
+    from shoal.simulate.simulation import SimulationOptions
 
 _SHOWN = 8
 """Workers that are printed in a scheduling round."""
@@ -82,16 +82,16 @@ def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
+def _simulated(run: Run, arguments: argparse.Namespace) -> SimulationReport:
     from shoal.simulate.simulation import simulated
 
     return simulated(run, _asked(arguments), None if arguments.json else _show_members)
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
-    from shoal.simulate.simulation import Asked
+def _asked(arguments: argparse.Namespace) -> SimulationOptions:
+    from shoal.simulate.simulation import SimulationOptions
 
-    return Asked(
+    return SimulationOptions(
         arguments.workers,
         arguments.weather,
         arguments.hours,
@@ -106,7 +106,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     )
 
 
-def _show_members(number: int, world: World) -> None:
+def _show_members(number: int, world: VirtualRun) -> None:
     """Print a scheduling round: the workers and their measured speeds."""
     rows, tasks = world.coordinator.members.table(), world.coordinator.tasks
     print(f"{world.timeline.now:8.1f} s  scheduling round {number}: {len(rows)} workers are here")
@@ -118,7 +118,7 @@ def _show_members(number: int, world: World) -> None:
         print(f"              and {len(rows) - _SHOWN} more")
 
 
-def _print(report: Report, arguments: argparse.Namespace) -> None:
+def _print(report: SimulationReport, arguments: argparse.Namespace) -> None:
     if arguments.json:
         figures = ("samples_per_s", "rejected_share", "utilisation", "wasted_share", "mean_lag", "cpu_us")
         print(json.dumps(vars(report) | {name: getattr(report, name) for name in figures}, default=str, indent=2))
@@ -131,7 +131,7 @@ def _print(report: Report, arguments: argparse.Namespace) -> None:
         print(f"broken promise: {violation}; the same seed shows it again")
 
 
-def _draw(report: Report, folder: Path) -> None:
+def _draw(report: SimulationReport, folder: Path) -> None:
     from shoal.reporters.plots import save_curves
 
     folder.mkdir(parents=True, exist_ok=True)

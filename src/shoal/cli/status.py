@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     arguments, overrides = parse(_parser(), argv)
     if (owner := owner_file(arguments.files)) is not None:
-        from shoal.runs.owner import owner_in, status_from
+        from shoal.runs.owner import fetch_status, read_owner_file
 
-        return _show_status(status_from(owner_in(owner)), arguments.json)
+        return _show_status(fetch_status(read_owner_file(owner)), arguments.json)
     folder = folder_of(arguments.files) or _folder_of_settings(arguments, overrides)
     if folder is not None:
         return _show_folder(folder, arguments.json, arguments.grid)

@@ -29,14 +29,14 @@ def run(argv: list[str]) -> int:
         raise ShoalError(f"`shoal top` needs a terminal; `shoal status {where}` prints once")
     from rich.live import Live
 
-    from shoal.runs.folder.run_reader import GOING_ON
+    from shoal.runs.folder.run_reader import UNFINISHED_STATES
 
     try:
         with Live(drawn(look()), screen=True, auto_refresh=False) as live:
             while True:
                 status = look()
                 live.update(drawn(status, live.console.height), refresh=True)
-                if status["state"] not in GOING_ON:
+                if status["state"] not in UNFINISHED_STATES:
                     break
                 time.sleep(max(0.2, arguments.every))
     except KeyboardInterrupt:
@@ -49,10 +49,10 @@ def run(argv: list[str]) -> int:
 def _looker(given: list[str]) -> tuple[Callable[[], dict[str, Any]], str]:
     """A function that reads the run's status, and the run's name."""
     if (owner := owner_file(given)) is not None:
-        from shoal.runs.owner import owner_in, status_from
+        from shoal.runs.owner import fetch_status, read_owner_file
 
-        known = owner_in(owner)
-        return lambda: status_from(known), str(owner)
+        known = read_owner_file(owner)
+        return lambda: fetch_status(known), str(owner)
     folder = folder_of(given)
     if folder is None:
         raise ShoalError(f"{[*given, 'runs'][0]} is no folder: name a run's folder, or start a run in this one (`shoal train`)")

@@ -15,8 +15,8 @@ from shoal.config.load import Override
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch.batch_scripts import Written
-    from shoal.launch.start import Plan
+    from shoal.launch.batch_scripts import BatchScript
+    from shoal.launch.start_mode import StartPlan
 
 _WHAT = """Start a coordinator here and all its workers as launch.kind says (local, ssh, ray), and return; or write files for Slurm or
 Kubernetes. `shoal down RUN` ends the run."""
@@ -61,20 +61,20 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
     return [*given, Override("launch.nodes", str(arguments.num_nodes), f"--num_nodes {arguments.num_nodes}")]
 
 
-def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> Plan:
+def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartPlan:
     from shoal.cli.run_command import planned
-    from shoal.launch.start import Asked
+    from shoal.launch.start_mode import StartOptions
 
     if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
-        return planned(arguments, overrides, Asked(otherwise=1))
-    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
+        return planned(arguments, overrides, StartOptions(default_workers=1))
+    asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
     return planned(arguments, overrides, asked)
 
 
 # --- for other schedulers ------------------------------------------------------------------------------
 
 
-def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
+def _write(plan: StartPlan, folder: Path, arguments: argparse.Namespace) -> int:
     """Write the script or the manifests, and print how to use them."""
     from shoal.launch import batch_scripts
 
@@ -92,7 +92,7 @@ def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(plan: Plan) -> str:
+def _settings(plan: StartPlan) -> str:
     """The whole configuration as one file. Secrets come from the environment again."""
     from shoal.config.fields import as_data
     from shoal.config.show import to_yaml
@@ -100,7 +100,7 @@ def _settings(plan: Plan) -> str:
     return "dialect: shoal\n" + to_yaml(as_data(plan.run, mask=None)).replace("${", "$${")
 
 
-def _show(written: Written) -> None:
+def _show(written: BatchScript) -> None:
     from shoal.transports.private_files import write_private
 
     write_private(written.path, written.text)
@@ -113,19 +113,19 @@ def _show(written: Written) -> None:
 def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
     """Coordinate in this process until the run ends."""
     from shoal.cli.run_command import carry_out
-    from shoal.launch.up_file import noted
+    from shoal.launch.up_file import written_while_up
 
     arguments.run_dir = str(folder)
     plan = _planned(arguments, overrides)
-    with noted(folder):
+    with written_while_up(folder):
         return carry_out(plan, argv)
 
 
-def _leave_running(plan: Plan, folder: Path, argv: list[str], named: bool) -> int:
+def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) -> int:
     """Start a background process, wait until workers can join, and return."""
-    from shoal.launch.up_file import running
+    from shoal.launch.up_file import running_process
 
-    if running(folder) is not None:
+    if running_process(folder) is not None:
         raise ShoalError(f"{folder} is up already: `shoal down {folder}` ends it")
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / _LOG

@@ -28,14 +28,14 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     check_dashboard()
-    from shoal.dashboard.server import WatchServer
+    from shoal.dashboard.server import DashboardServer
     from shoal.runs.folder.run_reader import RunFolder, newest_run
 
     folders = [RunFolder(Path(name)) for name in arguments.runs] or [newest_run(Path("runs"))]
     host = arguments.host or ("0.0.0.0" if arguments.public else "127.0.0.1")
     token = _token(arguments)
     ports = [PORT, 0] if arguments.port is None else [arguments.port]
-    server = WatchServer(folders, host, ports, token, arguments.public)
+    server = DashboardServer(folders, host, ports, token, arguments.public)
     print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.word)}", flush=True)
     server.run(arguments.parent)
     return 0

@@ -20,9 +20,9 @@ from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.precision.emulation import lower
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.step_state import kept
+from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, Task
-from shoal.updates.layout import Layout
+from shoal.updates.layout import ParameterLayout
 
 if TYPE_CHECKING:
     from shoal.engines.precision.fp8 import Rows
@@ -62,12 +62,12 @@ class Engine(ABC):
         self.health = HealthMonitor(run.training.gradient_health) if run.training.gradient_health.enabled else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=False)
         self.track_gradients = run.logging.track_gradients
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, ParameterLayout] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._spare: Batch | None = None
         self.statistics: list[Tensor] = []
         """BatchNorm's running figures, of networks that are whole in this process."""
-        self.kept = [one for player in task.players.values() for one in kept(player)]
+        self.kept = [one for player in task.players.values() for one in step_states(player)]
         for one in self.kept:
             one.total, one.rank, one.ranks = world.add_up, world.rank, world.size
 

@@ -20,10 +20,10 @@ from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.engines.precision import fp8
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.compile_rules import tell_the_compiler
-from shoal.models.step_state import kept
+from shoal.models.compile_rules import exclude_from_compilation
+from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, Task
-from shoal.updates.layout import lay_out
+from shoal.updates.layout import flatten_networks
 
 __all__ = ["SingleEngine", "StepResult", "choose_device"]
 
@@ -41,7 +41,7 @@ class SingleEngine(Engine):
         super().__init__(run, task, device, total_steps, world or World())
         for name, player in task.players.items():
             task.players[name] = player.to(device).train()
-        self._vector, self._gradient, self.networks = lay_out(task.players)
+        self._vector, self._gradient, self.networks = flatten_networks(task.players)
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         if learns and reads_rounded(run, device):
             self._round_networks()
@@ -50,7 +50,7 @@ class SingleEngine(Engine):
                 network.offer_room()
         self.statistics = [buffer for player in task.players.values() for buffer in statistics(player)]
         if run.training.compile:
-            tell_the_compiler()
+            exclude_from_compilation()
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
@@ -259,9 +259,17 @@ class SingleEngine(Engine):
         named_state.load_flat(self.optimizers[player], self.networks[player], state)
 
 
+def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> SingleEngine:
+    """The engine of a worker that is one process."""
+    return SingleEngine(run, task, device, total_steps, learns=not task.learns_from_answers)
+
+
 def statistics(module: nn.Module) -> Iterator[Tensor]:
     """The buffers whose mean over processes and workers is taken."""
-    persistent, others = set(module.state_dict()), {id(value) for one in kept(module) for value in (*one.state(), *one.buffers(False))}
+    persistent, others = (
+        set(module.state_dict()),
+        {id(value) for one in step_states(module) for value in (*one.state(), *one.buffers(False))},
+    )
     for name, buffer in module.named_buffers():
         if name in persistent and buffer.is_floating_point() and id(buffer) not in others:
             yield buffer

@@ -43,7 +43,7 @@ def _plain(said: str) -> str:
     return "".join(letter if " " <= letter <= "~" else "?" for letter in said)[:_LONGEST_STATE]
 
 
-class ClientLine:
+class TransportConnection:
     """A transport's client."""
 
     def __init__(self, address: str, token: str, key: str | None) -> None:
@@ -90,7 +90,7 @@ class ClientLine:
         self.client.close()
 
 
-class BoardLine:
+class DatabaseConnection:
     """The board of units in a database: it lends units, takes results and shows weights, whether the coordinator is there or not.
 
     The desk behind it tries again by itself where the database cannot be reached.
@@ -231,10 +231,10 @@ class BoardLine:
         return Answer({"kind": "goodbye"}, ())
 
 
-WorkerLine = ClientLine | BoardLine
+WorkerConnection = TransportConnection | DatabaseConnection
 
 
-class Caller(NamedTuple):
+class ConnectOptions(NamedTuple):
     """Who joins: what it wants to be called, where it keeps its secrets, how long it waits, and whom it tells."""
 
     name: str | None
@@ -243,23 +243,23 @@ class Caller(NamedTuple):
     tell: Callable[[str], None]
 
 
-def lines_to(address: str, token: str, key: str | None, caller: Caller) -> tuple[WorkerLine, WorkerLine]:
+def connect_worker(address: str, token: str, key: str | None, caller: ConnectOptions) -> tuple[WorkerConnection, WorkerConnection]:
     """A worker's line to its coordinator, and one for its signs of life."""
     if is_address(address):
         address = _own_address(address, caller)
         if (board := _board(address, caller.patience_s, caller.tell)) is not None:
             return board, board
-    return ClientLine(address, token, key), ClientLine(address, token, key)
+    return TransportConnection(address, token, key), TransportConnection(address, token, key)
 
 
-def _own_address(address: str, caller: Caller) -> str:
+def _own_address(address: str, caller: ConnectOptions) -> str:
     """The address with this worker's own role in it, which is made where the address is the class's."""
     from shoal.transports.postgres.enrolment import own_access  # asks for a driver that others do without
 
     return own_access(parse(address), caller.name, caller.folder, caller.patience_s, caller.tell).address
 
 
-def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> BoardLine | None:
+def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> DatabaseConnection | None:
     """The board of units in a database, where its run leases units."""
     from shoal.transports.postgres import UnitDesk  # asks for a driver that others do without
 
@@ -271,7 +271,7 @@ def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> Boar
         if feed.leased:
             assert isinstance(run.transport, Postgres)
             desk.poll_interval_s = run.transport.poll_interval_s
-            return BoardLine(desk, welcome, feed.lease_s, tell)
+            return DatabaseConnection(desk, welcome, feed.lease_s, tell)
     except BaseException:
         desk.close()
         raise

@@ -12,26 +12,25 @@ import torch
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
-from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase, RequestServer, SavedState
+from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Interrupted, RelayPlace, RunConcluded, WorkerExited
 from shoal.engines import StepResult
 from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Message
-from shoal.runs.build_run import Parts, held_out
+from shoal.runs.build_run import RunParts, held_out_batches
 from shoal.runs.folder.checkpoint import Checkpoint, save_weights
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.folder.run_reader import whole_status
-from shoal.runs.monitoring.class_arrivals import Attendance
+from shoal.runs.folder.run_reader import complete_status
+from shoal.runs.monitoring.class_arrivals import ArrivalNotices
 from shoal.runs.monitoring.prometheus import shown_to_prometheus
 from shoal.runs.monitoring.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.monitoring.status import StatusWriter
-from shoal.runs.monitoring.traffic_totals import Totals
-from shoal.runs.rlhf.rollouts import RolloutFeed
-from shoal.runs.training.background_eval import Judge
+from shoal.runs.monitoring.traffic_totals import TrafficTotals
+from shoal.runs.storage import OpenedStorage
+from shoal.runs.training.background_eval import BackgroundEvaluator
 from shoal.strategies import Length, Policies
-from shoal.tasks import Draws
 from shoal.updates import privacy
 from shoal.updates.fragments import Span
 
@@ -43,7 +42,7 @@ _MOST_UNJUDGED = 4
 """Evaluations that may wait for each other, where rounds are long and few and each is to be judged."""
 
 
-class SharedData:
+class SharedDataProgress:
     """The data as the coordinator sees it: workers do the reading. How long an epoch of a stream is shows when all have begun the next."""
 
     def __init__(self, batches_per_epoch: int | None, places: Callable[[], Iterable[Sequence[int]]]) -> None:
@@ -60,16 +59,6 @@ class SharedData:
             self.epochs, self.at_epoch_end = epochs, epochs > self.epochs
 
 
-class Home(NamedTuple):
-    """Where a coordinator's run takes place."""
-
-    server: RequestServer
-    store: CoordinatorStore
-    directory: RunDirectory
-    board: LeaseDatabase | None = None
-    """The same as the server, where a database keeps the leases of units."""
-
-
 class Higher(Protocol):
     """The coordinator that this one is a worker of."""
 
@@ -80,10 +69,10 @@ class Higher(Protocol):
     def leave(self) -> None: ...
 
 
-class Agreed(NamedTuple):
+class RunAgreement(NamedTuple):
     """What a run with workers is made of, and what all of them must agree on."""
 
-    parts: Parts
+    parts: RunParts
     policies: Policies
     length: Length
     spans: tuple[Span, ...]
@@ -99,7 +88,7 @@ class Agreed(NamedTuple):
         return self.expected * (1 if self.above is None else self.above.shards)
 
 
-class ClusterLoop:
+class CoordinatorLoop:
     """A run whose steps are new versions, made by workers."""
 
     higher: Higher | None = None
@@ -107,65 +96,56 @@ class ClusterLoop:
 
     def __init__(
         self,
-        agreed: Agreed,
+        agreed: RunAgreement,
         coordinator: Coordinator,
         learner: EngineLearner,
-        home: Home,
+        directory: RunDirectory,
+        storage: OpenedStorage,
         reporters: list[Reporter],
         welcome: Message,
         judging: torch.device,
     ) -> None:
         """`judging`: the device that evaluates; the weights are stepped on the CPU."""
         parts, length = agreed.parts, agreed.length
-        self.length = length
-        self.run, self.engine, self.policies, self.coordinator, self.learner = (
-            parts.run,
-            parts.engine,
-            agreed.policies,
-            coordinator,
-            learner,
-        )
-        self.server, self.store, self.directory, self.board = home.server, home.store, home.directory, home.board
-        self.data = SharedData(length.batches_per_epoch, lambda: coordinator.state.positions.values())
-        self.recorder = Recorder(parts.run, parts.engine, self.data, home.directory, reporters, learner.meaningless)
-        self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self.members, home.server
+        self.run, self.engine, self.policies, self.length = parts.run, parts.engine, agreed.policies, length
+        self.coordinator, self.learner = coordinator, learner
+        self.server, self.store, self.directory, self.board = storage.server, storage.store, directory, storage.board
+        self.data = SharedDataProgress(length.batches_per_epoch, lambda: coordinator.state.positions.values())
+        self.recorder = Recorder(parts.run, parts.engine, self.data, directory, reporters, learner.meaningless)
+        self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self.members, storage.server
         self.recorder.total_batches = length.batches
         self.recorder.step_name = "round" if agreed.policies.contribution.alone else "step"
         self.message = self.recorder.message
-        self._totals = Totals(home.server.traffic, coordinator)
-        self.driver = self._driver(home, welcome)
+        self._totals = TrafficTotals(storage.server.traffic, coordinator)
+        self.driver = self._driver(storage, welcome)
         batches = self._judged_by(parts)
-        self.judge = Judge(parts, batches, home.directory, judging, self.recorder.step_name) if batches is not None else None
+        self.judge = BackgroundEvaluator(parts, batches, directory, judging, self.recorder.step_name) if batches is not None else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
-        self.beside: Callable[[], None] = lambda: None
+        self.on_tick: Callable[[], None] = lambda: None
         """Called now and then: the launcher looks after the worker processes that it started here."""
         self.goodbye_s = _GOODBYE_S
         """How long to wait at the end until all have heard that it is over."""
         self._lessees: list[dict[str, Any]] = []
         """Workers that lease units, as they were a moment ago."""
-        self._lessees_at, self.attendance = 0.0, Attendance()
+        self._lessees_at, self.attendance = 0.0, ArrivalNotices()
         self.status = StatusWriter(self)
 
-    def _judged_by(self, parts: Parts) -> Callable[[], Any] | None:
+    def _judged_by(self, parts: RunParts) -> Callable[[], Any] | None:
         """What the weights are judged by: held-out data, or answers to held-out prompts. None: nothing."""
-        run, feed = parts.run, parts.feed
-        if run.evaluation.batches == 0:
+        if parts.run.evaluation.batches == 0:
             return None
-        if not isinstance(feed, RolloutFeed):
-            return held_out(run, parts.data.eval)
-        feed.warn = lambda text: self.message(f"warning: {text}")
-        return feed.judged if feed.held_out and run.evaluation.strategy != "never" else None
+        return parts.feed.evaluation_batches(held_out_batches(parts.run, parts.data.eval))
 
-    def _driver(self, home: Home, welcome: Message) -> CoordinatorDriver:
+    def _driver(self, storage: OpenedStorage, welcome: Message) -> CoordinatorDriver:
         around = DriverDeps(
-            server=home.server,
-            store=home.store,
+            server=storage.server,
+            store=storage.store,
             watcher=self,
             welcome=welcome,
             capture=lambda: SnapshotContent(self.engine.weights(), self.state_dict()),
             clock=time.monotonic,
             new_session=lambda: secrets.token_hex(16),
-            board=home.board,
+            board=storage.board,
             status=lambda: self.status.as_json(),
         )
         return CoordinatorDriver(self.coordinator, around)
@@ -185,7 +165,7 @@ class ClusterLoop:
         before, self.recorder.stopping = self.recorder.stopping, INTERRUPTED
         return before == INTERRUPTED
 
-    def exited(self, name: str) -> None:
+    def report_exit(self, name: str) -> None:
         """The launcher saw this worker's process exit."""
         self.driver.happen(WorkerExited(name))
 
@@ -199,7 +179,7 @@ class ClusterLoop:
                 self.higher.leave()
 
     def _told(self) -> dict[str, Any]:
-        return whole_status(self.status.latest)
+        return complete_status(self.status.latest)
 
     def _coordinate(self) -> None:
         coordinator, recorder = self.coordinator, self.recorder
@@ -226,7 +206,7 @@ class ClusterLoop:
             self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
         self.status.look("ending" if ending else "paused" if self.coordinator.state.paused else "running")
-        self.beside()
+        self.on_tick()
 
     def members(self) -> Members:
         """Who takes part: workers that lease units in a database, or the coordinator's own members."""
@@ -280,7 +260,7 @@ class ClusterLoop:
 
     def _draw_untrained(self) -> None:
         """A class sees pictures from the beginning."""
-        if self.judge is not None and self.board is not None and self.step == 0 and isinstance(self.engine.task, Draws):
+        if self.judge is not None and self.board is not None and self.step == 0 and self.engine.task.draws_images:
             weights = {name: value.detach().clone() for name, value in self.engine.weights().items()}
             self.judge.begin(0, weights, only_draw=True)
 

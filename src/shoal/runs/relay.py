@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 from shoal.coordinator.state import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner
-from shoal.runs.coordinator_run import ClusterLoop
-from shoal.runs.worker_run import Joined
+from shoal.runs.coordinator_run import CoordinatorLoop
+from shoal.runs.worker_run import JoinedWorker
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
 from shoal.worker.session import Event
@@ -16,7 +16,7 @@ from shoal.worker.session import Event
 class Relay:
     """Passes on what the rounds of a loop make, and has the loop go on with the answer."""
 
-    def __init__(self, joined: Joined, loop: ClusterLoop) -> None:
+    def __init__(self, joined: JoinedWorker, loop: CoordinatorLoop) -> None:
         """Take up the run where the coordinator above has it, or where this relay's journal ends."""
         self.joined, self.loop, self.protocol = joined, loop, joined.protocol
         learner, self.coordinator = loop.learner, loop.coordinator

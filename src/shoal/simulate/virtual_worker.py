@@ -9,10 +9,10 @@ from typing import Any
 from typing import Protocol as Interface
 
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Message
-from shoal.simulate.event_queue import Timeline
+from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Link
-from shoal.simulate.machines import Machine
-from shoal.simulate.worker_updates import Mind, Parcel
+from shoal.simulate.machines import SimulatedMachine
+from shoal.simulate.worker_updates import EncodedUpdate, UpdateSource
 from shoal.worker.sender import JOINING_PAUSE_S
 from shoal.worker.session import COMPUTING, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, News, Protocol, Question, Receipt, Seated, Unit
 from shoal.worker.worker import Pace, WorkerPolicies, may_overlap
@@ -21,7 +21,7 @@ _UNEVEN = 0.05
 """Steps of one machine differ so much: the sigma of their logarithms."""
 
 
-class Nameplate:
+class FreeIdentity:
     """An identity that costs nothing: who a worker is was never in doubt here."""
 
     def __init__(self, name: str) -> None:
@@ -31,10 +31,10 @@ class Nameplate:
         return "0" * 128
 
 
-class Surroundings(Interface):
+class WorkerEnvironment(Interface):
     """The world, as far as a worker must know it."""
 
-    timeline: Timeline
+    timeline: EventQueue
     policies: WorkerPolicies
     heartbeat_s: float
 
@@ -62,15 +62,15 @@ class Surroundings(Interface):
 class VirtualWorker:
     """One stay of a machine. When the machine comes back, that is another one of the same name."""
 
-    def __init__(self, world: Surroundings, machine: Machine, link: Link, mind: Mind, life: int) -> None:
+    def __init__(self, world: WorkerEnvironment, machine: SimulatedMachine, link: Link, mind: UpdateSource, life: int) -> None:
         self.world, self.machine, self.link, self.mind = world, machine, link, mind
-        plate: Any = Nameplate(machine.name)
+        plate: Any = FreeIdentity(machine.name)
         self.protocol = Protocol(machine.name, {}, PROTOCOL, f"life {life}", math.inf, plate)
         self.gone = self.finished = False
         self.conversing = self.computing = False
         self.unit: Unit | None = None
         self._events: list[Event] = []
-        self._parcel: tuple[Parcel, float] | None = None
+        self._parcel: tuple[EncodedUpdate, float] | None = None
         """What was made and is not sent yet, with the seconds it took."""
         self._sent_s = 0.0
         self._steps = self._question = self._seating = 0
@@ -204,7 +204,7 @@ class VirtualWorker:
             return self._compute(1, self._learn_batch, unit, done + 1, began)
         return self._made(self.mind.make(self.protocol.have, unit), began, self._seating)
 
-    def _made(self, parcel: Parcel | None, began: float, seating: int) -> None:
+    def _made(self, parcel: EncodedUpdate | None, began: float, seating: int) -> None:
         self.computing = False
         took_s = self.world.timeline.now - began
         self._step_s = took_s
@@ -276,6 +276,6 @@ class VirtualWorker:
         return COMPUTING if self.computing else "waiting"
 
 
-def _contribution(parcel: Parcel, epoch: int, position: int, unit: Unit | None) -> Contribute:
+def _contribution(parcel: EncodedUpdate, epoch: int, position: int, unit: Unit | None) -> Contribute:
     number = -1 if unit is None else unit.number
     return Contribute("", 0, 0, parcel.base, 0, parcel.weight, parcel.samples, epoch, position, parcel.batches, -1, parcel.metrics, number)

@@ -10,7 +10,7 @@ from shoal.coordinator.policies import Every, Everything
 from shoal.coordinator.units.cut import DataCut
 from shoal.engines.learners.apply import Apply, OptimizerStep
 from shoal.updates.fragments import Span, spans
-from shoal.updates.layout import Layout
+from shoal.updates.layout import ParameterLayout
 from shoal.worker.policies import OwnShard, Pulling
 from shoal.worker.producers import Gradients
 
@@ -77,7 +77,7 @@ class Policies:
     def pull_every(self) -> int:
         return self.pull.every
 
-    def spans(self, layouts: Mapping[str, Layout]) -> tuple[Span, ...]:
+    def spans(self, layouts: Mapping[str, ParameterLayout]) -> tuple[Span, ...]:
         """The parts of the weights that rounds take in turn; none: each round moves all of them."""
         if self.contribution.fragments == 1:
             return ()

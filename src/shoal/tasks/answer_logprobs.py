@@ -8,6 +8,7 @@ Shapes: B batch, L tokens, N tokens that count, D width, V vocabulary.
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch, Loss, Mean
+from shoal.tasks.base import Batch, Loss, Mean, Task
 from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of
 from shoal.tasks.language import IGNORED, READ_BESIDE
 
@@ -136,20 +137,15 @@ def as_used(*models: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class Pairwise:
-    """What tasks that learn from pairs of answers share: a pair counts as one, and `compare` says what one batch of them costs."""
+class PairwiseTask(Task):
+    """A task that learns from pairs of answers, a chosen and a rejected one. A pair counts as one sample."""
 
-    players: dict[str, nn.Module]
-
+    @abstractmethod
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
-        """The loss, figures, and what was given to the model and came back beside its output."""
-        raise NotImplementedError
+        """The loss, the metrics, and for each pass the arguments beside the tokens, which also hold what came back beside the output."""
 
     def count(self, batch: Batch) -> int:
         return len(batch["chosen_input_ids"])
-
-    def compile(self) -> None:
-        self.players["model"].compile()
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         with as_used(self.players["model"]):

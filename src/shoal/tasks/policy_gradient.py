@@ -17,7 +17,7 @@ from shoal.config import Run
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
 from shoal.tasks.answer_logprobs import Text, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
-from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.base import Batch, Loss, Mean, Task, TaskInfo
 from shoal.tasks.chunked_logprobs import SlopeOf, in_pieces, room_of, with_slopes
 from shoal.tasks.dpo import SIDES, preference_loss
 
@@ -34,11 +34,12 @@ class Scored(NamedTuple):
     entropy_BT: Tensor
 
 
-class PolicyGradient:
+class PolicyGradient(Task):
     """All losses are means over the tokens of answers. With a value network of its own there are two, else one sum."""
 
     headline = "score"
     higher_is_better = True
+    learns_from_answers = True
 
     def __init__(self, players: dict[str, nn.Module], settings: Rlhf) -> None:
         self.players, self.settings, self.ppo = players, settings, settings.ppo
@@ -48,12 +49,11 @@ class PolicyGradient:
         """Of each batch since the list was emptied: how far the policy has moved from the one that gave the answers, in nats added up
         over tokens, and how many tokens these are."""
 
+    def answer_only(self, finder: Any) -> None:
+        self.learns_from_answers, self.finder = False, finder
+
     def count(self, batch: Batch) -> int:
         return int(Text.of(batch).counted_BL.sum())
-
-    def compile(self) -> None:
-        for player in self.players.values():
-            player.compile()
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         model, text = self.players["model"], Text.of(batch)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answer_logprobs import Pairwise, Text, at_the_end, given_to, share_won
+from shoal.tasks.answer_logprobs import PairwiseTask, Text, at_the_end, given_to, share_won
 from shoal.tasks.base import Batch, TaskInfo
 
 
@@ -20,7 +20,7 @@ def build(task: schema.Reward, run: Run, players: dict[str, nn.Module], info: Ta
     return Reward(players)
 
 
-class Reward(Pairwise):
+class Reward(PairwiseTask):
     """−log σ(score of the chosen answer − score of the rejected one), each read at its last real token."""
 
     headline = "accuracy"

@@ -46,11 +46,10 @@ def as_given(batch: Batch) -> Any:
     return tuple(batch.values()) if "(0)" in batch else batch
 
 
-class Custom:
+class Custom(Task):
     """A loss of somebody's own, or one that suits the model and the batch."""
 
     headline = "loss"
-    higher_is_better = False
 
     def __init__(self, players: dict[str, nn.Module], loss: LossFunction | None = None) -> None:
         self.players, self.loss, self.usual = players, loss or usual_loss, loss is None
@@ -58,10 +57,6 @@ class Custom:
     def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
         """Networks of its own. The function is shared, whatever it holds."""
         return Custom(copy.deepcopy(self.players, memo), None if self.usual else self.loss)
-
-    def compile(self) -> None:
-        for player in self.players.values():
-            player.compile()
 
     def count(self, batch: Batch) -> int:
         """Samples; for a language model of transformers, whose mean is over tokens, the tokens that it predicts."""
@@ -93,20 +88,27 @@ class Custom:
         return mean.result()
 
 
-class Measured:
+class WithMetrics(Task):
     """Any task, with further metrics on held-out data."""
 
     def __init__(self, task: Task, metrics: Mapping[str, Metric]) -> None:
         self.task, self.metrics = task, dict(metrics)
         self.players, self.headline, self.higher_is_better = task.players, task.headline, task.higher_is_better
-        self.count, self.compile, self.losses = task.count, task.compile, task.losses
+        self.draws_images = task.draws_images
+        self.compile, self.place_frozen, self.images = task.compile, task.place_frozen, task.images  # type: ignore[method-assign]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Measured:
+    def count(self, batch: Batch) -> int:
+        return self.task.count(batch)
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        return self.task.losses(batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithMetrics:
         """Networks of its own. The functions are shared, whatever they hold."""
-        return Measured(copy.deepcopy(self.task, memo), self.metrics)
+        return WithMetrics(copy.deepcopy(self.task, memo), self.metrics)
 
     def __getattr__(self, name: str) -> Any:
-        """What only some tasks have, such as images to show."""
+        """Attributes that only some tasks have, such as a reference model."""
         return getattr(self.__dict__["task"], name)
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError, out_of_memory
-from shoal.models.generation.batch_sampling import as_drawn, sample
-from shoal.models.generation.decoding import draws_of_group
-from shoal.models.generation.side_texts import read_beside
+from shoal.models.generation.batch_sampling import sample, tokens_to_send
+from shoal.models.generation.decoding import group_draws
+from shoal.models.generation.side_texts import make_side_texts
 from shoal.tasks import Batch
 from shoal.updates.answer_frames import pack
 from shoal.updates.fragments import Span
@@ -374,12 +374,12 @@ class AnswersProducer:
             _grouped(prompts, policy.group),
             max_new_tokens=policy.length,
             temperature=policy.temperature,
-            draws=draws_of_group(policy.seed, unit.given["first"], prompts, policy.group),
+            draws=group_draws(policy.seed, unit.given["first"], prompts, policy.group),
             eos_id=end,
             pad_id=0,
-            beside=read_beside(engine.task.finder, *(_grouped(unit.given.get(name, ()), policy.group) for name in ("contexts", "own"))),
+            beside=make_side_texts(engine.task.finder, *(_grouped(unit.given.get(name, ()), policy.group) for name in ("contexts", "own"))),
         )
-        tokens_BT, weight = as_drawn(drawn), int(drawn.real_BT.sum())
+        tokens_BT, weight = tokens_to_send(drawn), int(drawn.real_BT.sum())
         return Made(tokens_BT, {}, weight, len(tokens_BT), self.worker.weights.version, unit.batches, frames=pack(tokens_BT))
 
     def refreshed(self, news: News, status: str | None) -> None:

@@ -126,14 +126,14 @@ class Mixture(DataSource, built_by="shoal.data.text.sources:open_mixture"):
     parts: tuple[MixturePart, ...]
 
 
-class LiveData(DataSource, built_by="shoal.data.user_data:only_its_program"):
+class LiveData(DataSource, built_by="shoal.data.user_data:refuse_live_data"):
     """Data that a Python program passes: `shoal.train(data=…)`."""
 
     kind: Literal["live"] = "live"
     gives = "samples"
 
 
-class FactoryData(DataSource, built_by="shoal.data.user_data:only_its_program"):
+class FactoryData(DataSource, built_by="shoal.data.user_data:refuse_live_data"):
     """Data that a Python function returns."""
 
     kind: Literal["factory"] = "factory"

@@ -61,7 +61,7 @@ class TernaryCodec(Codec, built_by="shoal.updates.codecs.ternary:ternary"):
     """Error feedback: the rounding error is added to the next update."""
 
 
-class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopK"):
+class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopKCoder"):
     """Only the values that are largest in magnitude."""
 
     kind: Literal["topk"] = "topk"

@@ -21,7 +21,7 @@ from shoal.engines.optim import optimizers
 from shoal.engines.shards import as_shard, part_of
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.updates.layout import Layout
+from shoal.updates.layout import ParameterLayout
 
 _OPEN = ("vocab_size", "max_seq_len", "memory", "new_beside", "new_cache", "has_adapters", "without_adapters")
 """What may be asked of a network whose parameters are sharded."""
@@ -39,7 +39,7 @@ class ZeroNetwork:
         self.stage = run.engine.zero_stage
         self.scratch = Scratch(run.engine.nvme_path) if run.engine.nvme_offload else None
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.layout = Layout((name, tuple(parameter.shape)) for name, parameter in self.trained.items())
+        self.layout = ParameterLayout((name, tuple(parameter.shape)) for name, parameter in self.trained.items())
         self.zero = self._initialise(settings, run, limit)
         self.optimizer: torch.optim.Optimizer = self.zero.optimizer.optimizer
         self.window = Window(self.zero.optimizer)

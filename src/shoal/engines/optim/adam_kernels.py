@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.engines.optim.adam_state import BLOCK, Clip, Moment, Rates
-from shoal.updates.layout import FlatNetwork, Layout
+from shoal.updates.layout import FlatNetwork, ParameterLayout
 
 _WARPS = 4
 
@@ -131,7 +131,7 @@ def _step(
 class Kernels:
     """The kernels for one layout: where its blocks are."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: ParameterLayout, device: torch.device) -> None:
         counts = torch.tensor([-(-slot.size // BLOCK) for slot in layout.slots])
         self.blocks = int(counts.sum())
         self._owners = torch.repeat_interleave(torch.arange(len(counts)), counts).int().to(device)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.updates.layout import Layout, Slot
+from shoal.updates.layout import ParameterLayout, Slot
 
 BLOCK = 2048
 """Numbers that share a scale in fp8, and that one program of the kernel steps."""
@@ -52,7 +52,7 @@ class Clip(NamedTuple):
 class Moment:
     """A running mean, as its type keeps it. `root`: fp8 keeps the root of it."""
 
-    def __init__(self, kind: str, layout: Layout, device: torch.device, *, root: bool) -> None:
+    def __init__(self, kind: str, layout: ParameterLayout, device: torch.device, *, root: bool) -> None:
         self.layout, self.kind, self.root = layout, kind, root
         self.values = torch.zeros(layout.size, dtype=_TYPES[kind], device=device)
         self.firsts = [0]

@@ -27,11 +27,11 @@ from shoal.engines.pipeline.split import bounds_for, layers_of
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.partial_model import StagedModel, staged
-from shoal.models.stages import depth
-from shoal.models.step_state import kept
+from shoal.models.partial_model import PartialModel, partial_model
+from shoal.models.split_model import layer_count
+from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Task
-from shoal.updates.layout import Layout, Slot
+from shoal.updates.layout import ParameterLayout, Slot
 
 _PIECE = 1 << 22
 """Numbers of one process that are handed to the others at a time."""
@@ -49,7 +49,7 @@ class PipelineEngine(SingleEngine):
     """This process is one stage: its rank says which, or whoever placed the stages."""
 
     in_sequence = False
-    model: StagedModel
+    model: PartialModel
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         assert isinstance(run.engine, Pipeline)
@@ -59,18 +59,18 @@ class PipelineEngine(SingleEngine):
         self.stage, self._ranks, self.layers = world.stage, _ranks(world), layers_of(whole)
         self.bounds = bounds_for(run, self.layers, device, world)
         self.first_layer, last = self.bounds[self.stage : self.stage + 2]
-        model = staged(whole, self.first_layer, last, depth(whole))
+        model = partial_model(whole, self.first_layer, last, layer_count(whole))
         model.tables = optimizers.tables_of(whole)  # type: ignore[assignment]
         task.players["model"] = model
         super().__init__(run, task, device, total_steps, world)
         self.model = model
         self._layers_kept = self.kept
-        """What this stage's layers count; `kept` is that of all layers, which every process has."""
-        self.kept = [one.to(device) for one in kept(whole)]
+        """What this stage's layers count; `step_states` is that of all layers, which every process has."""
+        self.kept = [one.to(device) for one in step_states(whole)]
         for one in (*self.kept, *self._layers_kept):
             one.total, one.rank, one.ranks = (lambda values: values), 0, 1
         self._shapes = {f"model.{name}": value.shape for name, value in tensors_of(whole)}
-        self.layouts = {"model": Layout((name, tuple(one.shape)) for name, one in whole.named_parameters() if one.requires_grad)}
+        self.layouts = {"model": ParameterLayout((name, tuple(one.shape)) for name, one in whole.named_parameters() if one.requires_grad)}
         self._here = {slot.name: slot for slot in self.networks["model"].layout.slots}
         self._pieces = list(_pieces(self.layouts["model"], self._owners()))
         self._copied = next((name for name, one in whole.named_parameters() if one is model.tied), None)
@@ -418,7 +418,7 @@ def _check(run: Run, task: Task) -> None:
         raise ShoalError(f"training.precision.kind: a pipeline does not emulate {run.training.precision.kind}: take bf16, fp16 or fp32")
 
 
-def _pieces(layout: Layout, owners: Mapping[str, int]) -> Iterator[Piece]:
+def _pieces(layout: ParameterLayout, owners: Mapping[str, int]) -> Iterator[Piece]:
     """Neighbours of one owner, as many as make a piece."""
     slots: list[Slot] = []
     for slot in layout.slots:

@@ -18,8 +18,8 @@ from shoal.engines.blocks import blocks_of
 from shoal.engines.precision import fp8, nvfp4
 from shoal.engines.precision.fp8 import Fp8Linear, Rows
 from shoal.errors import ShoalError
-from shoal.models.compile_rules import left_alone
-from shoal.models.expert_layer import of_each_row
+from shoal.models.compile_rules import not_compiled
+from shoal.models.expert_layer import per_row
 
 _LAST_SHARE = 0.15
 """Of the blocks, at the end, that nvfp4 leaves in bf16; one at least."""
@@ -91,7 +91,7 @@ class _RoundedProduct(torch.autograd.Function):
         return for_x, for_weight, None, None
 
 
-@left_alone
+@not_compiled
 def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str) -> Tensor:
     if not len(x_NI):  # an expert that nobody visits
         return x_NI.new_zeros(0, len(weight_OI))
@@ -125,7 +125,7 @@ def grouped(rounding: Format, name: str) -> GroupedProduct:
         own = [rounded_product(x, weight, rounding, f"{name}#{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
         together: Tensor = nn.functional.pad(torch.cat(own), (0, 0, 0, len(x_RD) - sum(sizes)))  # rows of no expert
         if bias_EN is not None:
-            together = together + of_each_row(bias_EN, sizes_E, len(together)).to(together.dtype)
+            together = together + per_row(bias_EN, sizes_E, len(together)).to(together.dtype)
         return together
 
     return product

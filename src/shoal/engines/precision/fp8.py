@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema.training import Fp8, Training
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import of_each_row
+from shoal.models.expert_layer import per_row
 
 LARGEST = 448.0
 """That e4m3 holds."""
@@ -255,7 +255,7 @@ def grouped(rows: Rows, name: str, weight_EOI: Tensor) -> Callable[[Tensor, Tens
     def experts_product(x_RI: Tensor, weight_EOI: Tensor, sizes_E: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         ends_E = sizes_E.cumsum(0).int()
         y_RO = product(rows, name, x_RI.to(torch.bfloat16), weight_EOI.to(torch.bfloat16), ends_E)
-        return y_RO if bias_EO is None else y_RO + of_each_row(bias_EO, sizes_E, len(y_RO)).to(y_RO.dtype)
+        return y_RO if bias_EO is None else y_RO + per_row(bias_EO, sizes_E, len(y_RO)).to(y_RO.dtype)
 
     return experts_product
 

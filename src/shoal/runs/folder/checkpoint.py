@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.protocol.checksums import crc32
-from shoal.runs.folder.sharded_checkpoint import Shards, hand_over, write_shards
+from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import packed, unpacked
 from shoal.worker.interfaces import Writers
 
@@ -96,7 +96,7 @@ class Checkpoints:
         try:
             for kind, there in (("weights", weights), ("state", tensors)):
                 if writers.apart:
-                    hand_over(partial / kind, there, writers)
+                    write_from_first(partial / kind, there, writers)
                 else:
                     write_shards(partial / kind, there, writers.talk)
         except ShoalError as error:
@@ -160,13 +160,13 @@ class Checkpoints:
         """The newest checkpoint that can be read; `warn` is told of any that cannot."""
         for path in reversed(self.all()):
             try:
-                return read(path)
+                return read_checkpoint(path)
             except ShoalError as error:
                 warn(f"{error}; trying the one before it")
         return None
 
 
-def read(path: Path, verify: bool = True) -> Checkpoint:
+def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
     """A checkpoint. `verify`: that its files match their checksums. Raises ShoalError."""
     try:
         header = _header_of(path)
@@ -183,7 +183,7 @@ def read(path: Path, verify: bool = True) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
 
 
-def handed_out(path: Path, world: Spreading, own: Path) -> Path:
+def copy_to_all(path: Path, world: Spreading, own: Path) -> Path:
     """A checkpoint of the first process in every process: the others write a copy below a folder of their own, in an older one's place."""
     names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file()) if world.first else []
     copy = path if world.first else own / "checkpoints" / "of-the-first"
@@ -232,7 +232,7 @@ def _sync_folder(folder: Path) -> None:
 def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
     """Weights or state: from one file, or from the shards of several processes."""
     shards = [path / name for name in files if name.startswith(f"{kind}/")]
-    return Shards(shards) if shards else load_file(path / f"{kind}.safetensors")
+    return ShardedTensors(shards) if shards else load_file(path / f"{kind}.safetensors")
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -264,11 +264,11 @@ def read_weights(path: Path) -> Checkpoint:
     return Checkpoint(path, step, load_weights(path), {})
 
 
-def find(path: str, warn: Callable[[str], None]) -> Checkpoint:
+def find_checkpoint(path: str, warn: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that a path means: a checkpoint, or a run with some."""
     place = Path(path)
     if (place / "state.json").exists():
-        return read(place)
+        return read_checkpoint(place)
     found = Checkpoints(place / "checkpoints", 1).newest(warn)
     if found is None:
         raise ShoalError(f"there is no checkpoint at {path}: name a run's folder, or one of its checkpoints")

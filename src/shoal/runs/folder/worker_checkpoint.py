@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read
+from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from shoal.worker.interfaces import World
 from shoal.worker.session import Seated
 from shoal.worker.worker_state import Beginning, HalfRound
@@ -41,7 +41,7 @@ class Kept(Protocol):
     step_count: int
 
 
-class Occasions(NamedTuple):
+class SaveSchedule(NamedTuple):
     """When a worker keeps its state."""
 
     rounds: Callable[[int], bool]
@@ -52,7 +52,7 @@ class Occasions(NamedTuple):
     """The digest of the settings that shape a worker's numbers: with others nobody goes on in the middle of a round."""
 
 
-class Keepsakes:
+class WorkerCheckpoints:
     """One worker's, in `folder`; those of a run that this one continues, in `earlier`."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Keepsakes:
         engine: Kept,
         folder: Path | None,
         earlier: Path | None,
-        occasions: Occasions,
+        occasions: SaveSchedule,
         keep_last: int,
         tell: Callable[[str], None],
     ) -> None:
@@ -124,7 +124,7 @@ class Keepsakes:
         paths = [path for place in self.places for path in place.all() if path.name <= f"step-{version:08d}"]
         for path in sorted(paths, key=lambda path: path.name, reverse=True):
             try:
-                return read(path)
+                return read_checkpoint(path)
             except ShoalError as error:
                 self.tell(f"warning: {error}; trying the one before it")
         return None
@@ -171,7 +171,7 @@ class Keepsakes:
         """What is damaged is named, and deleted."""
         paths = self.halves.all() if self.halves is not None else []
         try:
-            return read(paths[-1]) if paths else None
+            return read_checkpoint(paths[-1]) if paths else None
         except ShoalError as error:
             self.tell(f"warning: {error}; it is deleted, and the round is begun again")
             self.forget_half()

@@ -11,7 +11,7 @@ _MOST_NAMED = 5
 """A crowd at the door does not fill people's screens: beyond so many at a time, only their number is told."""
 
 
-class Attendance:
+class ArrivalNotices:
     """The names of those who were here a moment ago."""
 
     def __init__(self) -> None:

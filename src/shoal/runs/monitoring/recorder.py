@@ -56,7 +56,7 @@ class Engine(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Epochs(Protocol):
+class EpochProgress(Protocol):
     """Where a run stands in its data."""
 
     @property
@@ -134,7 +134,7 @@ class Recorder:
         self,
         run: Run,
         engine: Engine,
-        epochs: Epochs,
+        epochs: EpochProgress,
         directory: RunDirectory,
         reporters: list[Reporter],
         meaningless: tuple[str, ...] = (),

@@ -9,7 +9,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver_interfaces import TrafficCounts
 
 
-class Totals:
+class TrafficTotals:
     """Bytes, and what was turned away by reason. A snapshot holds them, and every record of figures holds the bytes."""
 
     def __init__(self, traffic: TrafficCounts, coordinator: Coordinator) -> None:

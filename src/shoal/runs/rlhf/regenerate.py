@@ -17,9 +17,9 @@ from torch import Tensor
 from shoal.engines.learners.answers import AnswerLearner
 from shoal.errors import ShoalError
 from shoal.runs.build_run import assemble
-from shoal.runs.folder.checkpoint import read
+from shoal.runs.folder.checkpoint import read_checkpoint
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.run_size import extent_of
+from shoal.runs.run_size import data_extent
 from shoal.strategies import of
 from shoal.updates.answer_frames import digest, pack
 
@@ -118,7 +118,7 @@ class _Room:
         self.engine, learner = parts.single, policies.apply.learner(parts.single, (), parts.feed)
         assert isinstance(learner, AnswerLearner)
         self.learner, self.start = learner, parts.single.vector.clone()
-        self.cut = policies.length(extent_of(self.run, parts.data, 1)).cut
+        self.cut = policies.length(data_extent(self.run, parts.data, 1)).cut
         self.at: int | None = None
         """The version that the engine has."""
         self.edge = _EDGE if self.run.training.precision.kind == "fp32" else _EDGE_HALF
@@ -128,7 +128,7 @@ class _Room:
         if self.at != unit.base:
             self.engine.vector.copy_(self.start)
             if weights is not None:
-                self.engine.load_weights(read(weights).weights)
+                self.engine.load_weights(read_checkpoint(weights).weights)
             self.at = unit.base
         assert self.cut is not None
         epoch, start, prompts = self.cut.unit(unit.number)

@@ -14,7 +14,7 @@ from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.config.schema.rlhf import JudgeReward
 from shoal.errors import ShoalError
-from shoal.models.generation.batch_sampling import padded
+from shoal.models.generation.batch_sampling import pad_prompts
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.model import HuggingFace
 from shoal.runs.rlhf.rewards.http import ask
@@ -61,7 +61,7 @@ def _judge(settings: JudgeReward, run: Run) -> tuple[nn.Module, data.Tokenizer]:
 @torch.no_grad()
 def _how_probable(model: nn.Module, questions: Sequence[list[int]], word: list[int], pad_id: int) -> torch.Tensor:
     """The log-probability of a word after each question."""
-    ids_BL, mask_BL = padded([[*question, *word] for question in questions], pad_id, next(model.parameters()).device)
+    ids_BL, mask_BL = pad_prompts([[*question, *word] for question in questions], pad_id, next(model.parameters()).device)
     labels_BL = torch.full_like(ids_BL[:, 1:], IGNORED)
     labels_BL[:, -len(word) :] = ids_BL[:, -len(word) :]
     with as_used(model):

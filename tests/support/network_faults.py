@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
@@ -22,6 +21,7 @@ from shoal.protocol.messages import PROTOCOL, Asked, Leave
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 SIZE = 2
 LONGEST = 12

@@ -1,6 +1,6 @@
 """Functions of tests that run in several processes at once, each of which is one rank. `together(name, count)` returns what each found.
 
-This file is also what the processes run: `python ranks.py RESULT NAME …`, with the place in the environment.
+This file is also what the processes run: `python rank_processes.py RESULT NAME …`, with the place in the environment.
 """
 
 from __future__ import annotations
@@ -366,8 +366,8 @@ def policy_after(world: World | None, engine: str, rlhf: dict[str, Any]) -> dict
     """A policy that has learned from two rollouts, what it found out about them, and its answers to held-out prompts."""
     made, feed = policy_feed(world, json.loads(engine), rlhf)
     while feed.epoch + feed.at_epoch_end < 2:
-        made.step([next(feed) for _ in range(feed.pieces)])
-    judged = made.evaluate(feed.judged())
+        made.step([next(feed) for _ in range(feed.batches_per_step)])
+    judged = made.evaluate(feed.answers_to_held_out())
     return {"vector": made.vector.tolist(), "figures": feed.figures, "judged": judged, "position": feed.position}
 
 
@@ -515,5 +515,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
-from shoal.runs.coordinator_setup import Coordinating, prepare
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.coordinator_setup import ReadyCoordinator, prepare
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect
+from tests.support.processes import HANG_S
 
 DIGITS: dict[str, Any] = {
     "model": {"kind": "mlp", "hidden_sizes": [8]},
@@ -26,11 +26,11 @@ DIGITS: dict[str, Any] = {
 }
 
 
-def all_there(count: int) -> Callable[[Joined], None]:
+def all_there(count: int) -> Callable[[JoinedWorker], None]:
     """For workers that a test wants to see: none of them begins before so many have joined, or the quicker ones could do all the work."""
     come = threading.Barrier(count)
 
-    def wait(worker: Joined) -> None:
+    def wait(worker: JoinedWorker) -> None:
         come.wait(HANG_S)
 
     return wait
@@ -43,7 +43,7 @@ class School:
         self.folder, self.access = folder, access
         self.student = access._replace(user="pupil", password="secret")
         self.threads: list[threading.Thread] = []
-        self.workers: list[Joined] = []
+        self.workers: list[JoinedWorker] = []
         self.problems: list[BaseException] = []
         with connect(access) as connection:
             schema.init(connection)
@@ -65,17 +65,19 @@ class School:
         assert found.ok, found.problems
         return found
 
-    def coordinate(self, *layers: Mapping[str, Any], resume: bool = False, run_dir: str = "run", workers: int = 3) -> Coordinating:
+    def coordinate(self, *layers: Mapping[str, Any], resume: bool = False, run_dir: str = "run", workers: int = 3) -> ReadyCoordinator:
         folder = str(self.folder / run_dir)
         return prepare(self.loaded(*layers), run_dir=folder, resume=resume, reporters=[], workers=workers, transport=self.transport)
 
-    def worker(self, name: str, change: Callable[[Joined], None] = lambda worker: None) -> threading.Thread:
+    def worker(self, name: str, change: Callable[[JoinedWorker], None] = lambda worker: None) -> threading.Thread:
         """Somebody joins with the class's token, and works with no more than a student's rights."""
 
         def work() -> None:
             try:
                 receipts = self.folder / "run" / "workers" / f"{name}.jsonl"
-                joined = Joined(Way(self.student.address, "", None, name=name, receipts=receipts, patience_s=HANG_S), lambda text: None)
+                joined = JoinedWorker(
+                    JoinOptions(self.student.address, "", None, name=name, receipts=receipts, patience_s=HANG_S), lambda text: None
+                )
                 joined.prepare()
                 self.workers.append(joined)
                 change(joined)

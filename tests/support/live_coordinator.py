@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_cluster import Numbers, contribution, strategy_of
 
 from shoal.config.schema.strategy import Async, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
@@ -22,11 +21,12 @@ from shoal.coordinator.state import MemberLimits, RunPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.updates import codecs
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from tests.support.small_cluster import Numbers, contribution, strategy_of
 
 TOKEN = new_token()
 LIMIT = 1_000_000
@@ -51,7 +51,7 @@ class Live:
         self.begin(resume=False)
 
     def begin(self, resume: bool) -> None:
-        learner, store = Numbers(2), Files(self.folder)
+        learner, store = Numbers(2), FileStore(self.folder)
         plan = RunPlan(Updates(), 0, 1, 1, 10**6, None, 1, 1e6, 0.5)._replace(  # nobody here gives signs of life, or is missed for it
             samples_per_batch=SAMPLES, weight_per_sample=TOKENS, batches_per_shard=100, bounds=self.bounds
         )

@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any
 
 import httpx
-from serving import small_model, small_served
 
 from shoal.serve.api.app import make_app
-from shoal.serve.backend import OneNode
-from shoal.serve.batching import Engine
-from shoal.serve.server import Driver
-from shoal.web.auth import Doors
+from shoal.serve.backend import LocalBackend
+from shoal.serve.batching import BatchingEngine
+from shoal.serve.server import EngineThread
+from shoal.web.auth import AuthMiddleware
+from tests.support.small_service import small_model, small_served
 
 EXPECTED = {200, 400, 404, 413, 415, 429}
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -34,11 +34,11 @@ def fuzz(seed: int, bodies: int) -> Counter[int]:
 
 async def _fuzzed(seed: int, bodies: int) -> Counter[int]:
     chance, seen = random.Random(seed), Counter[int]()
-    engine = Engine(OneNode(small_model(longest=24)), most_running=4, most_waiting=64, clock=time.monotonic)
+    engine = BatchingEngine(LocalBackend(small_model(longest=24)), most_running=4, most_waiting=64, clock=time.monotonic)
     faults: list[str] = []
-    driver = Driver(engine, faults.append)
+    driver = EngineThread(engine, faults.append)
     driver.start()
-    app: Any = Doors(make_app(small_served(engine.stages.model, max_new_tokens=4), engine), None)
+    app: Any = AuthMiddleware(make_app(small_served(engine.stages.model, max_new_tokens=4), engine), None)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             for _ in range(bodies):

@@ -13,8 +13,8 @@ from shoal.config.schema.serving import Serving
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
 from shoal.models.gpt import Gpt
 from shoal.serve.api.chat_format import ChatTemplate
-from shoal.serve.load_model import Served
-from shoal.serve.server import Service
+from shoal.serve.load_model import ServedModel
+from shoal.serve.server import ModelServer
 
 
 def small_model(longest: int = 256) -> Gpt:
@@ -29,14 +29,14 @@ def small_model(longest: int = 256) -> Gpt:
     return model.eval()
 
 
-def small_served(model: Gpt | None = None, **settings) -> Served:
-    return Served("tiny", model or small_model(), ByteTokenizer(), ChatTemplate(None, {}), Serving(**settings), (), frozenset())
+def small_served(model: Gpt | None = None, **settings) -> ServedModel:
+    return ServedModel("tiny", model or small_model(), ByteTokenizer(), ChatTemplate(None, {}), Serving(**settings), (), frozenset())
 
 
 @contextmanager
-def running(served: Served, ports: int = 1) -> Iterator[Service]:
+def running(served: ServedModel, ports: int = 1) -> Iterator[ModelServer]:
     """The service on ports of this machine that the system chose; it ends with the block."""
-    service = Service(served, "127.0.0.1", [0] * ports, lambda text: None)
+    service = ModelServer(served, "127.0.0.1", [0] * ports, lambda text: None)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:
