@@ -81,7 +81,7 @@ def experts_part(name: str, profiled: bool) -> Row:
         layer.experts(x, gates, visits).backward(slope)
 
     plain = milliseconds(passes)
-    scales = fp8.Rows(Fp8(), torch.device("cuda"))
+    scales = fp8.ScaleHistory(Fp8(), torch.device("cuda"))
     layer.whole = fp8.experts(scales, "one", layer.up, layer.down)
     rounded = milliseconds(passes)
     if profiled:

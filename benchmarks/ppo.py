@@ -119,7 +119,7 @@ def updates(given: dict[str, Any], model: Any, device: Any, training: dict[str, 
     from shoal.config.load import resolve_data
     from shoal.engines import SingleEngine
     from shoal.models.value_head import add_value_head
-    from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+    from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
     from shoal.tasks.policy_gradient import PolicyGradient
 
     ppo = {"rollout_size": given["answers"], "mini_batch_size": given["mini"], "epochs": given["epochs"], "steps": given["updates"]}
@@ -134,7 +134,7 @@ def updates(given: dict[str, Any], model: Any, device: Any, training: dict[str, 
     task = PolicyGradient({"model": model} | add_value_head(model, value), run.rlhf)
     each = given["epochs"] * given["answers"] // given["mini"]
     engine = SingleEngine(run, task, device, given["updates"] * each, learns=True)
-    prompts = [Asked(ids, "") for ids in given["prompts"]]
+    prompts = [RolloutPrompt(ids, "") for ids in given["prompts"]]
     tokenizer: Any = Numbers()
 
     def score(answers: Any) -> list[float]:

@@ -31,7 +31,7 @@ from run import Row
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
-from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks.policy_gradient import PolicyGradient
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +102,7 @@ def storyteller(
     steps = ppo["steps"] * ppo["epochs"] * ppo["rollout_size"] // ppo["mini_batch_size"]
     engine = SingleEngine(run, task, torch.device("cpu"), steps)
     begun = (f"{beginning} a {one}" for one in ABOUT for beginning in ("Once upon a time, there was", "One day,"))
-    prompts = [Asked(tokenizer.encode(text), text) for text in begun]
+    prompts = [RolloutPrompt(tokenizer.encode(text), text) for text in begun]
     made: Any = tokenizer
     feed = RolloutFeed(run, task, made, prompts, prompts, run.rlhf.reward.builder()(run.rlhf.reward, run), engine)
     feed.engine, feed.run = engine, run  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from shoal.data.text.encoding import Encoding, Sample, collate
 from shoal.data.text.preferences import Pair, answer_samples, read_preferences
 from shoal.engines import SingleEngine
 from shoal.models.value_head import ScoreModel
-from shoal.tasks.answer_logprobs import Text, at_the_end, given_to
+from shoal.tasks.answer_logprobs import PromptAnswers, at_the_end, given_to
 from shoal.tasks.reward import Reward
 
 KINDS = ("helpful", "harmless")
@@ -89,7 +89,7 @@ def said_of(model: Any, samples: Sequence[Sample], encoding: Encoding) -> Tensor
     said_ND = torch.zeros(len(samples), model.output_weight.shape[1])
     for start in range(0, len(order), AT_ONCE):
         some = order[start : start + AT_ONCE]
-        text = Text.of(collate([samples[number] for number in some], encoding))
+        text = PromptAnswers.of(collate([samples[number] for number in some], encoding))
         hidden_BLD = model.hidden(text.input_ids_BL, **given_to(model, text))
         said_ND[some] = torch.stack([at_the_end(one_BL, text) for one_BL in hidden_BLD.unbind(-1)], -1)
     return said_ND
@@ -137,7 +137,7 @@ def judged(said_ND: Tensor, train: Sequence[int], held_out: Sequence[int], seed:
         for start in range(0, len(order), BATCH):
             engine.step([batch_of(order[start : start + BATCH])])
     with torch.no_grad():
-        scores = [task.score(Text.of(batch_of(held_out), side)) for side in ("chosen_", "rejected_")]
+        scores = [task.score(PromptAnswers.of(batch_of(held_out), side)) for side in ("chosen_", "rejected_")]
     return (scores[0] > scores[1]).numpy()
 
 

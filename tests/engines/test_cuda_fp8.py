@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
-from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
+from shoal.engines.precision.fp8 import LARGEST, ScaleHistory, codes_of
 from shoal.errors import ShoalError
 from shoal.models.expert_layer import ExpertAssignment
 from tests.engines.test_cuda_step import batches, engine
@@ -25,8 +25,8 @@ def spread_out(*shape: int) -> Tensor:
     return (torch.randn(shape) * torch.exp(2 * torch.randn((*shape[:-1], 1)))).bfloat16()
 
 
-def both(**settings: int) -> tuple[Rows, Rows]:
-    return Rows(Fp8(**settings), torch.device("cpu")), Rows(Fp8(**settings), torch.device("cuda"))
+def both(**settings: int) -> tuple[ScaleHistory, ScaleHistory]:
+    return ScaleHistory(Fp8(**settings), torch.device("cpu")), ScaleHistory(Fp8(**settings), torch.device("cuda"))
 
 
 def are_alike(found: Tensor, expected: Tensor, error: float = 0.01) -> bool:
@@ -49,7 +49,7 @@ def test_the_kernels_round_as_plain_torch_does(height: int, width: int, head_roo
     torch.testing.assert_close(other_scales.cpu(), expected.flatten())
 
 
-def slopes(device: str, rows: Rows, x: Tensor, weight: Tensor, slope: Tensor, sizes: list[int] | None) -> list[Tensor]:
+def slopes(device: str, rows: ScaleHistory, x: Tensor, weight: Tensor, slope: Tensor, sizes: list[int] | None) -> list[Tensor]:
     """A product and its gradients: real on the GPU, emulated on the CPU."""
     own, matrix = (value.to(device).requires_grad_() for value in (x.clone(), weight.clone()))
     if sizes is not None:

@@ -17,7 +17,7 @@ from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
 from shoal.models.moe import Moe
 from shoal.models.value_head import ScoreModel
-from shoal.tasks.answer_logprobs import Text, as_text, as_used, given_to, log_probs
+from shoal.tasks.answer_logprobs import PromptAnswers, as_text, as_used, given_to, log_probs
 
 CHUNK, LENGTH = 4, 13
 PROMPTS = [[5, 6, 7, 8, 9, 10], [9], [3, 4, 2], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -72,7 +72,7 @@ def answers(model: Moe, beside: SideTexts | None, rows: Sequence[int] = range(4)
     return sample(model, prompts, max_new_tokens=LENGTH, temperature=0.7, draws=own, eos_id=eos_id, pad_id=0, beside=beside, **more)
 
 
-def text_of(drawn: SampledAnswers, beside: SideTexts | None) -> Text:
+def text_of(drawn: SampledAnswers, beside: SideTexts | None) -> PromptAnswers:
     text = as_text(*drawn[:4])
     return text._replace(beside=side_text_columns(beside, text.input_ids_BL, text.mask_BL))
 

@@ -22,7 +22,7 @@ from shoal.models import build, generate
 from shoal.models.generation.batch_sampling import sample
 from shoal.models.generation.decoding import group_draws
 from shoal.models.value_head import ScoreModel
-from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import build as build_task
 from shoal.tasks.answer_logprobs import as_text, as_used, log_probs
 
@@ -361,7 +361,7 @@ def test_a_policy_with_lora_learns_in_its_adapters_and_is_its_own_reference(shap
     task: Any = build_task(run, players, shapes(vocab_size=40))
     below = {name: value.clone() for name, value in players["model"].named_parameters() if not value.requires_grad}
     engine = SingleEngine(run, task, torch.device("cpu"), 4)
-    asked = [Asked([5, 6, 7], "a"), Asked([8], "b")]
+    asked = [RolloutPrompt([5, 6, 7], "a"), RolloutPrompt([8], "b")]
     feed = RolloutFeed(run, task, Numbers(), asked, asked, lambda some: [float(len(one.text)) for one in some], engine)
     before = feed.answered(asked, 0).drawn.log_probs_BT
     for _ in range(2):

@@ -31,7 +31,7 @@ from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.generate import generate
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import Batch
 from shoal.tasks import build as build_task
 from shoal.tasks.answer_logprobs import Reference
@@ -354,7 +354,9 @@ def policy_feed(world: World | None, engine: dict[str, Any], rlhf: dict[str, Any
     device = choose_device(DEVICE, world.rank if world else 0)
     made = build(run, task, device, 8, world) if world else SingleEngine(run, task, device, 8)
     tokenizer = load_tokenizer("bytes")
-    asked = [Asked(tokenizer.encode(text)[-7:], text, context_ids=tuple(range(n)) if reads else ()) for n, text in enumerate(LETTERS)]
+    asked = [
+        RolloutPrompt(tokenizer.encode(text)[-7:], text, context_ids=tuple(range(n)) if reads else ()) for n, text in enumerate(LETTERS)
+    ]
 
     def score(answers: Any) -> list[float]:
         return [sum(letter < "a" for letter in one.text) / 5 for one in answers]

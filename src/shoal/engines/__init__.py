@@ -7,10 +7,10 @@ import torch
 from shoal.config import Run
 from shoal.engines.base import Engine, StepResult
 from shoal.engines.single import SingleEngine, choose_device
-from shoal.engines.world import Meeting, World, enter
+from shoal.engines.world import Rendezvous, World, enter
 from shoal.tasks import Task
 
-__all__ = ["Engine", "Meeting", "SingleEngine", "StepResult", "World", "build", "choose_device", "enter"]
+__all__ = ["Engine", "Rendezvous", "SingleEngine", "StepResult", "World", "build", "choose_device", "enter"]
 
 
 def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> Engine:

@@ -47,7 +47,7 @@ class FsdpEngine(Engine):
         for settings in self.chosen.values():
             _check(run, task, settings.name, device)
         self.run, self.mesh = run, init_device_mesh(device.type, (world.size,))
-        self.shards = {name: Shards(player, run, self.mesh) for name, player in task.players.items()}
+        self.shards = {name: ShardedNetwork(player, run, self.mesh) for name, player in task.players.items()}
         self.layouts = {name: shards.layout for name, shards in self.shards.items()}
         if run.training.compile:
             task.compile()
@@ -155,7 +155,7 @@ class FsdpEngine(Engine):
         named_state.load_parameters(self.optimizers[player], self.shards[player].rows, {"shared": state["shared"], "moments": own})
 
 
-class Shards:
+class ShardedNetwork:
     """This process's rows of one network."""
 
     def __init__(self, network: nn.Module, run: Run, mesh: Any) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.engines.base import Engine, StepResult, tensors_of
-from shoal.engines.batch_weights import Weighing, length
-from shoal.engines.cuda_graph import Recorder
+from shoal.engines.batch_weights import BatchWeights, length
+from shoal.engines.cuda_graph import PassRecorder
 from shoal.engines.optim import named_state, optimizers
-from shoal.engines.optim.adam_state import Clip
+from shoal.engines.optim.adam_state import GradientClip
 from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.engines.precision import fp8
 from shoal.engines.world import World
@@ -56,7 +56,7 @@ class SingleEngine(Engine):
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
         self._moves: dict[str, Tensor] = {}
         self._records = run.training.cuda_graph and learns
-        self._recorder: Recorder | None = None
+        self._recorder: PassRecorder | None = None
         """Made with the first step: a coordinator takes none."""
 
     @property
@@ -128,7 +128,7 @@ class SingleEngine(Engine):
                 self.vector.copy_(before)
                 self.changed()
 
-    def _in_turn(self, batches: list[Batch], weighing: Weighing, metrics: dict[str, Tensor]) -> Iterator[str]:
+    def _in_turn(self, batches: list[Batch], weighing: BatchWeights, metrics: dict[str, Tensor]) -> Iterator[str]:
         if not self._records:
             yield from super()._in_turn(batches, weighing, metrics)
             return
@@ -143,7 +143,7 @@ class SingleEngine(Engine):
         self._gather(player)
         yield player
 
-    def _record(self) -> Recorder:
+    def _record(self) -> PassRecorder:
         """Let batches be recorded. Figures and gradients are those of the passes as they are taken otherwise."""
         if len(self.networks) > 1:
             raise ShoalError("training.cuda_graph records the passes of one network, and this task has several: set it to false")
@@ -153,7 +153,7 @@ class SingleEngine(Engine):
             with self.precision():
                 return next(iter(self.task.losses(batch)))
 
-        return Recorder(
+        return PassRecorder(
             network.parameters,
             passes,
             lambda value: self._backward(self.scaler.scale(value), player, last=True),
@@ -221,7 +221,7 @@ class SingleEngine(Engine):
         norm = self._norm(name)
         self._note_norm(name, norm, metrics)
         read = _read_later(norm) if self.health is not None else None
-        optimizer.clip = Clip(norm, limit, skip=self.health is not None)
+        optimizer.clip = GradientClip(norm, limit, skip=self.health is not None)
         optimizers.step(optimizer)
         if read is not None and not self.healthy(read()):
             optimizer.uncount()

@@ -30,7 +30,7 @@ from shoal.runs.monitoring.status import StatusWriter
 from shoal.runs.monitoring.traffic_totals import TrafficTotals
 from shoal.runs.storage import OpenedStorage
 from shoal.runs.training.background_eval import BackgroundEvaluator
-from shoal.strategies import Length, Policies
+from shoal.strategies import Policies, RunLength
 from shoal.updates import privacy
 from shoal.updates.fragments import Span
 
@@ -74,7 +74,7 @@ class RunAgreement(NamedTuple):
 
     parts: RunParts
     policies: Policies
-    length: Length
+    length: RunLength
     spans: tuple[Span, ...]
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
     expected: int

@@ -19,7 +19,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.state import MemberLimits, RelayPlace, RunPlan
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
-from shoal.engines.learners.apply import Adoption, EngineLearner
+from shoal.engines.learners.apply import AdoptWeights, EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.build_run import Progress, assemble, expect_same_data, report_changes, warn_reporters, write_data_info
 from shoal.runs.coordinator_run import CoordinatorLoop, RunAgreement
@@ -36,7 +36,7 @@ from shoal.runs.storage import RunStorage, storage_for
 from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, split_into_tasks
 from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.worker_run import JoinedWorker
-from shoal.strategies import Length
+from shoal.strategies import RunLength
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
@@ -131,7 +131,7 @@ def agree(
     """What the run is made of, and what its workers must agree on. `known`: its data, where that was loaded before."""
     if run.engine.experts is not None:
         raise ShoalError("engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set engine.experts=[0,1]")
-    policies, lengths = strategies.of(run, expected), list[Length]()
+    policies, lengths = strategies.policies_for(run, expected), list[RunLength]()
 
     def steps(samples: data.Data) -> int:
         lengths.append(policies.length(data_extent(run, samples, expected)))
@@ -144,8 +144,8 @@ def agree(
 
 def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDirectory | None, progress: Progress | None) -> RunAgreement:
     """The same for a relay's own workers: the run is as long, and as large, as the coordinator above has it."""
-    header, policies = joined.welcome.header, strategies.of(run, expected)
-    if reason := strategies.no_relay(run, policies, strategies.of(joined.run, header["shards"])):
+    header, policies = joined.welcome.header, strategies.policies_for(run, expected)
+    if reason := strategies.no_relay(run, policies, strategies.policies_for(joined.run, header["shards"])):
         raise ShoalError(f"this run cannot have relays: {reason}")
     most = devices_per_worker(run) // ranks_per_worker(run)
     if expected > most:
@@ -155,7 +155,7 @@ def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDi
         )
     made = agree(run, header["shards"], directory, progress, NO_LIVE_OBJECTS)
     above = RelayPlace(header["seat"], header["shards"], made.length.batches_per_shard)
-    return made._replace(policies=replace(policies, apply=Adoption()), expected=expected, above=above)
+    return made._replace(policies=replace(policies, apply=AdoptWeights()), expected=expected, above=above)
 
 
 def plan_for(run: Run, agreed: RunAgreement) -> RunPlan:
@@ -214,7 +214,7 @@ def _plan_of(run: Run, agreed: RunAgreement) -> RunPlan:
     )
 
 
-def _samples_per_epoch(length: Length, samples: object) -> int | None:
+def _samples_per_epoch(length: RunLength, samples: object) -> int | None:
     if length.samples_per_batch is not None and length.batches_per_epoch is not None:
         return length.samples_per_batch * length.batches_per_epoch
     return len(samples) if isinstance(samples, data.Samples) else None

@@ -20,7 +20,7 @@ from shoal.config.schema.model import FactoryModel
 from shoal.data.user_data import Collate, UserSamples, UserStream, stack_samples
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
-from shoal.tasks.user_task import Custom, LossFunction, Metric, WithMetrics, named
+from shoal.tasks.user_task import LossFunction, Metric, UserTask, WithMetrics, named
 
 
 class LiveObjects(NamedTuple):
@@ -98,7 +98,7 @@ def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: d
         loss = import_function(run.model.loss)
     if (loss is not None or live.metrics) and set(players) != {"model"}:
         raise ShoalError(f"loss= and metrics= are for one network, and a model of kind {run.model.kind} is {len(players)}")
-    task: tasks.Task = Custom(players, loss) if loss is not None else tasks.build(run, players, info)
+    task: tasks.Task = UserTask(players, loss) if loss is not None else tasks.build(run, players, info)
     return WithMetrics(task, live.metrics) if live.metrics else task
 
 

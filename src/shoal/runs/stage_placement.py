@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal import data, models
 from shoal.config import Run
 from shoal.config.schema.cluster import Host
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for
 from shoal.scheduling import KINDS, PendingTask, WorkerSpec
 from shoal.scheduling import memory_estimate as memory
@@ -49,14 +49,14 @@ class PipelineStage(NamedTuple):
         return f"`{self.id}` ({layers}, {self.share:.0%} of the weights, {needs})"
 
 
-def layers_and_vocabulary(run: Run) -> tuple[Layers, int]:
+def layers_and_vocabulary(run: Run) -> tuple[LayerSizes, int]:
     """A run's model by its layers, and the tokens that it chooses from. Raises ShoalError where it cannot be cut."""
     info = data.load(run).info
     players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_for(run, NO_LIVE_OBJECTS, info)
     return layers_of(players["model"]), info.vocab_size or 0
 
 
-def stages_of(run: Run, layers: Layers, vocabulary: int) -> list[PipelineStage]:
+def stages_of(run: Run, layers: LayerSizes, vocabulary: int) -> list[PipelineStage]:
     """The stages that the tasks stand for, in whole layers."""
     parts = stage_shares(run.scheduler.tasks)
     bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
@@ -64,12 +64,12 @@ def stages_of(run: Run, layers: Layers, vocabulary: int) -> list[PipelineStage]:
     return [stage._replace(id=part.id, priority=part.priority, flops=part.flops) for stage, part in zip(stages, parts, strict=True)]
 
 
-def stages_between(run: Run, layers: Layers, vocabulary: int, bounds: Sequence[int]) -> list[PipelineStage]:
+def stages_between(run: Run, layers: LayerSizes, vocabulary: int, bounds: Sequence[int]) -> list[PipelineStage]:
     """Stages with these layers, named by their numbers."""
     return [stage_of_layers(run, layers, vocabulary, (number, len(bounds) - 1), cut) for number, cut in enumerate(pairwise(bounds))]
 
 
-def stage_of_layers(run: Run, layers: Layers, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> PipelineStage:
+def stage_of_layers(run: Run, layers: LayerSizes, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> PipelineStage:
     """A stage by its number, of how many there are, and by its first layer and the one after its last."""
     (number, stages), (first, last) = place, cut
     passes, ends = micro_batches_per_step(run), last == len(layers.sizes)

@@ -15,7 +15,7 @@ from shoal.config import Run, plugins
 from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.data import fingerprint
-from shoal.engines import Meeting, choose_device, cuda_graph
+from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.runs.build_run import Progress, RunParts, assemble
@@ -32,7 +32,7 @@ def parts_for(
     frames: Frames,
     overrides: Sequence[Override],
     progress: Progress | None,
-    meeting: Meeting | None = None,
+    meeting: Rendezvous | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""

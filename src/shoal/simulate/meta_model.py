@@ -43,7 +43,7 @@ class MetaModel(NamedTuple):
         """What so many workers of a run would agree on. Raises ShoalError where the settings and the data do not fit."""
         samples = self.parts.data
         expected = shards_of(run, samples.train, workers)
-        policies = strategies.of(run, expected)
+        policies = strategies.policies_for(run, expected)
         length = policies.length(data_extent(run, samples, expected))
         return RunAgreement(self.parts, policies, length, (), expected)
 

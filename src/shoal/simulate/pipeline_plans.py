@@ -15,7 +15,7 @@ from shoal.config.problems import errors
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.errors import ShoalError
 from shoal.runs.build_run import feed_for_seat
 from shoal.runs.stage_placement import PipelineStage, stage_of_layers, stages_between
@@ -134,7 +134,7 @@ class _Tried(NamedTuple):
     step: PipelineStep
 
 
-def _try(found: MetaModel, layers: Layers, chosen: Chosen, engine: Pipeline) -> _Tried:
+def _try(found: MetaModel, layers: LayerSizes, chosen: Chosen, engine: Pipeline) -> _Tried:
     """Machines in this order. Raises ShoalError where they cannot hold the model."""
     run = found.run.replace(engine=engine)
     stages = stages_between(run, layers, _vocabulary(found), _bounds(found, run, layers, chosen))
@@ -172,7 +172,7 @@ def _told(found: MetaModel, kind: MachineKind) -> dict[str, float]:
     return speed if kind.memory_gb is None else {"memory_gb": kind.memory_gb} | speed
 
 
-def _bounds(found: MetaModel, run: Run, layers: Layers, chosen: Chosen) -> list[int]:
+def _bounds(found: MetaModel, run: Run, layers: LayerSizes, chosen: Chosen) -> list[int]:
     """The split whose slowest machine is quickest, each within its memory."""
     vocabulary = _vocabulary(found)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.scheduling.layer_split import MachineSpec, split
@@ -106,7 +106,7 @@ def _placed(run: Run, stages: Sequence[stage_placement.PipelineStage], machines:
     return [by_name[found[stage.id]] for stage in stages]
 
 
-def _bounds(run: Run, layers: Layers, machines: Sequence[SimulatedMachine]) -> list[int]:
+def _bounds(run: Run, layers: LayerSizes, machines: Sequence[SimulatedMachine]) -> list[int]:
     """As the engine itself would cut the layers for machines of these speeds."""
     given = getattr(run.engine, "layers", ())
     if given:

@@ -75,7 +75,7 @@ class Task(ABC):
         raise NotImplementedError
 
 
-class Mean:
+class MetricMeans:
     """Weighted means of several metrics, summed on the device until they are asked for."""
 
     def __init__(self) -> None:

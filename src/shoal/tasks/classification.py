@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.base import Batch, Loss, Mean, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 
 def build(task: schema.Classification, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Classification:
@@ -36,7 +36,7 @@ class Classification(Task):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             logits = self.players["model"](batch["image"]).float()
             right = (logits.argmax(1) == batch["label"]).float().mean()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answer_logprobs import PairwiseTask, Reference, Text, given_to, log_probs, share_won
+from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, Reference, given_to, log_probs, share_won
 from shoal.tasks.base import Batch, TaskInfo
 
 SIDES = ("chosen_", "rejected_")
@@ -38,7 +38,7 @@ class Dpo(PairwiseTask):
         self.reference = self.reference.held(hold, self.players["model"])
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
-        references = [self.reference.log_probs(Text.of(batch, side)).sum(1) for side in SIDES]
+        references = [self.reference.log_probs(PromptAnswers.of(batch, side)).sum(1) for side in SIDES]
         return preference_loss(self.players["model"], batch, references, self.beta, self.label_smoothing)
 
 
@@ -47,7 +47,7 @@ def preference_loss(
 ) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
     """The loss of pairs, figures, and what was given to the model. `references`: how probable the reference finds the answers [B], chosen
     and rejected; a batch with `decided` [B] says which pairs have a better answer: the others count nothing."""
-    texts = [Text.of(batch, side) for side in SIDES]
+    texts = [PromptAnswers.of(batch, side) for side in SIDES]
     givens, gains = [given_to(model, text) for text in texts], []
     for text, given, reference_B in zip(texts, givens, references, strict=True):
         gains.append(log_probs(model, text, temperature, given).sum(1) - reference_B)

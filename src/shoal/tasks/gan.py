@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shoal.config import Run
 from shoal.config.schema import task as schema
 from shoal.config.schema.model import Dcgan
-from shoal.tasks.base import Batch, Loss, Mean, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 
 def build(task: schema.Gan, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Gan:
@@ -50,7 +50,7 @@ class Gan(Task):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         generator = torch.Generator().manual_seed(self.seed)
         for batch in batches:
             real = batch["image"] * 2 - 1

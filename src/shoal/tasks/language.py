@@ -19,7 +19,7 @@ from shoal.config.schema import task as schema
 from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
 from shoal.tasks import penalties
-from shoal.tasks.base import Batch, Loss, Mean, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 IGNORED = -100
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
@@ -176,7 +176,7 @@ class LanguageModelling(Task):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             losses = {"loss": self._judge(batch)}
             for name, columns in _LEFT_OUT.items():

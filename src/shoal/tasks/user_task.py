@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shoal.config import Run
 from shoal.config.schema.task import CustomTask
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, Mean, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """Gives a scalar tensor, or a mapping with `loss` and further figures."""
@@ -46,7 +46,7 @@ def as_given(batch: Batch) -> Any:
     return tuple(batch.values()) if "(0)" in batch else batch
 
 
-class Custom(Task):
+class UserTask(Task):
     """A loss of somebody's own, or one that suits the model and the batch."""
 
     headline = "loss"
@@ -54,9 +54,9 @@ class Custom(Task):
     def __init__(self, players: dict[str, nn.Module], loss: LossFunction | None = None) -> None:
         self.players, self.loss, self.usual = players, loss or usual_loss, loss is None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserTask:
         """Networks of its own. The function is shared, whatever it holds."""
-        return Custom(copy.deepcopy(self.players, memo), None if self.usual else self.loss)
+        return UserTask(copy.deepcopy(self.players, memo), None if self.usual else self.loss)
 
     def count(self, batch: Batch) -> int:
         """Samples; for a language model of transformers, whose mean is over tokens, the tokens that it predicts."""
@@ -82,7 +82,7 @@ class Custom(Task):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             mean.add({name: value.float() for name, value in self._figures(batch).items()}, self.count(batch))
         return mean.result()
@@ -112,7 +112,7 @@ class WithMetrics(Task):
         return getattr(self.__dict__["task"], name)
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
 
         def measured() -> Iterator[Batch]:
             for batch in batches:
@@ -185,6 +185,6 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     return ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
 
 
-def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Custom:
+def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> UserTask:
     """With the loss that suits the model and the batch; a program gives one of its own with `shoal.train(loss=…)`."""
-    return Custom(players)
+    return UserTask(players)

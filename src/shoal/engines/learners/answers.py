@@ -87,7 +87,7 @@ class AnswerFeed(Feed):
         """Drop the answers, which were learned from."""
 
 
-class Given(NamedTuple):
+class CheckedAnswers(NamedTuple):
     """Answers that were checked."""
 
     tokens_BT: Tensor
@@ -95,7 +95,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FromAnswers:
+class RolloutStep:
     """The coordinator learns from answers that workers gave, with the run's own optimizer and as many steps as the settings say."""
 
     length: int
@@ -115,7 +115,7 @@ class FromAnswers:
 class AnswerLearner(EngineLearner):
     """Weights that are stepped along what was answered with them, or with their last versions."""
 
-    def __init__(self, engine: SingleEngine, policy: FromAnswers, feed: AnswerFeed) -> None:
+    def __init__(self, engine: SingleEngine, policy: RolloutStep, feed: AnswerFeed) -> None:
         super().__init__(engine)
         if engine.buffers.numel():
             raise ShoalError("this model keeps statistics beside its weights, which answers do not tell: set strategy.kind to local")
@@ -168,7 +168,7 @@ class AnswerLearner(EngineLearner):
         if base != version:
             now_BT, _ = self._retraced(ids, first, tokens_BT, None)
             log_probs_BT = torch.maximum(log_probs_BT, now_BT - math.log(_MOST_WEIGHT))
-        return Given(tokens_BT, log_probs_BT)
+        return CheckedAnswers(tokens_BT, log_probs_BT)
 
     def answer(self, first: int, prompts: int) -> tuple[Tensor, Tensor]:
         """A unit's answers, made here as a worker makes them, and how far each of their draws is from another token, as a share of all

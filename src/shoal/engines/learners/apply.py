@@ -23,7 +23,7 @@ from shoal.updates.fragments import Span
 ScheduleKind = Literal["constant", "cosine", "linear", "polynomial"]
 
 
-class Apply(Protocol):
+class ApplyPolicy(Protocol):
     """How updates move the weights."""
 
     @property
@@ -64,7 +64,7 @@ class OuterStep:
 
 
 @dataclass(frozen=True)
-class Adoption:
+class AdoptWeights:
     """The weights are those of another coordinator, as it sends them: a relay's."""
 
     computes: bool = False

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.engines.optim.adam_state import BLOCK, Clip, Moment, Rates
+from shoal.engines.optim.adam_state import BLOCK, AdamRates, GradientClip, MomentBuffer
 from shoal.updates.layout import FlatNetwork, ParameterLayout
 
 _WARPS = 4
@@ -128,7 +128,7 @@ def _step(
     _write(second, second_scales, block, v, place, there, second_seed, alive, KIND, True)
 
 
-class Kernels:
+class AdamKernels:
     """The kernels for one layout: where its blocks are."""
 
     def __init__(self, layout: ParameterLayout, device: torch.device) -> None:
@@ -150,11 +150,11 @@ class Kernels:
         self,
         network: FlatNetwork,
         sources: Sequence[Tensor | None],
-        first: Moment,
-        second: Moment,
-        rates: Rates,
+        first: MomentBuffer,
+        second: MomentBuffer,
+        rates: AdamRates,
         decoupled: bool,
-        clip: Clip | None,
+        clip: GradientClip | None,
         seeds: tuple[int, int],
     ) -> None:
         table, vector = self._table(sources), network.vector

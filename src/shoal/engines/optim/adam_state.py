@@ -24,7 +24,7 @@ _LARGEST, _SMALLEST_NORMAL, _SMALLEST = 240.0, 2.0**-6, 2.0**-9
 """Of e4m3. A block's scale brings its largest number to between 128 and 256, and 256 would need another scale."""
 
 
-class Rates(NamedTuple):
+class AdamRates(NamedTuple):
     """What a step multiplies with."""
 
     learning: float
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
     second_share: float
 
 
-class Clip(NamedTuple):
+class GradientClip(NamedTuple):
     """A limit on the gradient's norm, which stays on the device."""
 
     norm: Tensor
@@ -49,7 +49,7 @@ class Clip(NamedTuple):
         return (self.limit / (self.norm + 1e-6)).clamp(max=1.0)
 
 
-class Moment:
+class MomentBuffer:
     """A running mean, as its type keeps it. `root`: fp8 keeps the root of it."""
 
     def __init__(self, kind: str, layout: ParameterLayout, device: torch.device, *, root: bool) -> None:

@@ -29,7 +29,7 @@ _ALIKE = 1.5
 _SIZE, _TIMES = 256, 8
 
 
-class Layers(NamedTuple):
+class LayerSizes(NamedTuple):
     """A model by its layers. Sizes are numbers of parameters, work is products for one token."""
 
     sizes: list[int]
@@ -55,16 +55,16 @@ class Layers(NamedTuple):
         return sum(self.work[first:last]) + (self.work_after if last == len(self.sizes) else 0.0)
 
 
-def layers_of(model: Any) -> Layers:
+def layers_of(model: Any) -> LayerSizes:
     """A model by its layers. Raises ShoalError for one that cannot be cut."""
     layers = list(layers_in(make_stage(model, 0, layer_count(model))).values())
     sizes, whole = [_size(layer) for layer in layers], _size(model)
     before, head = _size(make_ends(model, after=False)), make_ends(model, before=False)
     after = whole - sum(sizes) - before
-    return Layers(sizes, before, after, max(0, _size(head) - after), [_work(layer) for layer in layers], _work(head))
+    return LayerSizes(sizes, before, after, max(0, _size(head) - after), [_work(layer) for layer in layers], _work(head))
 
 
-def bounds_for(run: Run, layers: Layers, device: torch.device, world: World) -> list[int]:
+def bounds_for(run: Run, layers: LayerSizes, device: torch.device, world: World) -> list[int]:
     """The first layer of each stage, and the number of layers at the end. All processes must ask, and get the same."""
     assert isinstance(run.engine, Pipeline)
     count = len(layers.sizes)
@@ -87,7 +87,7 @@ def _machines(device: torch.device, world: World) -> list[tuple[str, float, floa
     return [(name, speed, room / names.count(name)) for _, name, speed, room in sorted(found)]
 
 
-def _shared_out(run: Run, layers: Layers, device: torch.device, world: World) -> list[int]:
+def _shared_out(run: Run, layers: LayerSizes, device: torch.device, world: World) -> list[int]:
     """The bounds that the tasks' shares come to. Raises ShoalError where a stage has too little room on its machine."""
     parts = stage_shares(run.scheduler.tasks)
     if len(parts) != world.size:

@@ -34,7 +34,7 @@ from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.tasks import Batch, advantages
-from shoal.tasks.answer_logprobs import Reference, Text, as_text, as_used
+from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_text, as_used
 from shoal.tasks.dpo import SIDES
 from shoal.tasks.language import IGNORED
 from shoal.tasks.policy_gradient import PolicyGradient
@@ -50,7 +50,7 @@ _COLLAPSED = 0.5
 """Answers that have become so much shorter, or repeat themselves so much more, than at the start have collapsed."""
 
 
-class Asked(NamedTuple):
+class RolloutPrompt(NamedTuple):
     """A prompt, as the policy reads it."""
 
     ids: list[int]
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
     """The documents that it is of, which it finds no passages in."""
 
 
-def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
+def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[RolloutPrompt]]:
     """Prompts to learn from, and those that are held out."""
     assert run.rlhf is not None
     tokenizer, longest = samples.info.tokenizer, run.rlhf.ppo.prompt_length
@@ -81,12 +81,12 @@ def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
     return _beginnings(samples.train, tokenizer, longest), _beginnings(samples.eval, tokenizer, longest)[:_HELD_OUT]
 
 
-def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> Asked:
+def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> RolloutPrompt:
     context_ids = tuple(tokenizer.encode(prompt.context)) if prompt.context else ()
-    return Asked(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
+    return RolloutPrompt(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
 
 
-def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[Asked]:
+def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[RolloutPrompt]:
     """The prompts of pairs, or the first tokens of texts."""
     if samples is None:
         return []
@@ -105,7 +105,7 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[A
         ids = (row_L[batch["attention_mask"][place]] if "attention_mask" in batch else row_L)[:longest].tolist()
         context_ids = [token for token in batch["context_ids"][place, 0].tolist() if token >= 0] if "context_ids" in batch else []
         own = tuple(origins.of(number)) if origins is not None else ()
-        found.append(Asked(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
+        found.append(RolloutPrompt(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
     return found
 
 
@@ -113,7 +113,7 @@ class Rollout(NamedTuple):
     """Answers, and what was found out about them."""
 
     drawn: SampledAnswers
-    text: Text
+    text: PromptAnswers
     answers: list[Answer]
     scores_B: Tensor
     difference_BT: Tensor
@@ -140,8 +140,8 @@ class RolloutFeed(AnswerFeed):
         run: Run,
         task: PolicyGradient,
         tokenizer: data.Tokenizer,
-        prompts: Sequence[Asked],
-        held_out: Sequence[Asked],
+        prompts: Sequence[RolloutPrompt],
+        held_out: Sequence[RolloutPrompt],
         reward: Score,
         engine: Engine | None = None,
         reference: Reference | None = None,
@@ -169,7 +169,7 @@ class RolloutFeed(AnswerFeed):
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         if engine is not None:
             self._learn_with(engine)
-        self.coefficient, self.spread = self.settings.kl.coefficient, advantages.Spread()
+        self.coefficient, self.spread = self.settings.kl.coefficient, advantages.RunningDeviation()
         self.epoch = self.position = 0
         self.buffer: Batch | None = None
         self._distance: float | None = None
@@ -260,7 +260,7 @@ class RolloutFeed(AnswerFeed):
 
     def load_state_dict(self, state: State) -> None:
         self.epoch, self.position, self.coefficient = state["epoch"], state["position"], state["coefficient"]
-        self.spread = advantages.Spread(*state["spread"])
+        self.spread = advantages.RunningDeviation(*state["spread"])
         self._distance = state["approximate_kl"]
         self.figures, self.first = dict(state["figures"]), dict(state["first"])
         self.buffer = {name: value.clone() for name, value in state["buffer"].items()} or None
@@ -297,11 +297,11 @@ class RolloutFeed(AnswerFeed):
         """The documents that the prompts are of, where passages are read."""
         return [list(self.prompt(number).own) for number in numbers] if self.finder is not None else []
 
-    def _beside(self, asked: Sequence[Asked]) -> SideTexts | None:
+    def _beside(self, asked: Sequence[RolloutPrompt]) -> SideTexts | None:
         """What the policy reads beside the answers to these prompts."""
         return make_side_texts(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
 
-    def _text(self, asked: Sequence[Asked], drawn: SampledAnswers) -> Text:
+    def _text(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers) -> PromptAnswers:
         """Answers as the networks read them, with what they read beside them: the same as when they were written."""
         text = as_text(*drawn[:4])
         return text._replace(beside=side_text_columns(self._beside(asked), text.input_ids_BL, text.mask_BL))
@@ -320,7 +320,7 @@ class RolloutFeed(AnswerFeed):
         self._watch(rollout)
         return {name: value.cpu() for name, value in batch.items()}
 
-    def prompt(self, number: int) -> Asked:
+    def prompt(self, number: int) -> RolloutPrompt:
         """The prompt of a number: they follow each other in an order by seed, pass after pass."""
         turn, at = divmod(number, len(self.prompts))
         if self._order is None or self._order[0] != turn:
@@ -329,7 +329,7 @@ class RolloutFeed(AnswerFeed):
 
     _order: tuple[int, Any] | None = None
 
-    def answered(self, asked: Sequence[Asked], first: int, group: int = 1, *, valued: bool = False) -> Rollout:
+    def answered(self, asked: Sequence[RolloutPrompt], first: int, group: int = 1, *, valued: bool = False) -> Rollout:
         """Answers to prompts, `group` to each, with their scores. What is drawn follows from the seed and the numbers of the prompts, of
         which the first has the number `first`. Of several processes each makes a part of them, and all get all."""
         ppo, rows = self.settings.ppo, [one for one in asked for _ in range(group)]
@@ -355,7 +355,7 @@ class RolloutFeed(AnswerFeed):
         each = -(-count // self.world.size)
         return [min(self.world.rank * each + number, count - 1) for number in range(each)]
 
-    def _gathered(self, part: Rollout, asked: Sequence[Asked]) -> Rollout:
+    def _gathered(self, part: Rollout, asked: Sequence[RolloutPrompt]) -> Rollout:
         """The answers of all processes, of which this one has a part."""
         if self.world.size == 1:
             return part
@@ -369,7 +369,7 @@ class RolloutFeed(AnswerFeed):
         answers = self._answers(asked, drawn)
         return Rollout(drawn, self._text(asked, drawn), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
 
-    def scored(self, asked: Sequence[Asked], drawn: SampledAnswers, *, valued: bool = False) -> Rollout:
+    def scored(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers, *, valued: bool = False) -> Rollout:
         """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each. `valued`:
         also what is expected of each token, where somebody predicts that."""
         ppo, text = self.settings.ppo, self._text(asked, drawn)
@@ -382,7 +382,7 @@ class RolloutFeed(AnswerFeed):
         return Rollout(drawn, text, answers, scores_B, difference_BT, values_BT)
 
     @torch.no_grad()
-    def _expected(self, text: Text, drawn: SampledAnswers) -> Tensor | None:
+    def _expected(self, text: PromptAnswers, drawn: SampledAnswers) -> Tensor | None:
         """What the rest of each answer is expected to bring, as it was said when the answer was drawn, or in a pass over it. None: nobody
         predicts it."""
         if self.settings.algorithm != "ppo" or drawn.values_BT is not None:
@@ -392,7 +392,7 @@ class RolloutFeed(AnswerFeed):
         assert values_BT is not None
         return values_BT * drawn.real_BT
 
-    def _answers(self, asked: Sequence[Asked], drawn: SampledAnswers) -> list[Answer]:
+    def _answers(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers) -> list[Answer]:
         found = []
         for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
             ids = [token for token in row_T[real_T].tolist() if token != self.eos_id]

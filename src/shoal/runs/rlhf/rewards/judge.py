@@ -20,7 +20,7 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.runs.rlhf.rewards.http import ask
 from shoal.runs.rlhf.rewards.interface import Answer, Score, filled
 from shoal.runs.trained_model import open_run
-from shoal.tasks.answer_logprobs import Text, as_used, log_probs
+from shoal.tasks.answer_logprobs import PromptAnswers, as_used, log_probs
 from shoal.tasks.language import IGNORED
 
 _WORDS = (" yes", " no")
@@ -65,4 +65,4 @@ def _how_probable(model: nn.Module, questions: Sequence[list[int]], word: list[i
     labels_BL = torch.full_like(ids_BL[:, 1:], IGNORED)
     labels_BL[:, -len(word) :] = ids_BL[:, -len(word) :]
     with as_used(model):
-        return log_probs(model, Text(ids_BL[:, :-1], labels_BL, mask_BL[:, :-1])).sum(1)
+        return log_probs(model, PromptAnswers(ids_BL[:, :-1], labels_BL, mask_BL[:, :-1])).sum(1)
