@@ -65,7 +65,7 @@ def test_the_demo_kills_workers_and_the_coordinator_and_nothing_is_lost(
     out = capsys.readouterr().out
     assert "ben is killed" in out
     assert "fay joins late" in out
-    assert "it is back, with the very weights it last confirmed" in out
+    assert "it is back with the weights that it last confirmed" in out
     assert "nothing is missing, nothing is counted twice" in out
     assert "accuracy of one process" in out
     assert "reads " in out
