@@ -24,8 +24,9 @@ from shoal.transports.connection_limits import RESERVED_DESCRIPTORS, ConnectionL
 from shoal.transports.keys import Keys
 from shoal.transports.request_rate import Rate
 from shoal.transports.zeromq.sockets import PIECE_BYTES
+from tests.support.eventually import eventually
 from tests.support.live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
-from tests.support.transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
+from tests.support.transport_harness import KEYS, PATIENCE_S, resident_bytes
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.queries import look
+from tests.support.eventually import eventually
 from tests.support.postgres_server import Database, PostgresProcess, running
-from tests.support.transport_harness import PATIENCE_S, eventually
+from tests.support.transport_harness import PATIENCE_S
 
 Student = psycopg.Connection[tuple[object, ...]]
 

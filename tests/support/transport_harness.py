@@ -140,13 +140,6 @@ def take(server: Server, count: int = 1) -> list[Request]:
     return found
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        threading.Event().wait(0.005)
-
-
 def call_until_answered(client: Client, message: Message, timeout_s: float = PATIENCE_S) -> Message:
     """As a worker does: ask again while nobody answers. It waits longer each time, as a slow machine may need."""
     deadline, wait_s = time.monotonic() + timeout_s, 1.0

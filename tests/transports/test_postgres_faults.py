@@ -24,8 +24,9 @@ from shoal.transports.postgres.coordinator_connection import CoordinatorReplaced
 from shoal.transports.postgres.lease_client import LeasedUnit
 from shoal.transports.postgres.reconnecting import ReconnectingConnection
 from shoal.transports.postgres.store import PostgresJournal
+from tests.support.eventually import eventually
 from tests.support.postgres_server import Database, PostgresProcess, running
-from tests.support.transport_harness import PATIENCE_S, Calling, answering, call_until_answered, eventually, take
+from tests.support.transport_harness import PATIENCE_S, Calling, answering, call_until_answered, take
 
 pytestmark = pytest.mark.whole
 

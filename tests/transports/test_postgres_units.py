@@ -13,8 +13,9 @@ from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Request
 from shoal.transports.postgres import LeaseClient, LeasedUnit, PostgresServer
 from shoal.transports.postgres.coordinator_connection import VACUUM_BYTES
+from tests.support.eventually import eventually
 from tests.support.postgres_server import Database
-from tests.support.transport_harness import PATIENCE_S, eventually, take
+from tests.support.transport_harness import PATIENCE_S, take
 
 pytestmark = pytest.mark.whole
 

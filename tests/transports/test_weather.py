@@ -17,7 +17,8 @@ from shoal.transports.netem import PROFILES, LinkProfile, NetemProxy, profile
 from shoal.transports.netem.streams import DelayedStream, LinkDirection
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
-from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, eventually, take
+from tests.support.eventually import eventually
+from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, take
 
 pytestmark = pytest.mark.whole
 

@@ -21,7 +21,8 @@ from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.xmlrpc.encoding import pack, unpack
 from shoal.transports.xmlrpc.server import MOST_CONNECTIONS
 from tests.support import malformed_messages
-from tests.support.transport_harness import PATIENCE_S, TOKEN, answering, eventually, resident_bytes
+from tests.support.eventually import eventually
+from tests.support.transport_harness import PATIENCE_S, TOKEN, answering, resident_bytes
 
 pytestmark = pytest.mark.whole
 
