@@ -12,7 +12,8 @@ from shoal.serve.api.app import make_app
 from shoal.serve.backend import Backend, LocalBackend
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.load_model import ServedModel
-from shoal.web.auth import AuthMiddleware, is_loopback, listening_socket
+from shoal.transports.addresses import is_loopback
+from shoal.web.auth import AuthMiddleware, listening_socket
 from shoal.web.connection_limits import bounded_server
 
 

@@ -107,16 +107,16 @@ class _XmlRpcHandler(LimitedHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.connections.mark_authenticated(self.connection, is_busy=True)
         try:
-            waiting = self.server.requests.ask(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
+            pending = self.server.requests.add(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
         except wire.Malformed as problem:
             self._turn_away(400, problem.reason)
             return
         while not self._gone():
             with contextlib.suppress(TimeoutError):
-                if parts := waiting.answer(1.0):
+                if parts := pending.wait(1.0):
                     self._respond(200, pack(parts, answer=True))
                 break
-        self.server.requests.forget(waiting)
+        self.server.requests.forget(pending)
         self.server.connections.mark_authenticated(self.connection, is_busy=False)
 
     def _authorised(self) -> bool:
