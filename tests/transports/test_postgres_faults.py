@@ -113,7 +113,7 @@ def test_one_that_fell_silent_elsewhere_is_replaced_and_cannot_go_on(
         connection.execute("UPDATE shoal.coordinator SET host = 'far-away'")
     with pytest.raises(ShoalError, match="on far-away"):
         serve()
-    old._pulse.close()
+    old._heartbeat.close()
     with database.connect() as connection:
         connection.execute("UPDATE shoal.coordinator SET alive_at = now() - make_interval(secs => %s)", (PATIENCE_S + 1,))
     serve()

@@ -1,6 +1,6 @@
 """Threads of one process: the same promises as over a network, with nothing copied but the header.
 
-Frames are handed over as they are, so here above all counts who owns them: the client leaves them alone until it has its answer.
+Frames are handed over as they are, so the client must not write to them until it has its reply.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class InProcessClient:
             if self._closed:
                 raise Unreachable("the connection was closed on this side")
             if self.address not in _servers:
-                raise Unreachable(f"nobody answers at {self.address}: there is no such server in this process")
+                raise Unreachable(f"no coordinator answers at {self.address}: there is no such server in this process")
             server = _servers[self.address]
         if not server.admits(self._token):
             raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")

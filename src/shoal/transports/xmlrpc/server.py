@@ -13,7 +13,7 @@ from shoal.transports.http_server import LimitedHandler, LimitedHttpServer, shut
 from shoal.transports.interface import Message, Request, Traffic
 from shoal.transports.request_queue import RequestQueue
 from shoal.transports.request_rate import SLOWEST_BYTES_PER_S, Rate
-from shoal.transports.xmlrpc.encoding import most_body_bytes, only_here, pack, unpack
+from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loopback, unpack
 
 MOST_CONNECTIONS = 256
 IDLE_S = 30.0
@@ -36,7 +36,7 @@ class XmlRpcServer:
         insecure: bool = False,
     ) -> None:
         host = addresses.resolve(host)
-        only_here(host, insecure)
+        require_loopback(host, insecure)
         port = port or addresses.free_port(host) or 0
         self.traffic = Traffic()
         self._requests = RequestQueue(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
