@@ -24,7 +24,7 @@ from shoal.runs.folder.checkpoint import Checkpoint, save_weights
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.monitoring.class_arrivals import ArrivalNotices
-from shoal.runs.monitoring.prometheus import shown_to_prometheus
+from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.monitoring.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.monitoring.status import StatusWriter
 from shoal.runs.monitoring.traffic_totals import TrafficTotals
@@ -177,7 +177,7 @@ class CoordinatorLoop:
 
     def _work(self) -> None:
         try:
-            with shown_to_prometheus(self.run.coordinator, self.directory.path, self._told, self.message):
+            with metrics_page(self.run.coordinator, self.directory.path, self._told, self.message):
                 self._coordinate()
         finally:
             self.driver.close()

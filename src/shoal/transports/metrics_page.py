@@ -19,6 +19,8 @@ from shoal.transports.connection_limits import Beginnings, Places, hang_up
 
 _MOST_CONNECTIONS = 32
 _IDLE_S = 10.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of Prometheus' text format."""
 
 
 class ScrapedPage:
@@ -92,7 +94,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _respond(self, code: int, text: str) -> None:
         body = text.encode()
         self.send_response(code)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))
         if code == 401:
             self.send_header("WWW-Authenticate", "Bearer")
