@@ -25,7 +25,7 @@ from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.build_run import assemble, feed_for_seat, held_out_batches
 from shoal.runs.run_size import data_extent, needed_contributions
 from shoal.updates import codecs
-from shoal.worker.session import Left, Protocol
+from shoal.worker.session import SessionEndedError, WorkerSession
 
 WORKERS, FALSE = 11, 2
 RULES: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ class Cluster:
 
     def __init__(self, run: Run, attack: Attack | None, stale: bool) -> None:
         self.run, self.attack, self.stale = run, attack, stale
-        policies = strategies.of(run, WORKERS)
+        policies = strategies.policies_for(run, WORKERS)
         self.parts = assemble(run, length=lambda samples: policies.length(data_extent(run, samples, WORKERS)).steps)
         length = policies.length(data_extent(run, self.parts.data, WORKERS))
         plan = RunPlan(
@@ -122,7 +122,7 @@ class Cluster:
         self.residuals = [codecs.residual_for(run.updates.codec, self.learner.vector.numel()) for _ in range(WORKERS)]
         self.generator = torch.Generator().manual_seed(0)
         self.clock = 0.0
-        self.protocols = [Protocol(f"w{seat}", {}, PROTOCOL, f"instance {seat}") for seat in range(WORKERS)]
+        self.protocols = [WorkerSession(f"w{seat}", {}, PROTOCOL, f"instance {seat}") for seat in range(WORKERS)]
         for seat, protocol in enumerate(self.protocols):
             protocol.ready = True
             for _ in ("it joins", "it proves who it is", "it pulls"):
@@ -132,7 +132,7 @@ class Cluster:
         """The accuracy at the end; 0 when gradients are not finite any more: the coordinator takes none of them, and the run is lost."""
         try:
             self._take_turns()
-        except Left:
+        except SessionEndedError:
             return 0.0
         batches = held_out_batches(self.run, self.parts.data.eval)
         assert batches is not None

@@ -29,7 +29,7 @@ from run import Row
 
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent
 from shoal.serve.load_model import open_served
@@ -76,7 +76,7 @@ class Sides:
                 at()
             return False
 
-        return GenerationJob(prompt, tokens or self.model.tokens, Draws(1, prompt), hear, Warp(0.0))
+        return GenerationJob(prompt, tokens or self.model.tokens, TokenDraws(1, prompt), hear, Warp(0.0))
 
     @torch.inference_mode()
     def theirs(self, streams: int) -> list[list[int]]:

@@ -78,7 +78,7 @@ peers.INSTALL.setdefault(FLOWER, [["flwr[simulation]==1.41.0"]])
 def scenario(kind: str, codec: str, workers: int) -> Scenario:
     settings = {"strategy.kind": kind, "updates.codec.kind": codec} | STRATEGIES[kind]
     run = resolve([ConfigFile("starter")], [Override(name, value, name) for name, value in settings.items()]).run
-    policies = strategies.of(run, workers)
+    policies = strategies.policies_for(run, workers)
     bounds = MemberLimits(joins_per_minute=60 * workers, sessions=workers)
     plan = RunPlan(run.updates, 0, workers, 1, 10**9, None, workers, 5.0, 0.2, worker_steps=10**9, bounds=bounds)
     timing = TimedUpdates(policies, run.updates, SIZE, 8, 1, None)

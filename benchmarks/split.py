@@ -19,7 +19,7 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
 from shoal.config.schema.serving import Serving
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.serve.api.chat_format import ChatTemplate
 from shoal.serve.batching import BatchingEngine, GenerationJob
@@ -87,7 +87,7 @@ def spread(model: Gpt, kind: type[LayerPlanner]) -> Iterator[DistributedModel]:
 def written(stages: DistributedModel) -> int:
     """Tokens that were written: eight answers at once, to their ends."""
     engine = BatchingEngine(stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
-    engine.submit(*(GenerationJob([i + 1] * 8, TOKENS, Draws(i, [i]), lambda heard: False, Warp(1.0)) for i in range(STREAMS)))
+    engine.submit(*(GenerationJob([i + 1] * 8, TOKENS, TokenDraws(i, [i]), lambda heard: False, Warp(1.0)) for i in range(STREAMS)))
     while engine.busy:
         engine.step()
     return engine.tokens_written

@@ -74,7 +74,7 @@ def modules_in(names: dict[str, Any]) -> Iterator[ModuleType]:
     """Modules that have been imported, whole or something of them."""
     for value in names.values():
         origin = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
-        if origin is not None and origin.__name__ != "conftest":
+        if origin is not None and not origin.__name__.endswith("conftest"):
             yield origin
 
 

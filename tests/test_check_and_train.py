@@ -17,8 +17,8 @@ from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.presets import names
 from shoal.config.schema import Run
 from shoal.config.schema.engine import Engine
-from shoal.engines.build import OF_SEVERAL
-from shoal.launch.start import StartOptions, plan_start, start_run
+from shoal.launch.start import start_run
+from shoal.launch.start_mode import StartOptions, plan_start
 
 HERE = {
     "output_dir": "runs",
@@ -78,7 +78,7 @@ def start(preset: str) -> Iterator[Any]:
     def load(more: Sequence[Override]) -> LoadedConfig:
         return resolve([ConfigFile(preset)], [*(Override(path, value, f"--set {path}={value}") for path, value in own.items()), *more])
 
-    planned = plan_start(load, StartOptions(otherwise=2))
+    planned = plan_start(load, StartOptions(default_workers=2))
     with start_run(planned, []) as made:
         yield made.loop
         if hasattr(made.loop, "server"):
@@ -116,4 +116,5 @@ def test_a_package_that_is_not_here_is_a_warning_of_the_check_and_a_refusal_of_t
 
 
 def test_every_engine_that_can_be_chosen_is_built() -> None:
-    assert {kind.fields()["kind"].default for kind in Engine.__args__} == {"single", *OF_SEVERAL}
+    assert set(Engine.kinds) >= {"single", "ddp", "fsdp", "deepspeed", "pipeline", "collectives"}
+    assert all(callable(kind.builder()) for kind in Engine.kinds.values())

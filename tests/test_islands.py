@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands import HANG_S, Processes, eventually, processes_in, wait_for
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.transports.addresses import free_port
+from tests.support.processes import HANG_S, Processes, eventually, processes_in, wait_for
 
 CONFIG = """\
 dialect: shoal

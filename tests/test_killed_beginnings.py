@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, Command, Processes, processes_in, wait_for
+from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for
 
-PLUGIN = ("--plugin", str(Path(__file__).with_name("watched_parts.py")))
+PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
 CONFIG = """\
 dialect: shoal
 task: {kind: watched}

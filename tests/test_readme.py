@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from commands import HANG_S
 from shoal.cli.main import main
+from tests.support.processes import HANG_S
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

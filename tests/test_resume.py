@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from commands import run_python
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.engines.health import HealthMonitor
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.tasks.language import LanguageModelling
+from tests.support.processes import run_python
 
 TEXT = """\
 dialect: shoal

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, Processes, processes_in
 from shoal.cli.main import main
 from shoal.runs.rlhf.regenerate import regenerate
+from tests.support.processes import HANG_S, Processes, processes_in
 
 CONFIG = """\
 model: {kind: gpt, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 24}

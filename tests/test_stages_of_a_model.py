@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import HANG_S, Processes, processes_in, wait_for
 from shoal.runs.folder.checkpoint import Checkpoints
+from tests.support.processes import HANG_S, Processes, processes_in, wait_for
 
 CONFIG = """\
 dialect: shoal

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from commands import HANG_S, Command
 from shoal.cli.main import main
 from shoal.cli.output import stopping_on_signals
 from shoal.errors import ShoalError
+from tests.support.processes import HANG_S, Command
 
 GPT = ["--set", "model.hidden_size=16", "--set", "model.num_layers=1", "--set", "model.num_heads=2", "--set", "model.max_seq_len=16"]
 CASES = {

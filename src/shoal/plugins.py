@@ -34,6 +34,7 @@ from shoal.config.parts import builds
 from shoal.config.plugins import Plugin, load
 from shoal.config.schema.cluster import Transport, Zmq
 from shoal.config.schema.data import DataSource
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import Model
 from shoal.config.schema.output import Sink
 from shoal.config.schema.rlhf import Reward
@@ -49,15 +50,19 @@ if TYPE_CHECKING:
     from shoal.coordinator.policies import Discounted as Discounted
     from shoal.coordinator.policies import Every as Every
     from shoal.coordinator.policies import Everything as Everything
-    from shoal.data.hub.dataset import Request as DataRequest
+    from shoal.data.hub.dataset import DataRequest as DataRequest
     from shoal.data.images.samples import Target as ImageTarget
     from shoal.data.images.samples import from_pixels as from_pixels
     from shoal.data.images.samples import image_data as image_data
     from shoal.data.interfaces import Data as Data
     from shoal.data.text.documents import Document as Document
+    from shoal.data.text.documents import InMemoryDocuments as Documents
     from shoal.data.text.documents import TextPart as TextPart
-    from shoal.data.text.documents import Texts as Documents
-    from shoal.models.data_shapes import Shapes as DataShapes
+    from shoal.engines.base import Engine as DistributedEngine
+    from shoal.engines.base import StepResult as StepResult
+    from shoal.engines.single import SingleEngine as SingleEngine
+    from shoal.engines.world import World as World
+    from shoal.models.data_shapes import DataShapes as DataShapes
     from shoal.protocol.frames import Frame as Frame
     from shoal.protocol.frames import Frames as Frames
     from shoal.protocol.frames import expect_frames as expect_frames
@@ -73,6 +78,7 @@ if TYPE_CHECKING:
     from shoal.strategies.run_length import in_updates as in_updates
     from shoal.tasks.base import Batch as Batch
     from shoal.tasks.base import Loss as Loss
+    from shoal.tasks.base import Task as TrainingTask
     from shoal.tasks.base import TaskInfo as TaskInfo
     from shoal.tasks.classification import Classification as ClassificationTask
     from shoal.tasks.language import LanguageModelling as LanguageModellingTask
@@ -103,8 +109,10 @@ __all__ = [
     "DataSource",
     "Decay",
     "Discounted",
+    "DistributedEngine",
     "Document",
     "Documents",
+    "Engine",
     "Every",
     "Everything",
     "Floats",
@@ -133,12 +141,16 @@ __all__ = [
     "Server",
     "Share",
     "ShoalError",
+    "SingleEngine",
     "Sink",
+    "StepResult",
     "Strategy",
     "Task",
     "TaskInfo",
     "TextPart",
+    "TrainingTask",
     "Transport",
+    "World",
     "Zmq",
     "builds",
     "expect_frames",
@@ -162,11 +174,12 @@ _IMPORTED_ON_USE = {
     "ConnectOptions": "shoal.transports.interface.Call",
     "Contributions": "shoal.updates.rules.mixing.Contributions",
     "Data": "shoal.data.interfaces.Data",
-    "DataRequest": "shoal.data.hub.dataset.Request",
-    "DataShapes": "shoal.models.data_shapes.Shapes",
+    "DataRequest": "shoal.data.hub.dataset.DataRequest",
+    "DataShapes": "shoal.models.data_shapes.DataShapes",
     "Discounted": "shoal.coordinator.policies.Discounted",
+    "DistributedEngine": "shoal.engines.base.Engine",
     "Document": "shoal.data.text.documents.Document",
-    "Documents": "shoal.data.text.documents.Texts",
+    "Documents": "shoal.data.text.documents.InMemoryDocuments",
     "Every": "shoal.coordinator.policies.Every",
     "Everything": "shoal.coordinator.policies.Everything",
     "Floats": "shoal.updates.parallel_blocks.Floats",
@@ -182,8 +195,12 @@ _IMPORTED_ON_USE = {
     "Request": "shoal.protocol.messages.Request",
     "Score": "shoal.runs.rlhf.rewards.interface.Score",
     "Server": "shoal.transports.interface.Server",
+    "SingleEngine": "shoal.engines.single.SingleEngine",
+    "StepResult": "shoal.engines.base.StepResult",
     "TaskInfo": "shoal.tasks.base.TaskInfo",
     "TextPart": "shoal.data.text.documents.TextPart",
+    "TrainingTask": "shoal.tasks.base.Task",
+    "World": "shoal.engines.world.World",
     "expect_frames": "shoal.protocol.frames.expect_frames",
     "frame_of": "shoal.protocol.frames.frame_of",
     "from_pixels": "shoal.data.images.samples.from_pixels",

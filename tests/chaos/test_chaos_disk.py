@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import Processes, processes_in, wait_for
+from tests.support.processes import Processes, processes_in, wait_for
 
 GPUS = torch.cuda.device_count()
 CONFIG = f"""\

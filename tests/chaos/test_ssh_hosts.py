@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.launch.up_file import running_process
+from tests.support.processes import HANG_S
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from school import DIGITS, School, all_there
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.coordinator.audit.files import gather_from, gather_receipts
@@ -28,6 +26,8 @@ from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look, trail
 from shoal.updates.privacy import Accountant, sample_level_multiplier
+from tests.support.classroom import DIGITS, School, all_there
+from tests.support.processes import HANG_S
 
 
 def train(coordinating: ReadyCoordinator) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_with_more_workers_than_a_round_needs_late_results_are_dropped_and_count
         """In the coordinator's first turns: a busy machine would let the watcher look too seldom."""
         assert next(turns, None) is None or looked.acquire(timeout=HANG_S)
 
-    coordinating.loop.beside = wait_for_a_look
+    coordinating.loop.on_tick = wait_for_a_look
 
     def watch() -> None:
         while not stop.wait(0.05):
@@ -127,7 +127,7 @@ def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
     epochs = {"training": {"batch_size": 32, "epochs": 4, "optimizer": {"name": "Adam", "learning_rate": 0.01}}}
     first = school.coordinate(epochs)
     loop = first.loop
-    loop.beside = lambda: setattr(loop.recorder, "stopping", "interrupted") if loop.step >= 5 else None
+    loop.on_tick = lambda: setattr(loop.recorder, "stopping", "interrupted") if loop.step >= 5 else None
     school.worker("w0")
     school.worker("w1")
     train(first)
@@ -187,7 +187,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
             first.loop.recorder.stopping = "interrupted"
 
     first = school.coordinate(codec)
-    note_exactly(first.loop).beside = interrupt
+    note_exactly(first.loop).on_tick = interrupt
     for number in range(2):
         school.worker(f"w{number}", watch)
     train(first)

@@ -9,9 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from school import School
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.reporters.class_table import rows
@@ -21,6 +19,8 @@ from shoal.transports.netem import Profile, Proxy
 from shoal.transports.postgres import reconnecting
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look
+from tests.support.classroom import School
+from tests.support.processes import HANG_S
 
 FINE = Profile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
 PATIENCE_S = float(HANG_S)

@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import Int8Codec, NoCodec, Updates
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.weights_publisher import WeightsPublisher
 from shoal.coordinator.state import HeldContribution, MemberLimits
+from tests.support.small_cluster import Cluster, strategy_of
 
 STRATEGIES = {
     "edp": strategy_of(Edp()),

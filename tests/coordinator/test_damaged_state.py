@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World
-from tiny_cluster import Numbers
 
 from shoal.cli.main import main
 from shoal.coordinator import Coordinator
@@ -26,6 +24,8 @@ from shoal.protocol.messages import Message
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.folder.file_store import FileStore
 from shoal.runs.folder.repair import confirmed_in, refuse_forgotten
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World
+from tests.support.small_cluster import Numbers
 
 DAMAGES = 105
 """Of each strategy below: more than 200 together."""

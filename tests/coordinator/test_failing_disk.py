@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_journal_recovery import STRATEGIES, Durable, kept
-from tiny_cluster import FakeWorker
 
 from shoal.coordinator.durable import journal as journal_module
 from shoal.coordinator.durable.journal import FileJournal, journals
@@ -22,6 +20,8 @@ from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as checkpoint_module
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.folder.file_store import FileStore
+from tests.coordinator.test_journal_recovery import STRATEGIES, Durable, kept
+from tests.support.small_cluster import FakeWorker
 
 POSITIONS = 100
 """Places at which the disk fails, evenly spread over all that is written."""

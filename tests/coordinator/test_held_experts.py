@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, encoded, strategy_of
 
 from shoal.config.schema.strategy import SyncPs
 from shoal.config.schema.updates import Krum, NearestNeighbours, Updates
@@ -16,6 +15,7 @@ from shoal.coordinator.state import RelayPlace
 from shoal.errors import ShoalError
 from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.experts import ExpertBlocks
+from tests.support.small_cluster import Cluster, FakeWorker, encoded, strategy_of
 
 BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, size=4)
 """Four numbers: the second and the third are experts."""

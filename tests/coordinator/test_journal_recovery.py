@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
 from shoal.coordinator.durable.journal import FileJournal, journals, path_of
@@ -20,6 +19,7 @@ from shoal.coordinator.durable.ledger import FileLedger
 from shoal.coordinator.durable.records import HEAD_BYTES, JournalReader
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoints
+from tests.support.small_cluster import Cluster, FakeWorker, strategy_of
 
 MARK = 8  # bytes at the end of a record without which it is still whole: the next one writes them again
 RECORDS = [({"kind": "accepted", "seq": number}, (bytes([number]) * (3 * number), b"tail")) for number in range(4)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from killing import Victims, audit
-
-from commands import eventually
+from tests.support.kill_and_recover import Victims, audit
+from tests.support.processes import eventually
 
 STEPS = 1500
 """The last kill is due at version 450: what comes after it takes longer than this process may stand still."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World, violations
-from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Int4Codec, NoCodec, Updates
@@ -25,9 +23,11 @@ from shoal.coordinator.state import RelayPlace, RunPlan, UpstreamAnswered, Upstr
 from shoal.protocol.messages import PROTOCOL, Message, header_of
 from shoal.runs.folder.file_store import FileStore
 from shoal.updates import codecs
-from shoal.worker.receipts import Receipts
-from shoal.worker.relay import Climber
-from shoal.worker.session import Protocol
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.relay import UpstreamSession
+from shoal.worker.session import WorkerSession
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World, violations
+from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 ROUNDS = 16
 
@@ -84,9 +84,11 @@ class Relay:
     def say(self, text: str) -> None: ...
 
     def _connect(self) -> None:
-        self.protocol = Protocol(self.name, {}, PROTOCOL, f"life {self.life}", patience_s=1e9, identity=nameplate(self.name))
+        self.protocol = WorkerSession(self.name, {}, PROTOCOL, f"life {self.life}", patience_s=1e9, identity=nameplate(self.name))
         self.protocol.ready = True
-        self.climber = Climber(self.protocol, 2, 0, Receipts(self.above.folder / "workers" / f"{self.name}.jsonl"), self.updates.codec)
+        self.climber = UpstreamSession(
+            self.protocol, 2, 0, ReceiptsFile(self.above.folder / "workers" / f"{self.name}.jsonl"), self.updates.codec
+        )
         self.asked = 0
         self.at(0.0, lambda life=self.life: self.speak(life))
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_driver import Walker, World
-from tiny_cluster import Cluster, FakeWorker, believing, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator import Coordinator
@@ -17,6 +15,8 @@ from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.state import DataTask, DeclaredResources, TaskPlan, WorkerExited
 from shoal.scheduling import KINDS
+from tests.coordinator.test_driver import Walker, World
+from tests.support.small_cluster import Cluster, FakeWorker, believing, strategy_of
 
 
 class Tasked(Cluster):

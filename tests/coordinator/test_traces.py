@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, believing, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
@@ -44,6 +43,7 @@ from shoal.coordinator.state import (
 )
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol import messages
+from tests.support.small_cluster import Numbers, believing, nameplate, strategy_of
 
 TRACES: list[dict[str, Any]] = json.loads(gzip.decompress((Path(__file__).parent / "traces.json.gz").read_bytes()))
 SETTINGS = {"syncps": SyncPs, "edp": Edp, "async": Async, "diloco": DiLoCo, "workunits": WorkUnits}

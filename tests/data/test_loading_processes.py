@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import HANG_S
 from shoal.config.schema.data import Loader
-from shoal.data import Batch, Feed
+from shoal.data import Batch, ShardFeed
 from shoal.data.interfaces import Indices
 from shoal.errors import ShoalError
 from shoal.python.train import train
+from tests.support.processes import HANG_S
 
 PROGRAM = """
 import torch
@@ -51,7 +51,7 @@ class Pids:
 
 def test_they_are_not_forked_from_the_process_that_trains() -> None:
     """A fork beside threads copies locks that nobody will open again."""
-    feed = Feed(Pids(), batch_size=4, seed=0, loader=Loader(num_workers=1))
+    feed = ShardFeed(Pids(), batch_size=4, seed=0, loader=Loader(num_workers=1))
     pid = int(next(feed)["pid"][0])
     assert parent_of(pid) != os.getpid()
     feed.close()
@@ -61,7 +61,7 @@ def test_they_are_not_forked_from_the_process_that_trains() -> None:
 def test_data_that_cannot_be_sent_is_refused() -> None:
     samples = Pids()
     samples.why = lambda: None  # type: ignore[attr-defined]
-    feed = Feed(samples, batch_size=4, seed=0, loader=Loader(num_workers=2))
+    feed = ShardFeed(samples, batch_size=4, seed=0, loader=Loader(num_workers=2))
     with pytest.raises(ShoalError, match=r"cannot be sent to 2 processes that load it ahead: .*lambda.*data\.loader\.num_workers to 0"):
         next(feed)
 

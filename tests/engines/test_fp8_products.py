@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.config.load import resolve_data
 from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
-from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
+from shoal.engines.precision.fp8 import LARGEST, ScaleHistory, codes_of
 from shoal.errors import ShoalError
 from shoal.runs.coordinator_setup import _warn_of_gaps, agree
 from shoal.runs.live_objects import NO_LIVE_OBJECTS
@@ -79,7 +79,7 @@ def test_real_products_are_those_of_the_emulation(sizes: list[int] | None, inter
     x, matrix, slope = torch.randn(96, 32).bfloat16(), matrix.bfloat16(), torch.randn(96, 64).bfloat16()
     found = []
     for real in (True, False):
-        scales = Rows(Fp8(margin=1, interval=interval), CPU)
+        scales = ScaleHistory(Fp8(margin=1, interval=interval), CPU)
         scales.keep("one", matrix)
         own, weights = x.clone().requires_grad_(), matrix.clone().requires_grad_()
         if sizes is None:

@@ -20,13 +20,13 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from commands import HANG_S, Command, Done, run_python
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import read_checkpoint
 from shoal.strategies.run_length import alone as total_steps
+from tests.support.processes import HANG_S, Command, Done, run_python
 
 CONFIG = """\
 dialect: shoal

@@ -310,7 +310,7 @@ def test_gradients_by_sample_are_clipped_one_by_one() -> None:
 STEP = """
 import sys, torch
 import shoal.runs.coordinator_setup
-from shoal.engines import optimizers
+from shoal.engines.optim import optimizers
 parameter = torch.nn.Parameter(torch.ones(3, 3))
 parameter.grad = torch.ones(3, 3)
 for name in ("AdamW", "SGD", "Muon"):

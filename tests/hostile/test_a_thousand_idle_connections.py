@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, Command
 from shoal.cli.main import main
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.transports import addresses
 from shoal.transports.keys import key_from_text
+from tests.support.processes import HANG_S, Command
 
 FILES, IDLE = 1024, 1000
 CONFIG = """\

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
-from transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
 
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
 from shoal.coordinator.state import MemberLimits
@@ -26,6 +24,8 @@ from shoal.transports.keys import Keys
 from shoal.transports.request_rate import Rate
 from shoal.transports.zeromq.connection_limits import RESERVED_DESCRIPTORS, Crowd
 from shoal.transports.zeromq.sockets import PIECE_BYTES
+from tests.support.live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
+from tests.support.transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_coordinator import TOKEN, Honest, Live
-from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
@@ -16,7 +14,9 @@ from shoal.coordinator.audit.run import audit
 from shoal.coordinator.state import MemberLimits
 from shoal.errors import ShoalError
 from shoal.runs.invitation import CoordinatorSecrets, GuestList
-from shoal.worker.session import Left
+from shoal.worker.session import SessionEndedError
+from tests.support.live_coordinator import TOKEN, Honest, Live
+from tests.support.transport_harness import KEYS, eventually
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_withdrawn_guest_is_told_and_let_in_no_longer_and_the_others_go_on(liv
     assert invite("eve", "--withdraw")[0] == 0
     eventually(lambda: list(live.coordinator.members.by_name) == ["ada"])
     eventually(lambda: any("laptop is shown out: the invitation of eve was withdrawn" in note for note in live.notes))
-    with pytest.raises(Left, match="the invitation of eve was withdrawn"):
+    with pytest.raises(SessionEndedError, match="the invitation of eve was withdrawn"):
         laptop.step()  # over the connection that it has
     with pytest.raises(ShoalError):
         Honest(live, "tablet", token=token)

@@ -11,8 +11,6 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from live_coordinator import TOKEN, Honest, Live
-from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.config.schema.cluster import Coordinator as CoordinatorSettings
@@ -22,7 +20,9 @@ from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.owner import write_owner_file
-from shoal.worker.session import Left
+from shoal.worker.session import SessionEndedError
+from tests.support.live_coordinator import TOKEN, Honest, Live
+from tests.support.transport_harness import KEYS, eventually
 
 STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}
 
@@ -83,7 +83,7 @@ def test_a_worker_is_shown_out_and_hears_why_and_the_audit_tells_it(live: Owned,
     eve, ada = worker(live, "eve"), worker(live, "ada")
     assert eve.step() == "accepted"
     assert shoal("evict", live.folder, "eve") == (0, "the owner keeps eve out\n")
-    with pytest.raises(Left, match="the run's owner keeps eve out"):
+    with pytest.raises(SessionEndedError, match="the run's owner keeps eve out"):
         eve.step()
     assert ada.step() == "accepted"
     code, told = shoal("evict", live.folder, "nobody")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_coordinator import Honest, Live
-from transport_harness import eventually
 
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
+from tests.support.live_coordinator import Honest, Live
+from tests.support.transport_harness import eventually
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fake_hub import FakeHub, Fault
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 
-from commands import HANG_S, eventually, run_python
 from shoal.cli.main import main
 from shoal.reporters.hub_repository import PushError
 from shoal.reporters.pusher import Pusher
+from tests.support.fake_hub import FakeHub, Fault
+from tests.support.processes import HANG_S, eventually, run_python
 
 # The client's own storage upload speaks to its HTTP library in a way that library wants changed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -100,7 +100,7 @@ def test_the_card_says_what_it_is_and_how_good(hub: FakeHub) -> None:
 def test_a_repository_that_is_there_keeps_its_visibility(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], there: bool, wanted: bool
 ) -> None:
-    from fake_hub import Repo
+    from tests.support.fake_hub import Repo
 
     hub.repos["me/digits"] = Repo(there)
     assert train(f"hub.private={str(wanted).lower()}") == 0

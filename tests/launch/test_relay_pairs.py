@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from commands import HANG_S
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit, missing_above
@@ -15,6 +14,7 @@ from shoal.runs.coordinator_setup import prepare
 from shoal.runs.live_objects import NO_LIVE_OBJECTS
 from shoal.runs.welcome import settings_of
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from tests.support.processes import HANG_S
 
 ABOVE = {
     "strategy.kind": "edp",

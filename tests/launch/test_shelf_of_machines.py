@@ -11,7 +11,8 @@ from shoal.config import derived_values as derive
 from shoal.config.dialects import smolcluster
 from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.errors import ShoalError
-from shoal.launch.start import StartOptions, plan_start, start_run
+from shoal.launch.start import start_run
+from shoal.launch.start_mode import StartOptions, plan_start
 from shoal.transports.addresses import free_port
 
 HERE = {"data.source.kind": "builtin", "data.source.name": "digits", "model.input_dim": "64", "logging.sinks": "[]"}

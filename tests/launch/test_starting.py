@@ -13,7 +13,7 @@ from shoal.cli.join import check_trust
 from shoal.config.dialects import in_words_of
 from shoal.config.load import LoadedConfig, Override, resolve_data
 from shoal.errors import ShoalError
-from shoal.launch.start import StartMode, StartOptions, StartPlan, plan_start
+from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 
 
 def loader(settings: dict[str, Any]) -> Callable[[Sequence[Override]], LoadedConfig]:
@@ -48,7 +48,7 @@ def test_the_plan_follows_from_settings_and_wishes(
     settings: dict[str, Any], asked: dict[str, Any], way: StartMode, strategy: str, workers: int
 ) -> None:
     made = planned(settings, **asked)
-    assert (made.way, made.run.strategy.kind, made.workers) == (way, strategy, workers)
+    assert (made.mode, made.run.strategy.kind, made.workers) == (way, strategy, workers)
 
 
 def test_workers_that_need_live_objects_are_threads() -> None:

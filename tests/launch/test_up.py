@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_slurm import tiny_slurm
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.launch import ssh_workers
 from shoal.launch.up_file import running_process
 from shoal.version import __version__
+from tests.support.processes import HANG_S
+from tests.support.small_slurm import tiny_slurm
 
 SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
 FLEET = SMALL + "strategy: {kind: syncps, round_timeout_s: 5}\ntransport: {kind: zmq, port: 0}\ncluster: {workers: [ann, bo]}\n"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.presets import find
@@ -24,6 +23,7 @@ from shoal.runs.live_objects import NO_LIVE_OBJECTS
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect, create_database
+from tests.support.processes import HANG_S
 
 SMALL = {
     "transport.kind": "in-process",

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import shoal.plugins
-from commands import HANG_S, Processes, processes_in
 from shoal.cli.main import main
 from shoal.config import plugins
 from shoal.config.load import ConfigFile, LoadedConfig, resolve, resolve_data
@@ -22,6 +21,7 @@ from shoal.config.reference import json_schema, settings_page
 from shoal.config.schema.task import Gan
 from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
+from tests.support.processes import HANG_S, Processes, processes_in
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "plugins"

@@ -15,7 +15,7 @@ from shoal.config.load import resolve_data
 from shoal.config.path_hints import missing_path_hint
 from shoal.config.ranks import RankPlace
 from shoal.config.schema.model import HuggingFace
-from shoal.data.hub.dataset import Request, load_splits
+from shoal.data.hub.dataset import DataRequest, load_splits
 from shoal.data.text.tokenizers.lookup import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
@@ -145,7 +145,7 @@ def test_a_mistyped_model_data_set_or_tokenizer_says_so() -> None:
     with pytest.raises(ShoalError, match=r"^model\.pretrained: there is nothing at \./nowhere"):
         load_model(HuggingFace(pretrained="./nowhere"), None)
     with pytest.raises(ShoalError, match=r"^data\.source\.name: there is nothing at \./nowhere$"):
-        load_splits(Request("./nowhere"), None)
+        load_splits(DataRequest("./nowhere"), None)
     with pytest.raises(ShoalError, match=r"^data\.tokenizer: there is nothing at \./nowhere"):
         load_tokenizer("./nowhere")
 

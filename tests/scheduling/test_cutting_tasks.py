@@ -97,7 +97,7 @@ def test_the_memory_of_training_is_estimated_within_a_factor_of_two_of_what_is_k
         logits = network(ids)
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1])[:, :256], ids.reshape(-1))
     assert loss.requires_grad
-    estimate = memory_estimate.of_training(run, parameters, 256)
+    estimate = memory_estimate.training_memory(run, parameters, 256)
     assert 0.5 < estimate.activations / sum(kept.values()) < 2.0
     assert estimate.optimizer == 8 * parameters  # AdamW keeps two numbers
     assert estimate.gb == pytest.approx((16 * parameters + estimate.activations) / 1e9)

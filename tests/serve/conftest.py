@@ -11,12 +11,11 @@ import pytest
 pytest.importorskip("fastapi", reason="serving needs fastapi: pip install 'shoal[serve]'")
 pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal[serve]'")
 
-from serving import running, small_served
-
-from commands import HANG_S
 from shoal.serve.nodes import placement as fleet
 from shoal.serve.nodes import server as hub
 from shoal.serve.server import ModelServer
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_served
 
 
 @pytest.fixture(scope="module")

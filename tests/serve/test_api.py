@@ -14,13 +14,10 @@ from itertools import pairwise
 
 import httpx
 import pytest
-from fuzzing import fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from serving import running, small_model, small_served
 
-from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp
@@ -29,6 +26,9 @@ from shoal.serve.api.requests import ChatRequest, CompletionRequest, read_json
 from shoal.serve.backend import LocalBackend
 from shoal.serve.server import ModelServer, require_key
 from shoal.web.auth import RefusedError
+from tests.support.http_fuzzing import fuzz
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_model, small_served
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 5}
 

@@ -15,9 +15,9 @@ from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import generate
 from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.generation.kv_cache import KeyValueCache
-from shoal.models.generation.side_texts import ReadBeside
+from shoal.models.generation.side_texts import SideTexts
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
@@ -77,7 +77,7 @@ class Heard:
 
 
 def job(prompt: list[int], heard: Heard, tokens: int = 12, **more) -> GenerationJob:
-    return GenerationJob(prompt, tokens, Draws(3, prompt), heard, more.pop("warp", Warp(1.0)), **more)
+    return GenerationJob(prompt, tokens, TokenDraws(3, prompt), heard, more.pop("warp", Warp(1.0)), **more)
 
 
 def engine(model: torch.nn.Module, **limits) -> BatchingEngine:
@@ -161,7 +161,7 @@ def test_tokens_take_less_than_twice_as_long_while_a_long_prompt_is_read():
     came: list[float] = []
     one = BatchingEngine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
     one.submit(*(job([1], Heard(), 500) for _ in range(3)))
-    one.submit(GenerationJob([1], 500, Draws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
+    one.submit(GenerationJob([1], 500, TokenDraws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
     while len(came) < 20:
         one.step()
     second = Heard()
@@ -178,7 +178,7 @@ def test_tokens_take_less_than_twice_as_long_while_a_long_prompt_is_read():
 def test_where_many_prompts_wait_for_one_that_writes_each_counts_as_much_as_it():
     came: list[float] = []
     one = BatchingEngine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
-    one.submit(GenerationJob([1], 500, Draws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
+    one.submit(GenerationJob([1], 500, TokenDraws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
     while len(came) < 20:
         one.step()
     many = [Heard() for _ in range(6)]
@@ -268,7 +268,7 @@ def test_the_end_of_text_ends_a_request_and_is_not_told():
 def test_probabilities_of_tokens_are_those_of_the_model():
     model, found = make_model("rotary"), []
     one = engine(model)
-    one.submit(GenerationJob([4, 5], 3, Draws(1, []), lambda heard: bool(found.append(heard)), Warp(0.0), top_logprobs=2))
+    one.submit(GenerationJob([4, 5], 3, TokenDraws(1, []), lambda heard: bool(found.append(heard)), Warp(0.0), top_logprobs=2))
     finish(one)
     with torch.no_grad():
         exact = model(torch.tensor([[4, 5]]))[0, -1].log_softmax(-1)
@@ -302,8 +302,8 @@ def passages_beside(ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 BESIDE = {
-    "cross_attention": ReadBeside(lambda rows, texts, starts: {"context_ids": torch.tensor([[[5, 6, 7]]])}, None),
-    "retrieval": ReadBeside(lambda rows, texts, starts: passages_beside(torch.tensor(texts)), 4),
+    "cross_attention": SideTexts(lambda rows, texts, starts: {"context_ids": torch.tensor([[[5, 6, 7]]])}, None),
+    "retrieval": SideTexts(lambda rows, texts, starts: passages_beside(torch.tensor(texts)), 4),
     "episodic_memory": None,
 }
 

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from serving import running, small_model, small_served
-from test_nodes import wait_for
 
-from commands import HANG_S
 from shoal.serve.server import ModelServer
+from tests.serve.test_nodes import wait_for
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_model, small_served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
 

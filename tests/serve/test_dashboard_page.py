@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from commands import HANG_S
 from shoal.coordinator.durable.ledger import FileLedger
 from shoal.dashboard.server import DashboardServer
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import write_join_command
+from tests.support.processes import HANG_S
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\x1b[31m\u202eevil'

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread, wait_for
 
-from commands import HANG_S
 from shoal.errors import ShoalError
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.kv_caches import KvCaches
@@ -21,6 +19,8 @@ from shoal.serve.nodes.peer_links import PeerSender, ReadHistory, open_receiver
 from shoal.serve.nodes.pipeline import Pipeline
 from shoal.serve.nodes.routes import NextHop, NodeCommand, PeerEndpoint
 from shoal.transports import Message, new_keys
+from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread, wait_for
+from tests.support.processes import HANG_S
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from serving import small_served
 
-from commands import HANG_S
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
 from shoal.serve.backend import LocalBackend
@@ -32,6 +30,8 @@ from shoal.transports.connect import serve
 from shoal.transports.in_process import InProcessServer
 from shoal.transports.interface import Unreachable
 from shoal.transports.keys import Keys, new_keys, new_token
+from tests.support.processes import HANG_S
+from tests.support.small_service import small_served
 
 VOCABULARY = 40
 SIZES = {"hidden_size": 24, "num_layers": 6, "num_heads": 4, "max_seq_len": 96}
@@ -75,7 +75,7 @@ class Heard:
 
 
 def job(prompt: list[int], heard: Heard, tokens: int) -> GenerationJob:
-    return GenerationJob(prompt, tokens, Draws(3, prompt), heard, Warp(1.0))
+    return GenerationJob(prompt, tokens, TokenDraws(3, prompt), heard, Warp(1.0))
 
 
 class Machines:

@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import running, small_served
 
-from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.serve.server import ModelServer
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_served
 
 jsonschema = pytest.importorskip("jsonschema")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

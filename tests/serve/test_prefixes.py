@@ -6,15 +6,15 @@ import itertools
 
 import httpx
 import pytest
-from serving import running, small_served
-from test_batching import Heard, alone, finish, job, make_model
-from test_nodes import alone as alone_whole
-from test_nodes import even_stops, make, spread
 
-from commands import HANG_S
 from shoal.serve.backend import ForwardBatch, LocalBackend
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.prefix_cache import SHORTEST, PrefixCache
+from tests.serve.test_batching import Heard, alone, finish, job, make_model
+from tests.serve.test_nodes import alone as alone_whole
+from tests.serve.test_nodes import even_stops, make, spread
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_served
 
 BEGINNING = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 

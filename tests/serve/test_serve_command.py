@@ -8,9 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import running, small_served
 
-from commands import HANG_S, processes_in, wait_for
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.errors import ShoalError
@@ -21,6 +19,8 @@ from shoal.serve.load_model import open_served
 from shoal.serve.nodes.distributed_model import open_local_server, open_server
 from shoal.serve.server import ModelServer
 from shoal.transports.addresses import free_port
+from tests.support.processes import HANG_S, processes_in, wait_for
+from tests.support.small_service import running, small_served
 
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=16"]
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cpu"]

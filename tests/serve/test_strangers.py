@@ -9,14 +9,14 @@ import time
 
 import httpx
 import pytest
-from serving import running, small_model, small_served
 
-from commands import HANG_S
 from shoal.serve.api.app import Api
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.server import ModelServer
 from shoal.web import connection_limits as crowds
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_model, small_served
 
 
 def address(service: ModelServer) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from shoal.cli.main import main
 from shoal.config import Run
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.machines import MachineKind
-from shoal.engines.pipeline.split import Layers
+from shoal.engines.pipeline.split import LayerSizes
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.runs.stage_placement import stages_between
@@ -22,7 +22,7 @@ from shoal.simulate.pipeline_plans import PipelineCandidate, machines_needed, pi
 from shoal.simulate.pipeline_timing import PipelineStep, stages_on, time_step
 from shoal.simulate.planning import plan
 
-LAYERS = Layers([100] * 4, 0, 0, 0, [1.0] * 4, 0.0)
+LAYERS = LayerSizes([100] * 4, 0, 0, 0, [1.0] * 4, 0.0)
 AT_ONCE = CALM._replace(round_trip_ms=0.0, mbit_per_s=0)
 SETTINGS: dict[str, Any] = {
     "model": {"kind": "gpt", "hidden_size": 32, "num_layers": 6, "num_heads": 2, "max_seq_len": 16},
@@ -40,7 +40,7 @@ def run_with(**engine: Any) -> Run:
     return loaded(engine={"kind": "pipeline", **engine}).run
 
 
-def step(run: Run, machines: list[SimulatedMachine], layers: Layers = LAYERS) -> PipelineStep:
+def step(run: Run, machines: list[SimulatedMachine], layers: LayerSizes = LAYERS) -> PipelineStep:
     count = len(machines)
     bounds = [len(layers.sizes) * number // count for number in range(count + 1)]
     return time_step(run, layers, stages_on(run, layers, stages_between(run, layers, 10, bounds), machines))

@@ -68,11 +68,11 @@ def test_data_that_is_not_here_is_asked_about_and_never_downloaded(large: str) -
 def test_which_sources_are_here(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Shoal.\n")
     here, gone = Text(path=str(tmp_path / "text.txt")), Text(path=str(tmp_path / "gone.txt"))
-    assert [data.is_here(source) for source in (Builtin(), here, gone)] == [True, True, False]
-    assert not data.is_here(Mixture(parts=(MixturePart(source=here), MixturePart(source=gone))))
+    assert [data.is_local(source) for source in (Builtin(), here, gone)] == [True, True, False]
+    assert not data.is_local(Mixture(parts=(MixturePart(source=here), MixturePart(source=gone))))
     of_the_hub = HubDataset(name="squad"), HubDataset(name=str(tmp_path)), Wikitext()
-    assert [data.is_here(source) for source in of_the_hub] == [False, True, False]
-    assert not data.is_here(Images(path=str(tmp_path / "images")))
+    assert [data.is_local(source) for source in of_the_hub] == [False, True, False]
+    assert not data.is_local(Images(path=str(tmp_path / "images")))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_which_sources_are_here(tmp_path: Path) -> None:
 )
 def test_the_number_of_samples_is_known_where_the_source_or_the_settings_say_it(settings: dict[str, Any], count: int) -> None:
     run = run_of("starter", **settings)
-    supposed = data.suppose(run, None)
+    supposed = data.make_fake_data(run, None)
     assert isinstance(supposed.train, data.Samples)
     assert len(supposed.train) == count
     batch = supposed.train.batch([0, 1, 2])
@@ -97,15 +97,15 @@ def test_the_number_of_samples_is_known_where_the_source_or_the_settings_say_it(
 def test_a_shape_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
     images = {"data.source.kind": "images", "data.source.path": str(tmp_path / "gone")}
     with pytest.raises(ShoalError, match=r"set model.input_dim"):
-        data.suppose(run_of("starter", **images), 10)
+        data.make_fake_data(run_of("starter", **images), 10)
     with pytest.raises(ShoalError, match=r"set model.output_dim"):
-        data.suppose(run_of("starter", **images, **{"model.input_dim": 12}), 10)
-    known = data.suppose(run_of("starter", **images, **{"model.input_dim": 12, "model.output_dim": 4}), 10)
+        data.make_fake_data(run_of("starter", **images, **{"model.input_dim": 12}), 10)
+    known = data.make_fake_data(run_of("starter", **images, **{"model.input_dim": 12, "model.output_dim": 4}), 10)
     assert (known.info.image_shape, known.info.num_classes) == ((1, 1, 12), 4)
-    faces = data.suppose(run_of("classroom/quick-testing"), 10)
+    faces = data.make_fake_data(run_of("classroom/quick-testing"), 10)
     assert faces.info.image_shape == (3, 64, 64)
     with pytest.raises(ShoalError, match=r"set model.vocab_size"):
-        data.suppose(run_of("demo-gpt", **{"data.tokenizer": "bpe"}), 10)
+        data.make_fake_data(run_of("demo-gpt", **{"data.tokenizer": "bpe"}), 10)
 
 
 def test_a_model_of_the_hub_is_laid_out_from_its_configuration_alone(tmp_path: Path) -> None:

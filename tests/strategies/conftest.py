@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from layered import loaded, merged
 
-from commands import HANG_S
 from shoal.config.load import parse_override
 from shoal.config.schema.cluster import InProcess
 from shoal.runs.coordinator_run import CoordinatorLoop
@@ -20,6 +18,8 @@ from shoal.runs.coordinator_setup import prepare
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.training.loop import TrainingLoop
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from tests.support.layered_settings import loaded, merged
+from tests.support.processes import HANG_S
 
 
 class Outcome(NamedTuple):

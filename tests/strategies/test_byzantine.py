@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ CLEAN = 0.93
 
 @pytest.fixture(scope="module")
 def byzantine() -> Any:
-    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
         yield importlib.import_module("byzantine")
-    finally:
-        sys.path.remove(folder)
 
 
 def test_honest_workers_learn_and_the_mean_is_lost_to_false_ones(byzantine: Any) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.runs.build_run import RunParts, assemble, feed_for_seat
 from shoal.runs.worker_run import JoinedWorker
+from tests.support.layered_settings import loaded, merged
 
 MLP = {"model": {"kind": "mlp", "hidden_sizes": [16]}}
 LEARNING = {

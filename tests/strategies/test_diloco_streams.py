@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
 from shoal.runs.build_run import assemble, feed_for_seat
 from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.fragments import spans
+from tests.support.layered_settings import loaded, merged
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [24, 16]},

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
 from shoal.config.schema.cluster import InProcess
 from shoal.reporters import class_table
@@ -22,6 +21,7 @@ from shoal.runs.build_run import assemble, feed_for_seat
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.rules import aggregation
+from tests.support.layered_settings import loaded, merged
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},

@@ -6,7 +6,12 @@ import threading
 import time
 
 import pytest
-from transport_harness import (
+
+from shoal.transports import Client, Message, Refused, Request, Server, Unreachable, new_keys, new_token
+from shoal.transports.request_rate import Rate
+from shoal.transports.wire import HEADER_BYTES, Malformed
+from shoal.transports.xmlrpc import XmlRpcServer
+from tests.support.transport_harness import (
     KEYS,
     KINDS,
     LIMIT,
@@ -20,11 +25,6 @@ from transport_harness import (
     resident_bytes,
     take,
 )
-
-from shoal.transports import Client, Message, Refused, Request, Server, Unreachable, new_keys, new_token
-from shoal.transports.request_rate import Rate
-from shoal.transports.wire import HEADER_BYTES, Malformed
-from shoal.transports.xmlrpc import XmlRpcServer
 
 HEADER = {
     "kind": "contribute",

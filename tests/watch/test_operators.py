@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.completion import words
 from shoal.cli.main import COMMANDS, main
 from shoal.launch import doctor as examining
 from shoal.launch.dashboard_process import dashboard
 from shoal.reporters.progress import JsonLines, progress_for
+from tests.support.processes import HANG_S
 
 
 def write_run(path: Path, loss: float, seed: int) -> Path:

@@ -14,7 +14,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     arguments, overrides = parse(parser, argv)
     from shoal.cli.run_command import carry_out, planned
-    from shoal.launch.start import StartOptions
+    from shoal.launch.start_mode import StartOptions
 
     asked = StartOptions(
         arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), watch=arguments.watch

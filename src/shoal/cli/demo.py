@@ -181,7 +181,8 @@ def _compare(scene: Scene, folder: Path, seen: DemoProgress) -> None:
 def _alone(scene: Scene, folder: Path, samples: int) -> int:
     """Train in this process, for some seconds at most; the samples that it learned from."""
     from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
-    from shoal.launch.start import StartOptions, plan_start, start_run
+    from shoal.launch.start import start_run
+    from shoal.launch.start_mode import StartOptions, plan_start
 
     overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
     files = [ConfigFile(name) for name in scene.files]

@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.launch import EngineProcesses, LocalIsland
-    from shoal.launch.start import StartPlan
+    from shoal.launch.start_mode import StartPlan
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:
@@ -95,7 +95,7 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
     `watch`: end with the process that started this one.
     """
     from shoal.engines.deepspeed.disk import leave_nothing
-    from shoal.engines.world import lost
+    from shoal.engines.world import is_process_lost
     from shoal.launch import LOST
 
     if watch:
@@ -106,7 +106,7 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
         report(error)
         code = 2
     except Exception as error:
-        if not lost(error):
+        if not is_process_lost(error):
             raise
         report(ShoalError(f"process {here.rank} of {here.size} has lost the others: one of them has ended"))
         code = LOST

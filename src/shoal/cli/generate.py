@@ -69,10 +69,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def _draw(trained: TrainedModel, file: str) -> None:
-    from shoal.tasks import Draws
     from shoal.tasks.images import grid, save_png
 
-    if not isinstance(trained.task, Draws):
+    if not trained.task.draws_images:
         raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
     try:
         save_png(grid(trained.task.images()), Path(file))

@@ -98,7 +98,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     from shoal.launch import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import JoinedWorker
-    from shoal.worker.session import Left
+    from shoal.worker.session import SessionEndedError
 
     invitation, crew = _invitation(arguments)
     stops: list[Callable[[], None]] = []
@@ -112,7 +112,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     try:
         try:
             joined = JoinedWorker(_way(arguments, reached), print_log)
-        except Left as refusal:
+        except SessionEndedError as refusal:
             if refusal.reason != STAGES:
                 raise
             return _attend(arguments, reached, stops)

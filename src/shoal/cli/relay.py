@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str]) -> int:
     from shoal.cli.run_command import carry_out
-    from shoal.launch.start import StartOptions, plan_start
+    from shoal.launch.start_mode import StartOptions, plan_start
     from shoal.runs.welcome import settings_of
 
     if arguments.expect < 1:

@@ -15,7 +15,7 @@ from shoal.config.load import LoadedConfig, Override
 from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.rlhf_phases import Phase, is_done, phases
-from shoal.launch.start import StartOptions, StartPlan, plan_start
+from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
 
 
 def train_in_phases(made: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:

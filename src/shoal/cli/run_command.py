@@ -19,7 +19,8 @@ from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.dashboard_process import check_dashboard, dashboard
-from shoal.launch.start import Arguments, StartMode, StartOptions, StartPlan, headline, plan_start, preload_libraries, start_run
+from shoal.launch.start import Arguments, headline, preload_libraries, start_run
+from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 
 if TYPE_CHECKING:
     from shoal.runs.coordinator_run import CoordinatorLoop
@@ -69,14 +70,14 @@ def _continued(arguments: argparse.Namespace) -> bool:
 
 def carry_out(made: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
     """Train, coordinate, or start the processes that do; the exit code. `argv` starts this command again in other processes."""
-    if made.way is StartMode.RANKS:
+    if made.mode is StartMode.RANKS:
         return start_ranks(made.run, argv)
-    if made.way is StartMode.GATHERS:
+    if made.mode is StartMode.GATHERS:
         return gather(made, argv)
-    if made.way is StartMode.FOLLOWS:
-        assert made.fleet is not None
+    if made.mode is StartMode.FOLLOWS:
+        assert made.torchrun is not None
         ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
-        made.fleet.work(print_log)
+        made.torchrun.work(print_log)
         return 0
     if made.here is not None:
         return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)
@@ -95,24 +96,24 @@ def _train(made: StartPlan, arguments: Arguments) -> tuple[int, World]:
     from shoal.reporters.progress import progress_for
     from shoal.reporters.sinks import sinks_for
 
-    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.way is StartMode.COORDINATES
+    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.mode is StartMode.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
     with start_run(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(made, loop))
         with stopping_on_signals(loop):  # before the invitation: whoever reads that may want the run to end
-            if made.asked.invite:
-                show_invitation(ready, made.asked.hosts)
-            with _watched(loop, made.asked.watch and speaks):
+            if made.options.invite:
+                show_invitation(ready, made.options.hosts)
+            with _watched(loop, made.options.watch and speaks):
                 outcome = ready.train()
         return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
 
 
 def _command(made: StartPlan) -> str:
     """The command that resumes such a run; nothing for a relay, which is given the way to its coordinator again."""
-    if made.asked.above is not None:
+    if made.options.above is not None:
         return ""
-    return "up" if made.asked.up else "coordinate" if made.asked.invite else "train"
+    return "up" if made.options.up else "coordinate" if made.options.invite else "train"
 
 
 @contextmanager

@@ -26,13 +26,13 @@ def run(argv: list[str]) -> int:
     from shoal.cli.rlhf_phases import train_in_phases
     from shoal.cli.run_command import carry_out, goes_on_by_folder, planned, weather_and_speeds
     from shoal.launch.rlhf_phases import in_phases
-    from shoal.launch.start import StartOptions
+    from shoal.launch.start_mode import StartOptions
 
     if rank_place() is not None:
         _refuse(arguments, "workers", "is for workers that Shoal starts here, and torchrun has started these: leave it out")
     plan = planned(arguments, overrides, StartOptions(arguments.run_dir, arguments.resume, arguments.workers, watch=arguments.watch))
     for option in ("netem", "slowdown"):
-        if plan.fleet is not None:
+        if plan.torchrun is not None:
             _refuse(arguments, option, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
         elif plan.run.alone:
             _refuse(arguments, option, "needs workers: add --workers N")

@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.launch.batch_scripts import BatchScript
-    from shoal.launch.start import StartPlan
+    from shoal.launch.start_mode import StartPlan
 
 _WHAT = """Start a coordinator here and all its workers where launch.kind says (local, ssh, ray), and return; or write what Slurm or
 Kubernetes is given. `shoal down RUN` ends it."""
@@ -63,10 +63,10 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
 
 def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartPlan:
     from shoal.cli.run_command import planned
-    from shoal.launch.start import StartOptions
+    from shoal.launch.start_mode import StartOptions
 
     if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
-        return planned(arguments, overrides, StartOptions(otherwise=1))
+        return planned(arguments, overrides, StartOptions(default_workers=1))
     asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
     return planned(arguments, overrides, asked)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from shoal.config.fields import INVALID, Checker, Faults, MappingType, OptionalType, Section, SectionType, TaggedType, Tree
 from shoal.config.problems import Label, Problem, Severity
 from shoal.config.schema import Run
+from shoal.config.schema.engine import Engine
 from shoal.config.source_span import SourceText, Span
 from shoal.config.text import YamlNode, node_of
 
@@ -180,12 +181,13 @@ class Settings:
 
     def devices(self) -> int | None:
         """Devices that take batches of their own in a run without other workers; None: the run takes those that it finds."""
-        if self.get("engine.kind") == "pipeline":
+        engine = Engine.kinds[self.get("engine.kind")]
+        if engine.reads_whole_batches:
             return 1
         each, nodes = self.get("launch.devices_per_node"), self.get("launch.nodes")
         if each:
             return int(each) * (nodes or 1)
-        return 1 if self.get("engine.kind") == "single" else self.processes
+        return self.processes if engine.several_processes else 1
 
     def labels(self, *dotted: str) -> tuple[Label, ...]:
         """Where settings were set, with what; settings that have their default have no place."""

@@ -83,12 +83,12 @@ def process_count(environ: Mapping[str, str]) -> int | None:
 
 def uses_several_processes(run: Run) -> bool:
     """Whether a worker of this run is several processes."""
-    return run.engine.kind != "single"
+    return run.engine.several_processes
 
 
 def batch_share(run: Run, rank: int, size: int) -> tuple[int, int]:
-    """Which part of every batch a process of a worker reads, and of how many. All stages of a pipeline read whole batches."""
-    return (0, 1) if run.engine.kind == "pipeline" else (rank, size)
+    """Which part of every batch a process of a worker reads, and of how many."""
+    return (0, 1) if run.engine.reads_whole_batches else (rank, size)
 
 
 def rank_environment(here: RankPlace) -> dict[str, str]:

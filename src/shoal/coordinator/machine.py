@@ -45,7 +45,7 @@ from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
 from shoal.protocol.messages import Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull
-from shoal.updates.expert_subsets import Experts, size_of, told
+from shoal.updates.expert_subsets import ExpertIds, format_expert_ids, size_of
 
 _STUCK = "stuck"
 """What a worker says that has made no progress for many leases: the thread that gives signs of life goes on whatever happens."""
@@ -205,7 +205,7 @@ class Coordinator:
                 self.attendance.remove(worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
                 self.answer(event.caller, {"kind": "goodbye"}, worker)
 
-    def _hold(self, caller: Any, experts: Experts, worker: Member) -> None:
+    def _hold(self, caller: Any, experts: ExpertIds, worker: Member) -> None:
         """A worker takes part with some of the experts. What it is sent, and what it may send, is of these from now on."""
         problem = self.claims.why_not_held(experts)
         if worker.name in self.rounds.active:
@@ -213,12 +213,12 @@ class Coordinator:
         elif not problem and not self.parts.has_room_for(experts):
             problem = f"workers hold {MOST_SETS} different sets of experts already: take one of theirs"
         if problem:
-            self.attendance.tell(f"{worker.name} cannot hold experts {told(experts)}: {problem}")
-            return self.refuse(caller, "unfit", f"experts {told(experts)}: {problem}")
+            self.attendance.tell(f"{worker.name} cannot hold experts {format_expert_ids(experts)}: {problem}")
+            return self.refuse(caller, "unfit", f"experts {format_expert_ids(experts)}: {problem}")
         assert self.plan.experts is not None
         worker.experts = experts
         self.parts.hold(worker.session, experts)
-        self.attendance.tell(f"{worker.name} holds experts {told(experts)} of {self.plan.experts.per_layer}")
+        self.attendance.tell(f"{worker.name} holds experts {format_expert_ids(experts)} of {self.plan.experts.per_layer}")
         return self.answer(caller, {"kind": "held", "size": size_of(self.plan.experts, experts)}, worker)
 
     def _pulse(self, caller: Any, asked: Heartbeat, worker: Member) -> None:

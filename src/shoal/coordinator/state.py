@@ -16,7 +16,7 @@ from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import Asked, Contribute, Delivered, FromLeases
 from shoal.scheduling import Matching
 from shoal.updates.episodes import EpisodeRows
-from shoal.updates.expert_subsets import Experts
+from shoal.updates.expert_subsets import ExpertIds
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 
@@ -385,7 +385,7 @@ class HeldContribution:
         return key_of(self.record)
 
     @property
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertIds:
         """The experts of a mixture that it is of; none: all of them."""
         return tuple(self.record.get("experts", ()))
 
@@ -406,7 +406,7 @@ def former_key_of(record: Mapping[str, Any]) -> str:
     return f"{name} {record['unit']}" if "unit" in record else name
 
 
-def delivered(asked: Delivered, unit: int, share: float, number: int, experts: Experts = ()) -> dict[str, Any]:
+def delivered(asked: Delivered, unit: int, share: float, number: int, experts: ExpertIds = ()) -> dict[str, Any]:
     """The record of what was learned from a unit. All units are one seat's: each is done once, whichever worker does it."""
     return {
         "kind": "accepted",
@@ -422,7 +422,7 @@ def delivered(asked: Delivered, unit: int, share: float, number: int, experts: E
 
 
 def accepted(
-    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: Experts = ()
+    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: ExpertIds = ()
 ) -> dict[str, Any]:
     """The record of a contribution."""
     return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -22,6 +23,55 @@ Indices = Sequence[int] | torch.Tensor
 State = dict[str, Any]
 Progress = Callable[[str, int, int | None], None]
 """Called while downloading: what, bytes done, bytes in all (where known)."""
+
+
+class Feed(Iterator[Batch]):
+    """Batches to learn from, from a position that can be saved."""
+
+    batches_per_epoch: int | None = None
+    """None: not known beforehand."""
+    epochs: int | None = None
+    """How often the feed goes through its data; None: as often as `training.epochs` says."""
+    epoch: int = 0
+    figures: Mapping[str, float] = {}
+    """What the feed has measured on its own batches, to be recorded with the losses."""
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the next batch belongs to another epoch."""
+        return False
+
+    @abstractmethod
+    def __next__(self) -> Batch: ...
+
+    @abstractmethod
+    def state_dict(self) -> State:
+        """The position: at least `epoch`, and `position`, the batches of that epoch which were taken."""
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError(f"{type(self).__name__} cannot go on from a saved position")
+
+    def close(self) -> None:
+        """End the threads or processes that load ahead."""
+        return
+
+    # --- for feeds that make their own batches ---------------------------------------------------------
+
+    def start(self, warn: Callable[[str], None], new: bool) -> None:
+        """Called once before training begins. `warn` shows a warning to the user; `new`: the run is not resumed."""
+        return
+
+    def evaluation_batches(self, held_out: Callable[[], Iterator[Batch]] | None) -> Callable[[], Iterator[Batch]] | None:
+        """What an evaluation reads: the held-out data, unless the feed has something else. None: there is no evaluation."""
+        return held_out
+
+    def for_copy(self, task: Any) -> Feed:
+        """The feed of a copy of the task, which is evaluated while the task itself learns."""
+        return self
+
+    def sample_writer(self) -> Callable[[Path], None] | None:
+        """What writes samples of the model's work into a text file after an evaluation; None: the task shows them."""
+        return None
 
 
 @runtime_checkable
@@ -48,10 +98,10 @@ class Selectable(Samples, Protocol):
     def select(self, indices: torch.Tensor) -> Self: ...
 
 
-class Reader(Protocol):
+class StreamReader(Protocol):
     """One pass over one shard of a stream."""
 
-    def __iter__(self) -> Reader: ...
+    def __iter__(self) -> StreamReader: ...
 
     def __next__(self) -> Any: ...
 
@@ -61,10 +111,10 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class Stream(Protocol):
+class SampleStream(Protocol):
     """Samples that are read one after the other, shuffled over a buffer."""
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         """Read shard `index` of `count`. Shards do not overlap, and together they are the whole stream."""
         ...
 
@@ -113,7 +163,7 @@ class Info(NamedTuple):
 class Data(NamedTuple):
     """Data to learn from, data to be judged on, and what they are. The two never overlap."""
 
-    train: Samples | Stream
+    train: Samples | SampleStream
     eval: Samples | None
     info: Info
 

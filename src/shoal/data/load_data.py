@@ -6,11 +6,11 @@ from pathlib import Path
 
 from shoal.config import Run
 from shoal.config.schema.task import TEXT
-from shoal.data.hub.dataset import Request
+from shoal.data.hub.dataset import DataRequest
 from shoal.data.interfaces import Data, Progress
 from shoal.data.retrieval.load_index import with_retrieval
 from shoal.data.streams.load_stream import load_stream
-from shoal.data.text.load_text import Loaded, load_text
+from shoal.data.text.load_text import LoadedText, load_text
 from shoal.errors import ShoalError
 
 
@@ -30,11 +30,11 @@ def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | 
         raise ShoalError("data.streaming: images are not streamed; many of them are decoded when they are needed anyway")
     folder = Path(cache_dir).expanduser() if cache_dir else None
     token = run.hub.token.reveal() if run.hub.token else None
-    request = Request("", run.data.streaming, str(folder / "datasets") if folder else None, token, progress, folder=folder)
+    request = DataRequest("", run.data.streaming, str(folder / "datasets") if folder else None, token, progress, folder=folder)
     found = source.builder()(source, run, request)
     if isinstance(found, Data):
         return found
-    if isinstance(found, Loaded):
+    if isinstance(found, LoadedText):
         made = found
     else:
         made = load_stream(found, run, folder, token) if run.data.streaming else load_text(found, run, folder, token)

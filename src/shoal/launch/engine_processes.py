@@ -21,7 +21,7 @@ from shoal.config.ranks import RankPlace, rank_environment, rank_place, uses_sev
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
-from shoal.scheduling.task_stages import parts_of
+from shoal.scheduling.task_stages import stage_shares
 
 LOST = 75
 """The exit code of a process that ended because another one did."""
@@ -79,7 +79,7 @@ class EngineProcesses(NamedTuple):
 def _stages(run: Run) -> int | None:
     """Stages of a pipeline: those that the tasks are, else one for each machine that the settings list, the server and its workers."""
     if run.placed:
-        return len(parts_of(run.scheduler.tasks))
+        return len(stage_shares(run.scheduler.tasks))
     return run.cluster.num_workers + 1 if run.engine.kind == "pipeline" and run.alone and run.cluster.num_workers else None
 
 

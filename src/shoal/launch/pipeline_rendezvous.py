@@ -34,7 +34,7 @@ from shoal.runs.live_objects import factory_names
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
 from shoal.transports.addresses import free_port, interface_of, parse
-from shoal.worker.sender import Lost
+from shoal.worker.sender import ConnectionLostError
 
 ASK, FAILED = "stage", "stage-failed"
 """What a machine says: may I have a place; and that it cannot do its part."""
@@ -355,7 +355,7 @@ class PipelineMember:
             try:
                 answer = self._say(ASK)
                 heard_at = time.monotonic()
-            except Lost as problem:
+            except ConnectionLostError as problem:
                 if time.monotonic() - heard_at > self.patience_s:
                     raise ShoalError(f"the coordinator has not answered for {self.patience_s:.0f} s: {problem}") from None
                 answer = {"kind": "wait"}

@@ -19,8 +19,8 @@ is to leave is waited for."""
 class WorkerThread:
     """One worker, and what became of it."""
 
-    def __init__(self, way: JoinOptions, given: LiveObjects, tell: Callable[[str], None]) -> None:
-        self.way, self.given, self.tell = way, given, tell
+    def __init__(self, way: JoinOptions, live: LiveObjects, tell: Callable[[str], None]) -> None:
+        self.way, self.live, self.tell = way, live, tell
         self.joined: JoinedWorker | None = None
         self.problem: BaseException | None = None
         self.noticed = self.stopping = False
@@ -33,7 +33,7 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             self.joined = JoinedWorker(self.way, self.tell)
-            self.joined.prepare(given=self.given)
+            self.joined.prepare(live=self.live)
             if self.stopping:
                 self.joined.stop()
             self.joined.work()
@@ -49,12 +49,12 @@ class WorkerThread:
 class WorkerThreads:
     """The workers of a run in this process."""
 
-    def __init__(self, folder: Path, invitation: Invitation, names: Sequence[str], given: LiveObjects, tell: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, invitation: Invitation, names: Sequence[str], live: LiveObjects, tell: Callable[[str], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.workers = [
             WorkerThread(
                 JoinOptions(*invitation, name=name, receipts=folder / f"{name}.jsonl", state=folder / name, patience_s=_PATIENCE_S),
-                given.copied(),
+                live.copied(),
                 tell,
             )
             for name in names

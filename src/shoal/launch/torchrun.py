@@ -23,7 +23,7 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.ranks import RankPlace, rank_environment, uses_several_processes, without_rank_variables
 from shoal.config.schema.cluster import XmlRpc, Zmq
-from shoal.engines import Meeting
+from shoal.engines import Rendezvous
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, factory_arguments, gpus_for, worker_names
 from shoal.runs.invitation import Invitation
@@ -58,7 +58,7 @@ class TorchrunGroup:
         self.number = next(_RUNS)
         self.start = ""
         """A name for this start of all processes, which tells it from earlier ones. The first process chooses it and the others hear it."""
-        self.meeting = Meeting(here._replace(group="fleet"))
+        self.meeting = Rendezvous(here._replace(group="fleet"))
 
     def _per_worker(self) -> int:
         """Processes that make up one worker."""
@@ -85,7 +85,7 @@ class TorchrunGroup:
 
     # --- the first process -------------------------------------------------------------------------
 
-    def begun(self) -> str | None:
+    def run_begun_before(self) -> str | None:
         """The folder of the run, where torchrun has started the processes again since it began."""
         return self.meeting.word(f"begun {self.number}")
 
@@ -101,7 +101,7 @@ class TorchrunGroup:
 
     def _answer(self, answer: str) -> None:
         """Answer every process that asks, until all have heard the answer. A process that was killed asks again."""
-        meeting, missing = Meeting(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
+        meeting, missing = Rendezvous(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
         while missing:
             for rank in tuple(missing):
                 asked = meeting.word(f"hello {self.number} {rank}")
@@ -113,7 +113,7 @@ class TorchrunGroup:
                     meeting.say(f"answer {asked}", answer)
             time.sleep(_LOOK_S)
 
-    def end(self, summary: dict[str, Any]) -> None:
+    def announce_end(self, summary: dict[str, Any]) -> None:
         """Tell the other processes the run's summary, and wait a little until they have heard it."""
         self.meeting.say(f"summary {self.start}", json.dumps(summary))
         until = time.monotonic() + _GOODBYE_S

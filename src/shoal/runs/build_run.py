@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,12 +26,10 @@ from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
 from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of
 from shoal.strategies import run_length
-from shoal.tasks import Draws
+from shoal.tasks import Task
 from shoal.tasks.answer_logprobs import Reference
-from shoal.tasks.dpo import Dpo
 from shoal.tasks.images import grid, save_png
 from shoal.tasks.policy_gradient import PolicyGradient
-from shoal.worker.interfaces import Feed
 
 Progress = Callable[[str, int, int | None], None]
 CountSteps = Callable[[data.Data], int]
@@ -43,7 +41,7 @@ class RunParts(NamedTuple):
     run: Run
     data: data.Data
     engine: Engine
-    feed: Feed
+    feed: data.Feed
 
     @property
     def single(self) -> SingleEngine:
@@ -65,39 +63,45 @@ def assemble(
     length: CountSteps | None = None,
     here: RankPlace | None = None,
     world: World | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
     joins: bool = False,
     known: data.Data | None = None,
 ) -> RunParts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
-    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `live` are live parts
     that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
     source = _with_parts_of_policy(run, tokenizer_of)
-    samples = known or data_for(run, given, lambda: data.load(source, progress=progress))
-    players = players_for(run, given, samples.info)
+    samples = known or data_for(run, live, lambda: data.load(source, progress=progress))
+    players = players_for(run, live, samples.info)
     answers = run.strategy.gives_answers and joins
     if answers:  # what scores, and what predicts scores, is the coordinator's
         players = {"model": players["model"]}
     else:
         load_policy_weights(run, players, tokenizer_of)
-    task = task_for(run, given, players, samples.info)
+    task = task_for(run, live, players, samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     device = choose_device(run.training.device, here.local_rank if here else 0)
-    if isinstance(task, PolicyGradient) and not answers:
+    if answers:
+        task.answer_only(samples.info.finder)
+    if task.learns_from_answers:
         return _with_rollouts(run, samples, task, device, length, world)
-    if isinstance(task, PolicyGradient):
-        task.finder = samples.info.finder
     part = batch_share(run, rank, ranks)
     feed = feed_for_seat(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
-    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps, learns=True)
-    if isinstance(task, Dpo):
-        task.reference = task.reference.held(engine.hold, task.players["model"])
+    engine = _engine(run, task, device, steps, world)
+    task.place_frozen(engine.hold)
     return RunParts(run, samples, engine, feed)
+
+
+def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World | None) -> Engine:
+    """The engine of a worker; without `world` one process computes, even where the workers of the run are several."""
+    if world is not None or not run.engine.several_processes:
+        return build_engine(run, task, device, steps, world or World())
+    return SingleEngine(run, task, device, steps, learns=not task.learns_from_answers)
 
 
 def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
@@ -118,7 +122,7 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
 
 
 def _with_rollouts(
-    run: Run, samples: data.Data, task: PolicyGradient, device: torch.device, length: CountSteps | None, world: World | None
+    run: Run, samples: data.Data, task: Task, device: torch.device, length: CountSteps | None, world: World | None
 ) -> RunParts:
     """A run whose feed makes its batches with the model itself."""
     assert run.rlhf is not None
@@ -126,13 +130,14 @@ def _with_rollouts(
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
     reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
-    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
+    engine = _engine(run, task, device, steps, world)
     reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
-    feed = RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
+    policy = cast("PolicyGradient", task)  # the only task that learns from answers
+    feed = RolloutFeed(run, policy, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
     return RunParts(run, samples, engine, feed)
 
 
-def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.Feed:
+def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.ShardFeed:
     """The batches of a seat. Seats beyond the number of shards go through a shard that another has, too, in an order of their own.
 
     `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
@@ -142,7 +147,7 @@ def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, 
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
     assert seed is not None
-    return data.Feed(
+    return data.ShardFeed(
         samples.train,
         batch_size=batch_size * part[1],
         seed=seed + 1_000_003 * (seat // shards),
@@ -224,7 +229,7 @@ def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
     found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
-    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.kept_fingerprint(samples)} | found))
+    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found))
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 
@@ -235,16 +240,16 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
         before = json.loads((directory.path / "data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if "fingerprint" in before and before["fingerprint"] != data.kept_fingerprint(samples):
+    if "fingerprint" in before and before["fingerprint"] != data.local_fingerprint(samples):
         raise ShoalError(
             f"the data has changed since {directory.path} began (then: {before['name']}; now: {samples.info.name}): put it back to go on, "
             f"or begin a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"
         )
 
 
-def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.ReadBeside | None:
+def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.SideTexts | None:
     """What is read beside a text that is being written: passages that it finds, and a context that is given."""
-    return models.read_beside(finder, [tokenizer.encode(context)] if context else ())
+    return models.make_side_texts(finder, [tokenizer.encode(context)] if context else ())
 
 
 def stream_text(
@@ -254,7 +259,7 @@ def stream_text(
     count: int,
     seed: int,
     decoding: Any,
-    beside: models.ReadBeside | None = None,
+    beside: models.SideTexts | None = None,
 ) -> Iterator[str]:
     """The text that follows a prompt, piece by piece. `beside`: what the model reads meanwhile."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
@@ -276,7 +281,6 @@ def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], N
 
     def images(step: int) -> None:
         if first:
-            assert isinstance(task, Draws)
             save_png(grid(task.images()), folder / f"step-{step:08d}.png")
 
     def text(step: int) -> None:
@@ -291,7 +295,6 @@ def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], N
             folder.mkdir(exist_ok=True)
             (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
 
-    if isinstance(parts.feed, RolloutFeed):
-        answers = parts.feed
-        return lambda step: answers.write_shown(folder / f"step-{step:08d}.txt") if first else None
+    if (write := parts.feed.sample_writer()) is not None:
+        return lambda step: write(folder / f"step-{step:08d}.txt") if first else None
     return {"images": images, "text": text, "": lambda step: None}[run.chosen_task.shows]

@@ -28,11 +28,9 @@ from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.monitoring.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.monitoring.status import StatusWriter
 from shoal.runs.monitoring.traffic_totals import TrafficTotals
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.storage import OpenedStorage
 from shoal.runs.training.background_eval import BackgroundEvaluator
-from shoal.strategies import Length, Policies
-from shoal.tasks import Draws
+from shoal.strategies import Policies, RunLength
 from shoal.updates import privacy
 from shoal.updates.fragments import Span
 
@@ -76,7 +74,7 @@ class RunAgreement(NamedTuple):
 
     parts: RunParts
     policies: Policies
-    length: Length
+    length: RunLength
     spans: tuple[Span, ...]
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
     expected: int
@@ -123,7 +121,7 @@ class CoordinatorLoop:
         batches = self._judged_by(parts)
         self.judge = BackgroundEvaluator(parts, batches, directory, judging, self.recorder.step_name) if batches is not None else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
-        self.beside: Callable[[], None] = lambda: None
+        self.on_tick: Callable[[], None] = lambda: None
         """Called now and then: the launcher looks after the worker processes that it started here."""
         self.goodbye_s = _GOODBYE_S
         """How long to wait at the end until all have heard that it is over."""
@@ -134,13 +132,9 @@ class CoordinatorLoop:
 
     def _judged_by(self, parts: RunParts) -> Callable[[], Any] | None:
         """What the weights are judged by: held-out data, or answers to held-out prompts. None: nothing."""
-        run, feed = parts.run, parts.feed
-        if run.evaluation.batches == 0:
+        if parts.run.evaluation.batches == 0:
             return None
-        if not isinstance(feed, RolloutFeed):
-            return held_out_batches(run, parts.data.eval)
-        feed.warn = lambda text: self.message(f"warning: {text}")
-        return feed.judged if feed.held_out and run.evaluation.strategy != "never" else None
+        return parts.feed.evaluation_batches(held_out_batches(parts.run, parts.data.eval))
 
     def _driver(self, storage: OpenedStorage, welcome: Message) -> CoordinatorDriver:
         around = DriverDeps(
@@ -171,7 +165,7 @@ class CoordinatorLoop:
         before, self.recorder.stopping = self.recorder.stopping, INTERRUPTED
         return before == INTERRUPTED
 
-    def exited(self, name: str) -> None:
+    def report_exit(self, name: str) -> None:
         """The launcher saw this worker's process exit."""
         self.driver.happen(WorkerExited(name))
 
@@ -212,7 +206,7 @@ class CoordinatorLoop:
             self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
         self.status.look("ending" if ending else "paused" if self.coordinator.state.paused else "running")
-        self.beside()
+        self.on_tick()
 
     def members(self) -> Members:
         """Who takes part: workers that lease units in a database, or the coordinator's own members."""
@@ -266,7 +260,7 @@ class CoordinatorLoop:
 
     def _draw_untrained(self) -> None:
         """A class sees pictures from the beginning."""
-        if self.judge is not None and self.board is not None and self.step == 0 and isinstance(self.engine.task, Draws):
+        if self.judge is not None and self.board is not None and self.step == 0 and self.engine.task.draws_images:
             weights = {name: value.detach().clone() for name, value in self.engine.weights().items()}
             self.judge.begin(0, weights, only_draw=True)
 

@@ -19,7 +19,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.state import MemberLimits, RelayPlace, RunPlan
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
-from shoal.engines.learners.apply import Adoption, EngineLearner
+from shoal.engines.learners.apply import AdoptWeights, EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.build_run import Progress, assemble, expect_same_data, report_changes, warn_reporters, write_data_info
 from shoal.runs.coordinator_run import CoordinatorLoop, RunAgreement
@@ -31,13 +31,12 @@ from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.owner import write_owner_file
 from shoal.runs.relay import Relay
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.run_size import data_extent, needed_contributions, ranks_per_worker, weight_per_sample
 from shoal.runs.storage import RunStorage, storage_for
 from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, split_into_tasks
 from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.worker_run import JoinedWorker
-from shoal.strategies import Length
+from shoal.strategies import RunLength
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
@@ -64,7 +63,7 @@ def prepare(
     workers: int | None = None,
     hosts: tuple[str, ...] = (),
     transport: Transport | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
     above: JoinedWorker | None = None,
 ) -> ReadyCoordinator:
     """A coordinator, new or continued, that listens. `above`: it is a relay, which has joined another one."""
@@ -73,7 +72,7 @@ def prepare(
     home = storage_for(run, run_dir, resume, place, hosts)
     expected = home.expected or workers or run.cluster.num_workers or max(1, needed_contributions(run))
     if above is None:
-        agreed = agree(run, expected, home.directory, progress, given)
+        agreed = agree(run, expected, home.directory, progress, live)
     else:
         agreed = _agree_below(run, expected, above, home.directory, progress)
     directory = home.directory or RunDirectory.create(run, run_dir, warn_reporters(reporters))
@@ -114,9 +113,7 @@ def _coordinating(
     plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
     coordinator = Coordinator(plan, agreed.policies, learner)
     loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened._replace(board=board), reporters, welcome, _judging(run, warn))
-    feed = agreed.parts.feed
-    if isinstance(feed, RolloutFeed) and feed.starts_at_random and not resume:
-        warn("rlhf.policy is not given: the policy starts from random weights")
+    agreed.parts.feed.start(lambda text: loop.message(f"warning: {text}"), new=not resume)
     try:
         _go_on(loop, run, resume, warn)
     except BaseException:
@@ -129,26 +126,26 @@ def _coordinating(
 
 
 def agree(
-    run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: LiveObjects, known: data.Data | None = None
+    run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, live: LiveObjects, known: data.Data | None = None
 ) -> RunAgreement:
     """What the run is made of, and what its workers must agree on. `known`: its data, where that was loaded before."""
     if run.engine.experts is not None:
         raise ShoalError("engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set engine.experts=[0,1]")
-    policies, lengths = strategies.of(run, expected), list[Length]()
+    policies, lengths = strategies.policies_for(run, expected), list[RunLength]()
 
     def steps(samples: data.Data) -> int:
         lengths.append(policies.length(data_extent(run, samples, expected)))
         return lengths[0].steps
 
     coordinated = run if policies.apply.computes else run.replace(training=run.training.replace(device="cpu", compile=False))
-    parts = assemble(coordinated, progress, directory.path if directory else None, steps, given=given, known=known)
+    parts = assemble(coordinated, progress, directory.path if directory else None, steps, live=live, known=known)
     return RunAgreement(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
 
 def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDirectory | None, progress: Progress | None) -> RunAgreement:
     """The same for a relay's own workers: the run is as long, and as large, as the coordinator above has it."""
-    header, policies = joined.welcome.header, strategies.of(run, expected)
-    if reason := strategies.no_relay(run, policies, strategies.of(joined.run, header["shards"])):
+    header, policies = joined.welcome.header, strategies.policies_for(run, expected)
+    if reason := strategies.no_relay(run, policies, strategies.policies_for(joined.run, header["shards"])):
         raise ShoalError(f"this run cannot have relays: {reason}")
     most = devices_per_worker(run) // ranks_per_worker(run)
     if expected > most:
@@ -158,7 +155,7 @@ def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDi
         )
     made = agree(run, header["shards"], directory, progress, NO_LIVE_OBJECTS)
     above = RelayPlace(header["seat"], header["shards"], made.length.batches_per_shard)
-    return made._replace(policies=replace(policies, apply=Adoption()), expected=expected, above=above)
+    return made._replace(policies=replace(policies, apply=AdoptWeights()), expected=expected, above=above)
 
 
 def plan_for(run: Run, agreed: RunAgreement) -> RunPlan:
@@ -217,7 +214,7 @@ def _plan_of(run: Run, agreed: RunAgreement) -> RunPlan:
     )
 
 
-def _samples_per_epoch(length: Length, samples: object) -> int | None:
+def _samples_per_epoch(length: RunLength, samples: object) -> int | None:
     if length.samples_per_batch is not None and length.batches_per_epoch is not None:
         return length.samples_per_batch * length.batches_per_epoch
     return len(samples) if isinstance(samples, data.Samples) else None

@@ -8,9 +8,9 @@ from shoal.coordinator.state import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner
 from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.worker_run import JoinedWorker
-from shoal.worker.receipts import Receipts
-from shoal.worker.relay import Climber
-from shoal.worker.session import Event
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.relay import UpstreamSession
+from shoal.worker.session import SessionEvent
 
 
 class Relay:
@@ -20,10 +20,10 @@ class Relay:
         """Take up the run where the coordinator above has it, or where this relay's journal ends."""
         self.joined, self.loop, self.protocol = joined, loop, joined.protocol
         learner, self.coordinator = loop.learner, loop.coordinator
-        self.receipts = Receipts(loop.directory.path / "upstream.jsonl")
+        self.receipts = ReceiptsFile(loop.directory.path / "upstream.jsonl")
         codec = self.coordinator.plan.updates.codec
-        self.climber = Climber(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
-        self._under_way: Future[list[Event]] | None = None
+        self.climber = UpstreamSession(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
+        self._under_way: Future[list[SessionEvent]] | None = None
         self.protocol.ready, joined.doing = True, "relaying"
         self.climber.hear(joined.courier.converse())
         if not self.coordinator.state.upstream:
@@ -53,7 +53,7 @@ class Relay:
         self.joined.close()
         self.receipts.close()
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[SessionEvent]) -> None:
         self._under_way = None
         answered = self.climber.hear(events)
         if answered is None:

@@ -12,7 +12,7 @@ from shoal.config.derived_values import quorum
 from shoal.config.ranks import batch_share
 from shoal.config.schema.updates import Bucketing, NearestNeighbours
 from shoal.runs.build_run import feed_for_seat
-from shoal.strategies import Extent
+from shoal.strategies import DataExtent
 
 
 def needed_contributions(run: Run) -> int:
@@ -28,9 +28,11 @@ def ranks_per_worker(run: Run) -> int:
     return 1 if run.engine.kind == "single" else batch_share(run, 0, (run.launch.devices_per_node or 1) * (run.launch.nodes or 1))[1]
 
 
-def data_extent(run: Run, samples: data.Data, expected: int) -> Extent:
+def data_extent(run: Run, samples: data.Data, expected: int) -> DataExtent:
     """How much there is to learn from, by so many workers."""
-    return Extent(expected, ranks_per_worker(run), lambda shards: feed_for_seat(run, samples, 0, shards).batches_per_epoch, run.scheduled)
+    return DataExtent(
+        expected, ranks_per_worker(run), lambda shards: feed_for_seat(run, samples, 0, shards).batches_per_epoch, run.scheduled
+    )
 
 
 def weight_per_sample(run: Run, samples: object) -> float:

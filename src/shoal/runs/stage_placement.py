@@ -14,11 +14,11 @@ from typing import NamedTuple
 from shoal import data, models
 from shoal.config import Run
 from shoal.config.schema.cluster import Host
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for
-from shoal.scheduling import KINDS, Job, Machine
+from shoal.scheduling import KINDS, PendingTask, WorkerSpec
 from shoal.scheduling import memory_estimate as memory
-from shoal.scheduling.task_stages import bounds_by_share, parts_of, placed
+from shoal.scheduling.task_stages import bounds_by_share, match_stages, stage_shares
 
 _PASSES = 6
 """Operations for each product of the forward pass: two forward, four backward."""
@@ -39,7 +39,7 @@ class PipelineStage(NamedTuple):
     """Of the model's weights."""
     work: float
     """Products for one token."""
-    memory: memory.Memory
+    memory: memory.MemoryEstimate
     priority: float = 1.0
     flops: float = 0.0
 
@@ -49,33 +49,33 @@ class PipelineStage(NamedTuple):
         return f"`{self.id}` ({layers}, {self.share:.0%} of the weights, {needs})"
 
 
-def layers_and_vocabulary(run: Run) -> tuple[Layers, int]:
+def layers_and_vocabulary(run: Run) -> tuple[LayerSizes, int]:
     """A run's model by its layers, and the tokens that it chooses from. Raises ShoalError where it cannot be cut."""
     info = data.load(run).info
     players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_for(run, NO_LIVE_OBJECTS, info)
     return layers_of(players["model"]), info.vocab_size or 0
 
 
-def stages_of(run: Run, layers: Layers, vocabulary: int) -> list[PipelineStage]:
+def stages_of(run: Run, layers: LayerSizes, vocabulary: int) -> list[PipelineStage]:
     """The stages that the tasks stand for, in whole layers."""
-    parts = parts_of(run.scheduler.tasks)
+    parts = stage_shares(run.scheduler.tasks)
     bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
     stages = stages_between(run, layers, vocabulary, bounds)
     return [stage._replace(id=part.id, priority=part.priority, flops=part.flops) for stage, part in zip(stages, parts, strict=True)]
 
 
-def stages_between(run: Run, layers: Layers, vocabulary: int, bounds: Sequence[int]) -> list[PipelineStage]:
+def stages_between(run: Run, layers: LayerSizes, vocabulary: int, bounds: Sequence[int]) -> list[PipelineStage]:
     """Stages with these layers, named by their numbers."""
     return [stage_of_layers(run, layers, vocabulary, (number, len(bounds) - 1), cut) for number, cut in enumerate(pairwise(bounds))]
 
 
-def stage_of_layers(run: Run, layers: Layers, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> PipelineStage:
+def stage_of_layers(run: Run, layers: LayerSizes, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> PipelineStage:
     """A stage by its number, of how many there are, and by its first layer and the one after its last."""
     (number, stages), (first, last) = place, cut
     passes, ends = micro_batches_per_step(run), last == len(layers.sizes)
     under_way = passes if getattr(run.engine, "schedule", "") == "gpipe" else min(passes, stages - number)
     size, copied = layers.size_of(first, last), layers.copied if ends and first else 0
-    needs = memory.of_stage(run, size, copied, last - first, vocabulary if ends else 0, under_way)
+    needs = memory.stage_memory(run, size, copied, last - first, vocabulary if ends else 0, under_way)
     return PipelineStage(f"stage-{number + 1}", first, last, size / layers.size, layers.work_of(first, last), needs)
 
 
@@ -111,17 +111,17 @@ def place_stages(run: Run, stages: Sequence[PipelineStage], names: Mapping[str, 
     hosts = {shown: run.cluster.hosts.get(name, Host()) for shown, name in names.items()}
     claims = [host.flops for host in hosts.values() if host.flops]
     usual = statistics.median(claims) if claims else 1.0
-    machines = [Machine(name, (host.flops or usual) / usual, host.memory_gb, host.bandwidth_mbps) for name, host in hosts.items()]
-    return placed(_jobs(run, stages, usual), machines, KINDS[run.scheduler.kind], must_have)
+    machines = [WorkerSpec(name, (host.flops or usual) / usual, host.memory_gb, host.bandwidth_mbps) for name, host in hosts.items()]
+    return match_stages(_jobs(run, stages, usual), machines, KINDS[run.scheduler.kind], must_have)
 
 
-def _jobs(run: Run, stages: Sequence[PipelineStage], usual: float) -> list[Job]:
+def _jobs(run: Run, stages: Sequence[PipelineStage], usual: float) -> list[PendingTask]:
     """Stages as a scheduler sees them: a step of each is its work, in seconds of a machine of usual speed."""
     tokens, megabits, found = tokens_per_batch(run), 8e-6 * stream_bytes(run), []
     for number, stage in enumerate(stages):
         work = stage.flops / usual if stage.flops else _PASSES * stage.work * tokens / _USUAL
         neighbours = (number > 0) + (number < len(stages) - 1)
-        found.append(Job(stage.id, work, stage.memory.gb, stage.priority, 2 * neighbours * megabits))
+        found.append(PendingTask(stage.id, work, stage.memory.gb, stage.priority, 2 * neighbours * megabits))
     return found
 
 

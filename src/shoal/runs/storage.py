@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase
-from shoal.data.images.transfer import cut, images_to_serve, offered
+from shoal.data.images.transfer import image_chunks, images_to_serve, publish_images
 from shoal.errors import ShoalError
 from shoal.runs.build_run import find_run_to_resume
 from shoal.runs.folder.file_store import FileStore
@@ -133,7 +133,7 @@ class DatabaseStorage:
         path = images_to_serve(self.run)
         if path is None or server.stored_run() is not None:
             return welcome
-        offer = offered(cut(path), ".npz" if path.suffix == ".npz" else ".zip", server.put_piece)
+        offer = publish_images(image_chunks(path), ".npz" if path.suffix == ".npz" else ".zip", server.put_piece)
         return welcome._replace(header=welcome.header | {"images": list(offer)})
 
 

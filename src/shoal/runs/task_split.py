@@ -47,7 +47,7 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
     else:
         count = _count(extent)
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
-    needs_gb = memory_estimate.of_training(run, extent.parameters, extent.vocabulary, extent.frozen).gb
+    needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen).gb
     claims = {name: DeclaredResources(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
     tasks = TaskPlan(
         _placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits

@@ -179,7 +179,7 @@ def generate_text(
     yield from stream_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside)
 
 
-def side_texts_for(trained: TrainedModel, context: str = "") -> models.ReadBeside | None:
+def side_texts_for(trained: TrainedModel, context: str = "") -> models.SideTexts | None:
     """What the model reads beside what it writes: passages that it finds in its index, and a context that is given."""
     assert trained.tokenizer is not None
     finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None

@@ -15,7 +15,7 @@ from shoal.config import Run, plugins
 from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.data import fingerprint
-from shoal.engines import Meeting, choose_device, cuda_graph
+from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.runs.build_run import Progress, RunParts, assemble
@@ -32,8 +32,8 @@ def parts_for(
     frames: Frames,
     overrides: Sequence[Override],
     progress: Progress | None,
-    meeting: Meeting | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    meeting: Rendezvous | None = None,
+    live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
     fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
@@ -45,7 +45,7 @@ def parts_for(
     world = meeting.enter(device) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, given, joins=True)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, live, joins=True)
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
             f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "

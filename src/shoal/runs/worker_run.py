@@ -19,9 +19,9 @@ from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, batch_share
-from shoal.data.images.transfer import Offer, fetched, is_without_images
-from shoal.engines import Meeting, World
-from shoal.engines.island import Follower, Island
+from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
+from shoal.engines import Rendezvous, World
+from shoal.engines.island import Island, IslandFollower
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, header_of
@@ -35,10 +35,9 @@ from shoal.runs.monitoring.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
 from shoal.runs.worker_key import WorkerKeyFile
 from shoal.strategies import Policies
-from shoal.worker.interfaces import Feed
-from shoal.worker.receipts import Receipts
-from shoal.worker.sender import Courier, Lost, Pulse
-from shoal.worker.session import Frames, Left, Protocol
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.sender import ConnectionLostError, HeartbeatThread, Sender
+from shoal.worker.session import Frames, SessionEndedError, WorkerSession
 from shoal.worker.worker import Worker, WorkerPolicies
 
 _LONGER_S = 60.0
@@ -82,8 +81,8 @@ class JoinedWorker:
         self.way, identity = way, way.own_key()
         caller = ConnectOptions(way.name, way.state or state_folder(), way.patience_s, tell)
         self.lines = connect_worker(way.address, way.token, way.key, caller)
-        self.protocol = Protocol(way.name, describe_machine(), PROTOCOL, secrets.token_hex(8), way.patience_s, identity)
-        self.courier = Courier(self.lines[0], self.protocol, tell)
+        self.protocol = WorkerSession(way.name, describe_machine(), PROTOCOL, secrets.token_hex(8), way.patience_s, identity)
+        self.courier = Sender(self.lines[0], self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
         self.doing = "preparing"
@@ -102,7 +101,7 @@ class JoinedWorker:
             raise
         threading.Thread(target=self._part, name="parting", daemon=True).start()
         self._told_at, self._told = time.monotonic(), ""
-        self.pulse = Pulse(self._beat, self._heartbeat_s)
+        self.pulse = HeartbeatThread(self._beat, self._heartbeat_s)
 
     def _beat(self) -> None:
         """A sign of life; and, now and then, a line that tells whoever sits here how it goes."""
@@ -163,14 +162,14 @@ class JoinedWorker:
     def _heartbeat_s(self) -> float:
         """Often enough that leases are renewed in time, too."""
         interval_s: float = self.welcome.header["heartbeat_s"]
-        feed = strategies.of(self.run, self.welcome.header["shards"]).feed
+        feed = strategies.policies_for(self.run, self.welcome.header["shards"]).feed
         return min(interval_s, feed.lease_s / 3) if feed.leased else interval_s
 
-    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, given: LiveObjects = NO_LIVE_OBJECTS) -> None:
+    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, live: LiveObjects = NO_LIVE_OBJECTS) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
             self._fetch_images(progress)
-            self.worker = self._worker(progress, here, given)
+            self.worker = self._worker(progress, here, live)
         except BaseException as problem:
             self.refuse(problem)
             raise
@@ -180,16 +179,16 @@ class JoinedWorker:
         line, header = self.lines[0], self.welcome.header
         if "images" in header and isinstance(line, DatabaseConnection) and is_without_images(self.run):
             folder = (self.way.state or state_folder()) / "images"
-            found = fetched(Offer.of(header["images"]), line.desk.piece, folder, progress)
+            found = fetch_images(ImageOffer.of(header["images"]), line.desk.piece, folder, progress)
             self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property
     def state(self) -> str:
         return self.worker.doing if self.worker else self.doing
 
-    def _worker(self, progress: Progress | None, here: RankPlace | None, given: LiveObjects) -> Worker:
+    def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         meeting = self._meet(here) if here is not None else None
-        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, given)
+        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, live)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
@@ -205,14 +204,14 @@ class JoinedWorker:
             self.run.updates,
             accumulation=self.run.training.gradient_accumulation_steps,
             ranks=1 if meeting is None else batch_share(self.run, 0, meeting.here.size)[1],
-            receipts=Receipts(self.way.receipts),
+            receipts=ReceiptsFile(self.way.receipts),
             keeper=keeper,
             slowdown=self.way.slowdown,
         )
 
-    def _meet(self, here: RankPlace) -> Meeting:
+    def _meet(self, here: RankPlace) -> Rendezvous:
         """Tell the other processes of this worker what the coordinator said."""
-        meeting = Meeting(here)
+        meeting = Rendezvous(here)
         words = [json.dumps(self.welcome.header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
         meeting.say("words", str(len(words)))
         for number, word in enumerate(words):
@@ -246,7 +245,7 @@ class JoinedWorker:
 
     def _say_why(self, problem: BaseException) -> None:
         """Tell the coordinator's people why this worker cannot go on, unless it was the coordinator that ended it."""
-        if self.protocol.session and isinstance(problem, Exception) and not isinstance(problem, Left):
+        if self.protocol.session and isinstance(problem, Exception) and not isinstance(problem, SessionEndedError):
             said = str(problem) if isinstance(problem, ShoalError) else repr(problem)
             self.courier.farewell(said)
 
@@ -282,7 +281,7 @@ class JoinedWorker:
         beat = self.protocol.heartbeat("leaving", self._figures())
         try:
             line.call(header_of(beat), (), _SIGN_S)
-        except Lost:
+        except ConnectionLostError:
             return False
         except ShoalError:  # to be refused is to be answered
             return True
@@ -328,7 +327,7 @@ class WorkerParts(NamedTuple):
     strategy: Policies
     shards: int
     keepsakes: WorkerCheckpoints
-    pieces: data.Pieces | None
+    pieces: data.UnitBatches | None
     """The units of the data, where they are leased."""
 
     @classmethod
@@ -337,13 +336,13 @@ class WorkerParts(NamedTuple):
         header: dict[str, Any],
         frames: Frames,
         way: JoinOptions,
-        meeting: Meeting | None,
+        meeting: Rendezvous | None,
         tell: Callable[[str], None],
         progress: Progress | None = None,
-        given: LiveObjects = NO_LIVE_OBJECTS,
+        live: LiveObjects = NO_LIVE_OBJECTS,
     ) -> WorkerParts:
-        parts = parts_for(header, frames, way.overrides, progress, meeting, given)
-        strategy = strategies.of(parts.run, header["shards"])
+        parts = parts_for(header, frames, way.overrides, progress, meeting, live)
+        strategy = strategies.policies_for(parts.run, header["shards"])
         if strategy.feed.leased:
             torch.seed()  # every worker draws noise of its own
         else:
@@ -352,7 +351,7 @@ class WorkerParts(NamedTuple):
         pieces = unit_pieces(parts, strategy) if strategy.feed.leased and not strategy.feed.given else None
         return cls(parts, strategy, header["shards"], keepsakes, pieces)
 
-    def feed_for(self, seat: int, epoch: int, position: int) -> data.PieceFeed | Feed:
+    def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed:
         """The batches of a seat, from a position that counts batches of one process; or those of a leased unit."""
         part = batch_part(self.parts)
         if self.pieces is not None:
@@ -370,12 +369,12 @@ def batch_part(parts: RunParts) -> tuple[int, int]:
     return batch_share(parts.run, crew.rank, crew.size)
 
 
-def unit_pieces(parts: RunParts, strategy: Policies) -> data.Pieces:
+def unit_pieces(parts: RunParts, strategy: Policies) -> data.UnitBatches:
     """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
     run = parts.run
     if not isinstance(parts.data.train, data.Samples):
         raise ShoalError("work units are pieces of data that has an end")
-    return data.Pieces(
+    return data.UnitBatches(
         parts.data.train,
         batch_size=run.training.batch_size or 1,
         seed=run.data.shuffle_seed or 0,
@@ -414,20 +413,20 @@ def _keepsakes(parts: RunParts, strategy: Policies, way: JoinOptions, name: str,
 
 def follow_first_process(here: RankPlace, way: JoinOptions) -> None:
     """Work as one of several processes, of which the first speaks with the coordinator."""
-    _follow(Meeting(here), way).close()  # when nothing of the model is left
+    _follow(Rendezvous(here), way).close()  # when nothing of the model is left
 
 
-def _follow(meeting: Meeting, way: JoinOptions) -> World:
+def _follow(meeting: Rendezvous, way: JoinOptions) -> World:
     count = int(meeting.hear("words", way.patience_s + _LONGER_S))
     header, *frames = [meeting.hear(f"word {number}", way.patience_s + _LONGER_S) for number in range(count)]
     share = WorkerParts.of(json.loads(header), frames, way, meeting, lambda text: None)
-    Follower(share.parts.engine, share.feed_for, share.keepsakes).work()
+    IslandFollower(share.parts.engine, share.feed_for, share.keepsakes).work()
     return share.parts.engine.crew
 
 
 def report_gone(way: JoinOptions) -> None:
     """For a worker whose processes have ended: nobody need wait for it. Where this does not arrive, its silence tells."""
-    with contextlib.suppress(ShoalError, Lost):
+    with contextlib.suppress(ShoalError, ConnectionLostError):
         identity, name = way.own_key(), way.name or ""
         line = TransportConnection(way.address, way.token, way.key)
         try:
@@ -443,7 +442,7 @@ def describe_machine() -> dict[str, str]:
     return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
 
 
-def _go_to(feed: data.Feed, epoch: int, position: int) -> None:
+def _go_to(feed: data.ShardFeed, epoch: int, position: int) -> None:
     """Take up a shard where it was left. A stream has to be read up to there."""
     if feed.batches_per_epoch is not None:
         feed.load_state_dict(feed.state_dict() | {"epoch": epoch, "position": position})

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.generation.side_texts import ReadBeside, Reader
-from shoal.models.kernels.cpu_packing import pack
+from shoal.models.generation.side_texts import SideTextReader, SideTexts
+from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.serve.batching import ForwardBatch, MachineStatus, moving_average
 from shoal.serve.kv_caches import KvCaches
 from shoal.serve.nodes.layer_host import free_memory
@@ -40,19 +40,19 @@ class LocalBackend:
 
     microbatches = 1
 
-    def __init__(self, model: Any, beside: ReadBeside | None = None) -> None:
+    def __init__(self, model: Any, beside: SideTexts | None = None) -> None:
         """`beside`: finds the passages that the model reads beside its input. They differ between requests, so the requests of such a model
         are decoded one by one."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.memory_bytes, self.token_s, self.tokens = free_memory(), 0.0, 0
-        pack(self.model, self.memory_bytes)
+        pack_matrices(self.model, self.memory_bytes)
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
         self.beside = beside
         self.caches = KvCaches(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, SideTextReader] = {}
         self._pending: deque[ForwardBatch] = deque()
 
     def start(self, batch: ForwardBatch) -> None:
@@ -84,7 +84,7 @@ class LocalBackend:
 
     def _alone(self, request: int, ids: Sequence[int]) -> Tensor:
         cache, ids_1L = self.caches.of_one(request, len(ids)), torch.tensor([ids], device=self.device)
-        keywords = self._readers.setdefault(request, Reader(self.model, self.beside)).after(ids_1L) if self.beside else {}
+        keywords = self._readers.setdefault(request, SideTextReader(self.model, self.beside)).after(ids_1L) if self.beside else {}
         logits_1V: Tensor = self.model.next_logits(ids_1L, cache, **keywords)
         return logits_1V
 

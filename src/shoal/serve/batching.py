@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.models.generation.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
+from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, TokenDraws, Warp, apply_penalties, choose
 from shoal.serve.prefix_cache import PrefixCache
 
 _SMALLEST_CHUNK = 8
@@ -155,10 +155,10 @@ class GenerationJob:
 
     prompt_ids: Sequence[int]
     max_tokens: int
-    draws: Draws
+    draws: TokenDraws
     on_event: Callable[[JobEvent], bool]
     warp: Warp
-    penalties: Penalties = NO_PENALTIES
+    penalties: LogitPenalties = NO_PENALTIES
     eos_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
     """How many likely tokens are reported beside each token; None: no probabilities at all."""
@@ -323,7 +323,7 @@ class BatchingEngine:
         scores_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
         if any(job.penalties != NO_PENALTIES for job in jobs):
             rows = zip(jobs, scores_BV, strict=True)
-            scores_BV = torch.stack([penalised(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
+            scores_BV = torch.stack([apply_penalties(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
         tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
         self.wrote_at = self.clock()
         for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):

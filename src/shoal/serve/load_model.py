@@ -13,11 +13,11 @@ from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
-from shoal.models.generation.side_texts import ReadBeside
-from shoal.models.huggingface.as_gpt import Adopted, adopted
+from shoal.models.generation.side_texts import SideTexts
+from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
-from shoal.models.stages import needed
+from shoal.models.stages import required_tensors
 from shoal.runs.trained_model import open_run, side_texts_for
 from shoal.serve.api.chat_format import ChatTemplate, read_object, template_in
 from shoal.serve.gguf import converted
@@ -42,11 +42,11 @@ class ServedModel(NamedTuple):
     """Where the model's numbers are, if they are not in it."""
     described: Mapping[str, Any] | None = None
     """What another machine needs to make the model without numbers; null: the model cannot be spread."""
-    adopted: Adopted | None = None
+    gpt_conversion: GptConversion | None = None
     """How the tensors become those of the model, where our own layers compute a model of Hugging Face."""
     run: Run | None = None
     """Where machines join, and which there are."""
-    beside: ReadBeside | None = None
+    beside: SideTexts | None = None
     """Where texts that are written find what the model reads; null: it reads nothing, or what it remembers."""
 
 
@@ -109,7 +109,7 @@ def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
     token = run.hub.token.reveal() if run.hub.token else None
     settings: Any = run.model
     model, tensors = _without_numbers(settings) or (None, None)
-    if model is None or (nodes == 1 and adopted(model) is None):
+    if model is None or (nodes == 1 and gpt_conversion(model) is None):
         model, tensors = HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None
     tokenizer, folder = data.load_tokenizer(settings.pretrained, token=token), Path(settings.pretrained)
     start_ids, ends = getattr(tokenizer, "opening", ()), _ends(model, tokenizer, [folder])
@@ -120,11 +120,11 @@ def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
 def _computed(served: ServedModel, tensors: WeightStore) -> ServedModel:
     """The model of Hugging Face by our own layers where they can, else by its own. If it is spread, its numbers stay in their files."""
     assert served.run is not None
-    own, described = adopted(served.model), describe_huggingface_model(served.model)
+    own, described = gpt_conversion(served.model), describe_huggingface_model(served.model)
     if own is None:
         return served._replace(tensors=tensors, described=described)
     model = own.make() if served.nodes > 1 else own.whole(tensors.get).to(choose_device(served.run.training.device))
-    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described, adopted=own)
+    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described, gpt_conversion=own)
 
 
 def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:
@@ -135,8 +135,8 @@ def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:
         return None
     model = meta_model(Path(settings.pretrained))
     check_layers(settings, model.inner.config)
-    tensors, own = WeightStore.of_folder(folder, "inner."), adopted(model)
-    names = needed(model) if own is None else (source for name in needed(own.make()) for source in own.sources(name))
+    tensors, own = WeightStore.of_folder(folder, "inner."), gpt_conversion(model)
+    names = required_tensors(model) if own is None else (source for name in required_tensors(own.make()) for source in own.sources(name))
     return (model, tensors) if all(name in tensors for name in names) else None
 
 

@@ -123,7 +123,7 @@ class BatchedSteps:
         """Calls that were made, and batches that they were about."""
         self._asked: dict[BatchedEngine, PendingStep] = {}
         self._whole, self._tried = _Loss(engine.task), False
-        each = memory_estimate.of_training(run, engine.vector.numel(), vocabulary)
+        each = memory_estimate.training_memory(run, engine.vector.numel(), vocabulary)
         self._most = max(1, int(_MOST_BYTES // sum(each)))
 
     def begin(self, engine: BatchedEngine, feed: PrefetchedFeed, steps: int) -> None:

@@ -43,13 +43,13 @@ class MetaModel(NamedTuple):
         """What so many workers of a run would agree on. Raises ShoalError where the settings and the data do not fit."""
         samples = self.parts.data
         expected = shards_of(run, samples.train, workers)
-        policies = strategies.of(run, expected)
+        policies = strategies.policies_for(run, expected)
         length = policies.length(data_extent(run, samples, expected))
         return RunAgreement(self.parts, policies, length, (), expected)
 
-    def memory(self, run: Run) -> memory.Memory:
+    def memory(self, run: Run) -> memory.MemoryEstimate:
         """What a worker takes, or each of its devices."""
-        whole = memory.of_training(run, self.parameters, self.parts.data.info.vocab_size or 0, self.parts.frozen)
+        whole = memory.training_memory(run, self.parameters, self.parts.data.info.vocab_size or 0, self.parts.frozen)
         return whole.shared(ranks_per_worker(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
@@ -83,11 +83,11 @@ class MetaModel(NamedTuple):
 def data_of(run: Run, count: int | None = None) -> data.Data:
     """The data of a run, for a simulation of times: what is on this machine is read. Of what is not, and where `count` says how many
     samples there are, only the number and the shapes are supposed. Raises ShoalError where nobody knows them."""
-    return data_for(run, NO_LIVE_OBJECTS, lambda: data.load(run)) if is_read(run, count) else data.suppose(run, count)
+    return data_for(run, NO_LIVE_OBJECTS, lambda: data.load(run)) if is_read(run, count) else data.make_fake_data(run, count)
 
 
 def is_read(run: Run, count: int | None) -> bool:
-    return count is None and data.is_here(run.data.source)
+    return count is None and data.is_local(run.data.source)
 
 
 def shards_of(run: Run, samples: object, workers: int) -> int:

@@ -15,11 +15,11 @@ from shoal.config.problems import errors
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.errors import ShoalError
 from shoal.runs.build_run import feed_for_seat
 from shoal.runs.stage_placement import PipelineStage, stage_of_layers, stages_between
-from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.layer_split import MachineSpec, split
 from shoal.simulate.machines import CALM, SimulatedMachine
 from shoal.simulate.meta_model import MetaModel
 from shoal.simulate.pipeline_timing import PipelineStep, stages_on, time_step
@@ -134,7 +134,7 @@ class _Tried(NamedTuple):
     step: PipelineStep
 
 
-def _try(found: MetaModel, layers: Layers, chosen: Chosen, engine: Pipeline) -> _Tried:
+def _try(found: MetaModel, layers: LayerSizes, chosen: Chosen, engine: Pipeline) -> _Tried:
     """Machines in this order. Raises ShoalError where they cannot hold the model."""
     run = found.run.replace(engine=engine)
     stages = stages_between(run, layers, _vocabulary(found), _bounds(found, run, layers, chosen))
@@ -172,7 +172,7 @@ def _told(found: MetaModel, kind: MachineKind) -> dict[str, float]:
     return speed if kind.memory_gb is None else {"memory_gb": kind.memory_gb} | speed
 
 
-def _bounds(found: MetaModel, run: Run, layers: Layers, chosen: Chosen) -> list[int]:
+def _bounds(found: MetaModel, run: Run, layers: LayerSizes, chosen: Chosen) -> list[int]:
     """The split whose slowest machine is quickest, each within its memory."""
     vocabulary = _vocabulary(found)
 
@@ -181,7 +181,7 @@ def _bounds(found: MetaModel, run: Run, layers: Layers, chosen: Chosen) -> list[
         return memory_gb is None or stage_of_layers(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
 
     whole = sum(layers.work) + layers.work_after
-    hands = [Hands(whole / found.step_s(run, kind)) for _, kind in chosen]
+    hands = [MachineSpec(whole / found.step_s(run, kind)) for _, kind in chosen]
     return split(layers.work, hands, after=layers.work_after, holds=holds)
 
 

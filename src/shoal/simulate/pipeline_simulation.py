@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
-from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.layer_split import MachineSpec, split
 from shoal.simulate.machines import SimulatedMachine
 from shoal.simulate.meta_model import MetaModel, build_meta_model, data_of
 from shoal.simulate.pipeline_timing import PipelineStep, PlacedStage, stages_on, time_step
@@ -106,9 +106,9 @@ def _placed(run: Run, stages: Sequence[stage_placement.PipelineStage], machines:
     return [by_name[found[stage.id]] for stage in stages]
 
 
-def _bounds(run: Run, layers: Layers, machines: Sequence[SimulatedMachine]) -> list[int]:
+def _bounds(run: Run, layers: LayerSizes, machines: Sequence[SimulatedMachine]) -> list[int]:
     """As the engine itself would cut the layers for machines of these speeds."""
     given = getattr(run.engine, "layers", ())
     if given:
         return [sum(given[:stage]) for stage in range(len(given) + 1)]
-    return split(layers.work, [Hands(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)
+    return split(layers.work, [MachineSpec(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)

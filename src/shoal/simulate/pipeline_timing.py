@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.pipeline.schedule import Turns
-from shoal.engines.pipeline.split import Layers
+from shoal.engines.pipeline.schedule import PassSchedule
+from shoal.engines.pipeline.split import LayerSizes
 from shoal.runs.stage_placement import PipelineStage, micro_batches_per_step, stream_bytes
 from shoal.simulate.machines import SimulatedMachine
 
@@ -48,7 +48,7 @@ class PipelineStep(NamedTuple):
         return sum(self.computing_s) / (len(self.computing_s) * self.seconds)
 
 
-def stages_on(run: Run, layers: Layers, stages: Sequence[PipelineStage], machines: Sequence[SimulatedMachine]) -> list[PlacedStage]:
+def stages_on(run: Run, layers: LayerSizes, stages: Sequence[PipelineStage], machines: Sequence[SimulatedMachine]) -> list[PlacedStage]:
     """The stages on machines whose `step_s` is what a batch of the whole model takes them, in the order of the stages."""
     whole, batches = sum(layers.work) + layers.work_after, run.training.gradient_accumulation_steps
     return [
@@ -57,7 +57,7 @@ def stages_on(run: Run, layers: Layers, stages: Sequence[PipelineStage], machine
     ]
 
 
-def time_step(run: Run, layers: Layers, held: Sequence[PlacedStage]) -> PipelineStep:
+def time_step(run: Run, layers: LayerSizes, held: Sequence[PlacedStage]) -> PipelineStep:
     """What a step takes, computed event by event."""
     batches, parts = run.training.gradient_accumulation_steps, micro_batches_per_step(run)
     streams, tied = batches * stream_bytes(run), 4 * layers.copied
@@ -84,7 +84,7 @@ class _Passes:
     def __init__(self, run: Run, held: Sequence[PlacedStage], parts: int, stream: float) -> None:
         """`parts`: micro-batches; `stream`: bytes that go on from one stage to the next for each."""
         count, schedule = len(held), getattr(run.engine, "schedule", "1f1b")
-        self.turns = [Turns(stage, count, parts, schedule) for stage in range(count)]
+        self.turns = [PassSchedule(stage, count, parts, schedule) for stage in range(count)]
         forward = _FORWARD / _AGAIN if run.training.gradient_checkpointing else _FORWARD
         self.forward_s = [one.computes_s * forward / parts for one in held]
         self.backward_s = [one.computes_s * (1 - forward) / parts for one in held]

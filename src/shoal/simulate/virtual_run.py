@@ -23,7 +23,7 @@ from shoal.simulate.virtual_store import CallbackServer, CountingStore
 from shoal.simulate.virtual_worker import VirtualWorker
 from shoal.simulate.worker_updates import LearnedUpdates, TimedUpdates, seeded_generator
 from shoal.strategies import Policies
-from shoal.worker.session import SLOWEST_LINK, Frames, Question, Receipt
+from shoal.worker.session import SLOWEST_LINK_BYTES_PER_S, ContributionReceipt, Frames, SessionRequest
 from shoal.worker.worker import WorkerPolicies
 
 _HEADER_BYTES = 300
@@ -280,10 +280,10 @@ class VirtualRun:
         self.timeline.at(arrives, self._arrive, worker, asked, frames, question)
         return True
 
-    def patience_s(self, question: Question) -> float:
+    def patience_s(self, question: SessionRequest) -> float:
         """How long a worker waits for an answer. The protocol has seen the bytes of a stand-in."""
         bytes_more = (self.scenario.teaching.scale - 1) * sum(map(len, question.frames)) if question.frames else 0.0
-        return question.timeout_s + bytes_more / SLOWEST_LINK
+        return question.timeout_s + bytes_more / SLOWEST_LINK_BYTES_PER_S
 
     def _size(self, frames: Frames) -> float:
         return _HEADER_BYTES + self.scenario.teaching.scale * sum(map(len, frames)) if frames else _HEADER_BYTES
@@ -326,7 +326,7 @@ class VirtualRun:
                 self._handle(called, _TIMED_BEATS)
         self.pulse(worker)
 
-    def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
+    def settled(self, worker: VirtualWorker, receipt: ContributionReceipt, work_s: float) -> None:
         self.report.outcomes[receipt.status] += 1
         useful = receipt.status == "accepted"
         self.report.work_s["useful" if useful else "wasted"] += work_s

@@ -22,10 +22,10 @@ from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed
-from shoal.worker.session import Frames, News, Seated, Unit
-from shoal.worker.update_encoding import Engine, Outgoing
-from shoal.worker.weights import Weights
-from shoal.worker.worker_state import KeepsNothing
+from shoal.worker.session import Frames, LeasedUnit, RunNews, SeatAssigned
+from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
+from shoal.worker.weights import WorkerWeights
+from shoal.worker.worker_state import NoWorkerCheckpoint
 
 STAND_IN = 10_000
 """A larger model's update is simulated by so many numbers; the links are told how long it really is."""
@@ -61,11 +61,11 @@ class UpdateSource(Protocol):
         until it is made."""
         ...
 
-    def make(self, have: int, unit: Unit | None) -> EncodedUpdate | None:
+    def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
         """What was begun; or what was learned from a unit, at once."""
         ...
 
-    def refreshed(self, news: News, status: str | None) -> None: ...
+    def refreshed(self, news: RunNews, status: str | None) -> None: ...
 
 
 class PlainDescent:
@@ -116,14 +116,14 @@ class _TimedWorker:
     def begin(self, have: int) -> int:
         return self._steps * self.common.batches
 
-    def make(self, have: int, unit: Unit | None) -> EncodedUpdate:
+    def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate:
         common, self._made = self.common, self._made + 1
         batches = self._steps * common.batches if unit is None else unit.batches
         self._move(batches, unit)
         samples = batches * common.samples_per_batch
         return EncodedUpdate(self._frames[self._made % _POOL], float(samples), samples, have, batches, {})
 
-    def _move(self, batches: int, unit: Unit | None) -> None:
+    def _move(self, batches: int, unit: LeasedUnit | None) -> None:
         shard = self.common.shard
         if unit is not None:
             self._epoch, self._position = unit.epoch, unit.start + unit.batches
@@ -134,7 +134,7 @@ class _TimedWorker:
             self._epoch = (whole - 1) // shard
             self._position = whole - self._epoch * shard
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         self._steps = news.header.get("inner_steps", self._steps)
 
 
@@ -174,14 +174,16 @@ class _LearningWorker:
         run, policies = common.parts.run, common.policies
         self.common, self.false, self.accumulation = common, false, run.training.gradient_accumulation_steps
         self.own = common.engine()
-        self.engine: Engine = self.own
-        self.outgoing = Outgoing(self.engine, run.updates)
+        self.engine: WorkerEngine = self.own
+        self.outgoing = UpdateEncoder(self.engine, run.updates)
         contribution = policies.contribution
-        self.weights = Weights(self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
-        self.unit: Unit | None = None
+        self.weights = WorkerWeights(
+            self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone
+        )
+        self.unit: LeasedUnit | None = None
         self.round, self.server_step = 0, 0.0
         self._feed: Any = None
-        self.producer = contribution.producer(self, KeepsNothing(), common.spans)
+        self.producer = contribution.producer(self, NoWorkerCheckpoint(), common.spans)
         self.overlap = 0
         """A virtual worker learns all of a walk at once, so what arrives meanwhile is taken at its end."""
 
@@ -194,16 +196,16 @@ class _LearningWorker:
 
     def settle(self) -> None: ...
     def send_again(self) -> None: ...
-    def wanted(self, unit: Unit) -> bool:
+    def wanted(self, unit: LeasedUnit) -> bool:
         return True
 
     def tell(self, text: str) -> None: ...
-    def move_to(self, place: Seated) -> None:
+    def move_to(self, place: SeatAssigned) -> None:
         self.sit(*place)
 
     @property
-    def begins_at(self) -> Seated:
-        return Seated(0, *self.place())
+    def begins_at(self) -> SeatAssigned:
+        return SeatAssigned(0, *self.place())
 
     # --- what the virtual worker asks ----------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class _LearningWorker:
         self.common.together.begin(self.own, self._feed, steps)
         return max(1, steps) * self.accumulation
 
-    def make(self, have: int, unit: Unit | None) -> EncodedUpdate | None:
+    def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
         self.unit = unit
         if unit is not None:
             self._feed = self.common.feed(0, unit.epoch, unit.start)
@@ -237,7 +239,7 @@ class _LearningWorker:
         metrics = {name: float(value) for name, value in made.metrics.items()}
         return EncodedUpdate(frames, float(made.weight), made.samples, made.base, made.batches, metrics)
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         self.server_step, self.round = news.header["step"], news.header["version"]
         if status == "accepted" and not news.afresh:
             self.weights.note_lag(news.header["version"] - self.weights.version - 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.rules.rule import changed, rule
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import EpisodicMemory, MixtureOfHeads, Retrieval
 from shoal.config.schema.training import EMULATED, PlayerOptimizer
 
@@ -91,7 +92,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("engine.stage3_param_persistence_threshold", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
     ("engine.stage3_max_live_parameters", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
     *_OF_LAUNCHERS,
-    ("launch.nodes", "engine.kind", lambda kind: kind == "single", "one process on one machine trains"),
+    ("launch.nodes", "engine.kind", lambda kind: not Engine.kinds[kind].several_processes, "one process on one machine trains"),
 )
 """Settings that do nothing where another one has such a value: the setting, the other one, when that is so, and why."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import rule
 from shoal.config.schema.data import DataSource
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import Model
 from shoal.config.schema.rlhf import Rlhf, SumReward, TrainedReward
 from shoal.config.schema.strategy import Strategy
@@ -57,7 +58,7 @@ def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -
 def rollouts_are_for_policies_alone(settings: Settings, task: Task | None, engine: str, strategy: str) -> None:
     if task is None or task.needs != "prompts":
         return
-    if engine != "single" and Strategy.kinds[strategy].gives_answers:
+    if Engine.kinds[engine].several_processes and Strategy.kinds[strategy].gives_answers:
         message = f"a worker of the strategy {strategy} is one process that answers prompts, and engine.kind is {engine}"
         settings.report("strategy", message, "engine.kind", "strategy.kind", help="set engine.kind to single, and let more workers join")
     if strategy != "local" and not Strategy.kinds[strategy].gives_answers:

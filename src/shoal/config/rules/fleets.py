@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import changed, rule
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.strategy import Strategy
 
 
@@ -239,7 +240,7 @@ def claims_are_for_a_scheduler(settings: Settings, kind: str, hosts: dict[str, A
 
 @rule("transport.kind", "engine.kind", "strategy.kind")
 def threads_have_no_engines_of_several(settings: Settings, transport: str, engine: str, strategy: str) -> None:
-    if transport == "in-process" and engine != "single" and strategy != "local":
+    if transport == "in-process" and Engine.kinds[engine].several_processes and strategy != "local":
         message = f"with transport in-process workers are threads of one process, and the engine {engine} is several processes"
         settings.report("engine", message, "engine.kind", "transport.kind", help="set engine.kind to single, or transport.kind to zmq")
 

@@ -8,6 +8,7 @@ from typing import Any
 from shoal.config.fields import Secret
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import CUT_INTO_STAGES, SHARDING, across, rule
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.task import Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
 
@@ -41,7 +42,7 @@ def batch_arithmetic(
 ) -> None:
     if whole is None or batch is None:
         return
-    started = settings.processes if kind == "local" and settings.kinds.get(("engine",)) != "single" else None
+    started = settings.processes if kind == "local" and Engine.kinds[settings.get("engine.kind")].several_processes else None
     count = devices * (nodes or 1) if devices else started
     step = batch * accumulation * (count or 1)
     paths = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation_steps")
@@ -235,7 +236,7 @@ def gradients_on_a_disk_are_gone(settings: Settings, offload: bool, track: bool)
 
 @rule("engine.kind", "updates.privacy.enabled", "updates.privacy.unit")
 def samples_are_clipped_in_one_process(settings: Settings, engine: str, private: bool, unit: str) -> None:
-    if private and unit == "sample" and engine != "single":
+    if private and unit == "sample" and Engine.kinds[engine].several_processes:
         message = f"samples are clipped one by one in a single process, and the engine {engine} is several"
         settings.report("privacy", message, "updates.privacy.unit", "engine.kind", help="set engine.kind to single")
 

@@ -7,7 +7,7 @@ from shoal.config.parts import Part
 
 
 class DataSource(Part, noun="data source"):
-    """Where samples come from. Built by a function of its settings, the run and a `shoal.data.Request`: `Data`, or parts of text."""
+    """Where samples come from. Built by a function of its settings, the run and a `DataRequest`: `Data`, or parts of text."""
 
     has_pairs: ClassVar[bool] = False
     """Whether it holds pairs of a chosen and a rejected answer."""
@@ -126,14 +126,14 @@ class Mixture(DataSource, built_by="shoal.data.text.sources:open_mixture"):
     parts: tuple[MixturePart, ...]
 
 
-class LiveData(DataSource, built_by="shoal.data.user_data:only_its_program"):
+class LiveData(DataSource, built_by="shoal.data.user_data:refuse_live_data"):
     """Data that a Python program brings along: `shoal.train(data=…)`."""
 
     kind: Literal["live"] = "live"
     gives = "samples"
 
 
-class FactoryData(DataSource, built_by="shoal.data.user_data:only_its_program"):
+class FactoryData(DataSource, built_by="shoal.data.user_data:refuse_live_data"):
     """Data that a Python function makes."""
 
     kind: Literal["factory"] = "factory"

@@ -1,12 +1,19 @@
 """Inside a worker: how it turns batches into an update on its own devices."""
 
-from typing import Literal, Union
+from typing import ClassVar, Literal
 
-from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt
+from shoal.config.parts import Part
 
 
-class Computing(Section):
-    """What engines have in common."""
+class Engine(Part, noun="engine"):
+    """Inside a worker: how batches become an update on its own devices. Built by a function of the run, the task, the device, the number of
+    steps and the worker's processes."""
+
+    several_processes: ClassVar[bool] = True
+    """Whether a worker is several processes, one for each device."""
+    reads_whole_batches: ClassVar[bool] = False
+    """Whether every process of a worker reads whole batches; else each reads its own part of them."""
 
     experts: tuple[NonNegativeInt, ...] | None = None
     """The experts of a mixture that a worker holds where all of them do not fit it: `shoal join … --set engine.experts=[0,1,2,3]`.
@@ -15,19 +22,20 @@ class Computing(Section):
     """
 
 
-class Single(Computing):
+class Single(Engine, built_by="shoal.engines.single:build"):
     """One process, one device."""
 
     kind: Literal["single"] = "single"
+    several_processes = False
 
 
-class Ddp(Computing):
+class Ddp(Engine, built_by="shoal.engines.ddp:DdpEngine"):
     """A copy of the model on each device, gradients averaged."""
 
     kind: Literal["ddp"] = "ddp"
 
 
-class Fsdp(Computing):
+class Fsdp(Engine, built_by="shoal.engines.fsdp:FsdpEngine"):
     """Parameters, gradients and optimizer state sharded over the devices (torch `fully_shard`)."""
 
     kind: Literal["fsdp"] = "fsdp"
@@ -37,7 +45,7 @@ class Fsdp(Computing):
     """Give a block's gathered parameters up after the forward pass, and gather them again for the backward pass."""
 
 
-class DeepSpeed(Computing):
+class DeepSpeed(Engine, built_by="shoal.engines.deepspeed.engine:DeepSpeedEngine"):
     """DeepSpeed ZeRO."""
 
     kind: Literal["deepspeed"] = "deepspeed"
@@ -64,10 +72,11 @@ class DeepSpeed(Computing):
 Schedule = Literal["1f1b", "gpipe"]
 
 
-class Pipeline(Computing):
+class Pipeline(Engine, built_by="shoal.engines.pipeline.engine:PipelineEngine"):
     """Layers in consecutive blocks over several machines, each block's output feeding the next."""
 
     kind: Literal["pipeline"] = "pipeline"
+    reads_whole_batches = True
     micro_batches: PositiveInt = 4
     """Parts a batch is cut into, so that all blocks work at once."""
     schedule: Schedule = "1f1b"
@@ -79,10 +88,7 @@ class Pipeline(Computing):
     """Longest wait for a neighbour or a request."""
 
 
-class Collectives(Computing):
+class Collectives(Engine, built_by="shoal.engines.collectives:CollectivesEngine"):
     """A copy of the model in each process, which steps by itself; an all-reduce averages the copies at the end of each round of diloco."""
 
     kind: Literal["collectives"] = "collectives"
-
-
-Engine = Union[Single, Ddp, Fsdp, DeepSpeed, Pipeline, Collectives]

@@ -244,13 +244,13 @@ class HuggingFace(Model, built_by="shoal.models.huggingface.model:players"):
     """Fine-tune with LoRA; null: train all weights."""
 
 
-class LiveModel(Model, built_by="shoal.models.build:only_its_program"):
+class LiveModel(Model, built_by="shoal.models.build:refuse_live_model"):
     """A network that a Python program brings along: `shoal.train(model=…)`."""
 
     kind: Literal["live"] = "live"
 
 
-class FactoryModel(Model, built_by="shoal.models.build:only_its_program"):
+class FactoryModel(Model, built_by="shoal.models.build:refuse_live_model"):
     """A network that a Python function makes."""
 
     kind: Literal["factory"] = "factory"

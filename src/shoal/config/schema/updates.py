@@ -61,7 +61,7 @@ class TernaryCodec(Codec, built_by="shoal.updates.codecs.ternary:ternary"):
     """What rounding lost is added to the next update."""
 
 
-class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopK"):
+class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopKCoder"):
     """Only the largest values."""
 
     kind: Literal["topk"] = "topk"

@@ -54,7 +54,7 @@ from shoal.protocol.messages import Contribute
 from shoal.updates import codecs
 from shoal.updates.answer_frames import digest
 from shoal.updates.episodes import EpisodeRows
-from shoal.updates.expert_subsets import Experts, Part, mean_of_reports, mean_over_holders, size_of
+from shoal.updates.expert_subsets import ExpertIds, HolderVector, mean_of_reports, mean_over_holders, size_of
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
 from shoal.updates.rules import aggregation
 
@@ -117,12 +117,12 @@ class ReplayedState:
             return float(self.state.upstream["step"])
         return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
 
-    def decode(self, frames: Frames, number: int = 0, experts: Experts = ()) -> tuple[Tensor, Tensor]:
+    def decode(self, frames: Frames, number: int = 0, experts: ExpertIds = ()) -> tuple[Tensor, Tensor]:
         """The update and the buffers in a contribution to a round, of these experts. Raises UpdateError."""
         vector, buffers = self._decode_both(frames, number, experts, self.learner.buffers.numel())
         return vector, buffers if self.plan.experts is None else self.plan.experts.checked(buffers)
 
-    def _decode_both(self, frames: Frames, number: int, experts: Experts, extra: int) -> tuple[Tensor, Tensor]:
+    def _decode_both(self, frames: Frames, number: int, experts: ExpertIds, extra: int) -> tuple[Tensor, Tensor]:
         """`extra`: numbers beside the update."""
         span = self.plan.span(number)
         size = self.learner.vector.numel() if span is None else span[1] - span[0]
@@ -136,7 +136,7 @@ class ReplayedState:
             vector = self._decode(size, body)
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
 
-    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
+    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: ExpertIds = ()) -> tuple[Tensor, Tensor]:
         """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
         intake = self.plan.intake
         if intake is None:
@@ -224,7 +224,7 @@ class ReplayedState:
         loads = [] if blocks is None or blocks.loads_at is None else [(blocks.loads_at, len(blocks.spans_X))]
         return sorted(loads + ([] if episodes is None else [(episodes.at, episodes.rows * episodes.width)]))
 
-    def _decode_as_formerly(self, frames: Frames, number: int, experts: Experts, added: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    def _decode_as_formerly(self, frames: Frames, number: int, experts: ExpertIds, added: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Read a record of an earlier version, with nothing in the place of what was not told then."""
         extra = self.learner.buffers.numel() - sum(count for _, count in added)
         vector, buffers = self._decode_both(frames, number, experts, extra)
@@ -444,7 +444,7 @@ class ReplayedState:
         assert blocks is not None
         unmoved = vector.clone() if self.averages else torch.zeros_like(vector)
         loads = None if blocks.cap is None else torch.stack([blocks.loads_of(one.buffers) for one in held])
-        return mean_over_holders(blocks, [Part(one.vector, one.experts) for one in held], weights, unmoved, loads)
+        return mean_over_holders(blocks, [HolderVector(one.vector, one.experts) for one in held], weights, unmoved, loads)
 
     def _experts(self, held: list[HeldContribution]) -> ExpertBlocks | None:
         """Where the experts lie in contributions to a round."""

@@ -51,7 +51,7 @@ class Folder:
         return (self.path / name).read_bytes()
 
 
-class Zip:
+class ZipFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._opened: tuple[int, zipfile.ZipFile] | None = None
@@ -75,7 +75,7 @@ class Zip:
         return {"path": self.path, "_opened": None}
 
 
-class Layout(NamedTuple):
+class ImageLayout(NamedTuple):
     """The images of a store, sorted into those to learn from and those held out."""
 
     train: list[str]
@@ -92,7 +92,7 @@ class Layout(NamedTuple):
         return np.asarray([number[PurePosixPath(name).parts[self.depth]] for name in names], np.int64)
 
 
-def find_images(store: Store) -> Layout:
+def find_images(store: Store) -> ImageLayout:
     """The images of a store in the order of their names, split and labelled as its folders say."""
     everything = store.names()
     names = sorted(name for name in everything if _is_image(name))
@@ -104,10 +104,10 @@ def find_images(store: Store) -> Layout:
     apart = in_folder if by_folder else _partition(store, everything)
     held_out = [name for name in names if name in apart or PurePosixPath(name).name in apart]
     without = set(held_out)
-    return _labelled(Layout([name for name in names if name not in without], held_out, depth=int(by_folder)))
+    return _labelled(ImageLayout([name for name in names if name not in without], held_out, depth=int(by_folder)))
 
 
-def _labelled(layout: Layout) -> Layout:
+def _labelled(layout: ImageLayout) -> ImageLayout:
     """Add the names of the classes, if all images are in sub-folders and there are several of these."""
     parts = [PurePosixPath(name).parts for name in layout.train + layout.held_out]
     classes = {folders[layout.depth] for folders in parts if len(folders) > layout.depth + 1}
@@ -153,7 +153,9 @@ class Decoder:
         return self._shape
 
 
-def image_samples(store: Store, layout: Layout, names: Sequence[str], target: Target, like: tuple[int, ...] | None = None) -> ImageSamples:
+def image_samples(
+    store: Store, layout: ImageLayout, names: Sequence[str], target: Target, like: tuple[int, ...] | None = None
+) -> ImageSamples:
     """The images in memory; if they take more than a gigabyte, they are decoded when asked for. `like` is the shape they must have."""
     labels = layout.labels(names)
     target = target._replace(channels=like[0] if like else target.channels or _channels(store, names))

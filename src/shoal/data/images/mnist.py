@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shoal.config import Run
 from shoal.config.schema.data import Mnist
 from shoal.data.download import fetch
-from shoal.data.hub.dataset import Request
+from shoal.data.hub.dataset import DataRequest
 from shoal.data.images.samples import Target, from_pixels, image_data
 from shoal.data.interfaces import Data, Progress
 from shoal.errors import ShoalError
@@ -32,7 +32,7 @@ CLASSES = 10
 _IMAGES, _LABELS = 0x803, 0x801
 
 
-def load_mnist(source: Mnist, run: Run, request: Request) -> Data:
+def load_mnist(source: Mnist, run: Run, request: DataRequest) -> Data:
     folder = Path(source.path).expanduser()
     files = {name: _find(folder, name, request.progress) for name in FILES}
     target = Target.of(run)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.data.batch_source import shuffled
-from shoal.data.interfaces import Batch, Indices, Reader, Samples, State, Stream, as_index
+from shoal.data.batch_source import epoch_order
+from shoal.data.interfaces import Batch, Indices, Samples, SampleStream, State, StreamReader, as_index
 from shoal.data.retrieval.finder import Finder, texts_of
 from shoal.data.text.context_text import Origins
 
@@ -23,7 +23,7 @@ class Known(Samples, Protocol):
     def origins(self) -> Origins: ...
 
 
-class ReadingSamples:
+class RetrievalSamples:
     """Samples in memory. A sample's passages are found when it is first asked for, and remembered, by all processes that load ahead:
     a long text need not wait until all of them are found, and no epoch finds them again. Of a pair of answers each side finds its own."""
 
@@ -39,7 +39,7 @@ class ReadingSamples:
         return len(self.inner)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        return shuffled(self.inner, seed, epoch)
+        return epoch_order(self.inner, seed, epoch)
 
     def batch(self, indices: Indices) -> Batch:
         index = as_index(indices)
@@ -65,13 +65,13 @@ def _side_of(batch: Batch, side: str) -> Batch:
     return {name.removeprefix(side): value for name, value in batch.items() if name.startswith(side)}
 
 
-class ReadingStream:
+class RetrievalStream:
     """A stream whose passages are found while its batches are put together."""
 
-    def __init__(self, inner: Stream, finder: Finder) -> None:
+    def __init__(self, inner: SampleStream, finder: Finder) -> None:
         self.inner, self.finder = inner, finder
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         return self.inner.read(shard=shard, seed=seed, epoch=epoch, state=state)
 
     def collate(self, samples: Sequence[Any]) -> Batch:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.interfaces import Batch, Reader, State, Stream
+from shoal.data.interfaces import Batch, SampleStream, State, StreamReader
 
 _DRAWS = 1024
 
@@ -16,11 +16,11 @@ _DRAWS = 1024
 class MixedStream:
     """A mixture of streams. An epoch ends when each has been read through once; those that end sooner begin again."""
 
-    def __init__(self, streams: Sequence[Stream], shares: NDArray[np.float64]) -> None:
+    def __init__(self, streams: Sequence[SampleStream], shares: NDArray[np.float64]) -> None:
         self.streams = list(streams)
         self.shares = shares
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         return MixedReader(self, shard, seed, epoch, state)
 
     def collate(self, samples: Sequence[Any]) -> Batch:
@@ -85,7 +85,7 @@ class MixedReader:
         self._readers[part] = self._open(part, None)
         self._bounds = self._reckon()
 
-    def _open(self, part: int, state: State | None) -> Reader:
+    def _open(self, part: int, state: State | None) -> StreamReader:
         # A pass of its own gets an order of its own.
         seed = self._seed + 7919 * self._passes[part]
         return self._mixture.streams[part].read(shard=self._shard, seed=seed, epoch=self._epoch, state=state)

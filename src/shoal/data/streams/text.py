@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shoal.data.interfaces import IGNORED, Batch, Reader, State
+from shoal.data.interfaces import IGNORED, Batch, State, StreamReader
 from shoal.data.text.context_text import contexts_of
 from shoal.data.text.documents import Document, Documents, Position
 from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
         return isinstance(number, int) and number < self.below and number % self.every == self.first
 
 
-class Place(NamedTuple):
+class DocumentPosition(NamedTuple):
     """A place between two documents: the reader's position, the number of the next document, and of the next one to learn from."""
 
     position: Position = None
@@ -60,7 +60,7 @@ class TextStream:
         self.held_out = held_out
         self.max_samples = max_samples
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         return ShuffledReader(self, shard, [seed, epoch], state)
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
@@ -84,9 +84,9 @@ class SampleReader:
         self._quota = None if quota is None else quota // count + (index < quota % count)
         self._taken = state["taken"] if state else 0
         self._used = state["used"] if state else 0
-        self._place = Place(*state["place"]) if state else Place()
+        self._place = DocumentPosition(*state["place"]) if state else DocumentPosition()
         self._groups = self._encoded(stream)
-        self._queue: deque[tuple[Place, Any]] = deque()
+        self._queue: deque[tuple[DocumentPosition, Any]] = deque()
 
     def __iter__(self) -> SampleReader:
         return self
@@ -117,7 +117,7 @@ class SampleReader:
         self._queue.extend(group)
         return True
 
-    def _encoded(self, stream: TextStream) -> Iterator[list[tuple[Place, Any]]]:
+    def _encoded(self, stream: TextStream) -> Iterator[list[tuple[DocumentPosition, Any]]]:
         """Documents in groups, since many at once are tokenised faster. Moves the place to the end of each group."""
         documents = self._documents(stream)
         while group := list(islice(documents, _GROUP)):
@@ -129,13 +129,13 @@ class SampleReader:
             yield [(before, self._take_in(one)) for (before, _, _), one in zip(group, tokens, strict=True)]
         self._place = self._last
 
-    def _documents(self, stream: TextStream) -> Iterator[tuple[Place, Document, Place]]:
+    def _documents(self, stream: TextStream) -> Iterator[tuple[DocumentPosition, Document, DocumentPosition]]:
         """The documents of this shard, each with the places before and after it."""
         index, count = self._shard
         before = self._last = self._place
         for document, position in stream.documents.read(before.position):
             held = before.number in stream.held_out
-            after = self._last = Place(position, before.number + 1, before.learned + (not held))
+            after = self._last = DocumentPosition(position, before.number + 1, before.learned + (not held))
             if not held and before.learned % count == index:
                 yield before, document, after
             before = after

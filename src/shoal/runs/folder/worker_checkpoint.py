@@ -18,8 +18,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from shoal.worker.interfaces import World
-from shoal.worker.session import Seated
-from shoal.worker.worker_state import Beginning, HalfRound
+from shoal.worker.session import SeatAssigned
+from shoal.worker.worker_state import PartialRound, RoundStart
 
 HALF = "half-round"
 
@@ -135,13 +135,13 @@ class WorkerCheckpoints:
         every = self.occasions.every_steps
         return every - step % every if every and self.halves is not None else sys.maxsize
 
-    def save_half(self, half: HalfRound | None, residual: Tensor | None) -> None:
+    def save_half(self, half: PartialRound | None, residual: Tensor | None) -> None:
         """Keep how things stand after this step, in place of what was kept before. The first process knows how far the worker is."""
         assert self.halves is not None
         whole = {"half": None if half is None else half._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
         self._write(self.halves, self.engine.step_count, self._state(residual) | whole)
 
-    def half_round(self, begins: Beginning) -> HalfRound | None:
+    def half_round(self, begins: RoundStart) -> PartialRound | None:
         """What is of no use any more is deleted, with a word about it."""
         found = self._read_half()
         if found is None:
@@ -156,7 +156,7 @@ class WorkerCheckpoints:
         self.forget_half()
         return None
 
-    def _why_useless(self, half: HalfRound, found: Checkpoint, begins: Beginning) -> str:
+    def _why_useless(self, half: PartialRound, found: Checkpoint, begins: RoundStart) -> str:
         if found.state["shape"] != self.occasions.shape:
             return "settings have changed"
         if half.was_taken(begins):
@@ -204,10 +204,10 @@ class WorkerCheckpoints:
             shutil.rmtree(self.halves.folder, ignore_errors=True)
 
 
-def _half_of(kept: Any) -> HalfRound | None:
+def _half_of(kept: Any) -> PartialRound | None:
     """What a file says of how far a worker was; None: it says something else."""
     try:
         version, weights, place = kept["began"]
-        return HalfRound(**kept | {"began": Beginning(version, weights, Seated(*place)), "place": Seated(*kept["place"])})
+        return PartialRound(**kept | {"began": RoundStart(version, weights, SeatAssigned(*place)), "place": SeatAssigned(*kept["place"])})
     except (TypeError, KeyError, ValueError):
         return None

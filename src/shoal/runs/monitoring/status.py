@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.history import History
 from shoal.runs.monitoring.recorder import Members, Recorder
-from shoal.strategies import Length
+from shoal.strategies import RunLength
 
 FILE = "status.json"
 SCHEMA = 2
@@ -46,7 +46,7 @@ class Coordinated(Protocol):
     directory: RunDirectory
     coordinator: Coordinator
     recorder: Recorder
-    length: Length
+    length: RunLength
     board: LeaseDatabase | None
 
     def members(self) -> Members: ...

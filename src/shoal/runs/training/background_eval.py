@@ -16,8 +16,6 @@ from shoal.engines import SingleEngine
 from shoal.errors import ShoalError, out_of_memory
 from shoal.runs.build_run import RunParts, sample_writer
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.rlhf.rollouts import RolloutFeed
-from shoal.tasks.policy_gradient import PolicyGradient
 
 _NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers have on it: from now on it is done on the CPU"
 
@@ -29,12 +27,10 @@ class BackgroundEvaluator:
     """Evaluates copies of the weights beside everything else, so that no worker waits for it, where workers would compute here."""
 
     def __init__(self, parts: RunParts, batches: Callable[[], Any], directory: RunDirectory, device: torch.device, step_name: str) -> None:
-        self.batches, self.directory, self.device, self.step_name = batches, directory, device, step_name
-        self.task, feed = copy.deepcopy(parts.engine.task), parts.feed
-        if isinstance(feed, RolloutFeed) and isinstance(self.task, PolicyGradient):
-            feed = feed.beside(self.task)
-            self.batches = feed.judged
-        self.parts = parts._replace(feed=feed)
+        self.directory, self.device, self.step_name = directory, device, step_name
+        self.task = copy.deepcopy(parts.engine.task)
+        self.parts = parts._replace(feed=parts.feed.for_copy(self.task))
+        self.batches = self.parts.feed.evaluation_batches(batches) or batches
         self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
         self._engine: SingleEngine | None = None
         self._waiting: deque[tuple[int, dict[str, Tensor], bool]] = deque()

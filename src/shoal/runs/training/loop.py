@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shoal.data import Feed
 from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint
 from shoal.runs.monitoring.recorder import INTERRUPTED, STOPPED_EARLY, Recorder
 from shoal.tasks import Batch
-from shoal.worker.interfaces import Feed
 
 
 class _Interrupted(Exception):
@@ -59,7 +59,7 @@ class TrainingLoop:
     @property
     def _epochs_are_over(self) -> bool:
         """Whether a stream was read as often as the run is to read it. How many steps that takes is not known beforehand."""
-        epochs = getattr(self.feed, "epochs", self.run.training.epochs)  # a feed that makes its own batches knows how often
+        epochs = self.run.training.epochs if self.feed.epochs is None else self.feed.epochs
         if epochs is None or self.feed.batches_per_epoch is not None:
             return False
         return self.feed.epoch + self.feed.at_epoch_end >= epochs
@@ -81,7 +81,7 @@ class TrainingLoop:
 
     def more_figures(self) -> dict[str, float]:
         """What the feed has found out about its own batches, where it makes them itself."""
-        return dict(getattr(self.feed, "figures", {}))
+        return dict(self.feed.figures)
 
     def totals(self) -> dict[str, int]:
         return {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace
-from shoal.data import kept_fingerprint
+from shoal.data import local_fingerprint
 from shoal.engines import World, choose_device, cuda_graph, enter
 from shoal.engines.pipeline.engine import PipelineEngine
 from shoal.engines.precision import fp8
@@ -30,7 +30,6 @@ from shoal.runs.folder.checkpoint import Checkpoint, copy_to_all, find_checkpoin
 from shoal.runs.folder.run_directory import ReadOnlyDirectory, RunDirectory
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.training.loop import TrainingLoop
 
@@ -43,7 +42,7 @@ def prepare(
     reporters: list[Reporter],
     progress: Progress | None = None,
     here: RankPlace | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> TrainingLoop:
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
     run = loaded.run
@@ -54,7 +53,7 @@ def prepare(
     world = enter(here, device) if here else None
     own = Path(run_dir or run.output_dir)
     directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)
-    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
+    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, live=live)
     if directory is not None and checkpoint is not None and parts.engine.world.first:
         expect_same_data(directory, parts.data)
     if directory is None:
@@ -102,13 +101,9 @@ def _loop(
         write_data_info(directory, parts.data)
         save_initial_weights(run, parts.engine.task.players, directory.path)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
-    judged = held_out_batches(run, parts.data.eval)
+    judged = parts.feed.evaluation_batches(held_out_batches(run, parts.data.eval))
     loop = TrainingLoop(recorder, parts.engine, parts.feed, judged, sample_writer(parts, directory))
-    if isinstance(parts.feed, RolloutFeed):
-        parts.feed.warn = warn_reporters(reporters)
-        if checkpoint is None and parts.feed.starts_at_random:
-            parts.feed.warn("rlhf.policy is not given: the policy starts from random weights")
-        loop.held_out = parts.feed.judged if parts.feed.held_out and run.evaluation.strategy != "never" else None
+    parts.feed.start(warn_reporters(reporters), new=checkpoint is None)
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
     elif start is not None:
@@ -150,7 +145,7 @@ def _first_decides(world: World | None, decide: Callable[[], Beginning], own: Pa
 
 def _expect_the_same_data(world: World, parts: RunParts) -> None:
     """Machines that share no folder have data of their own. Raises ShoalError where it is not the same."""
-    first, *others = world.texts(str(kept_fingerprint(parts.data)))
+    first, *others = world.texts(str(local_fingerprint(parts.data)))
     wrong = [rank for rank, one in enumerate(others, 1) if one != first]
     if wrong:
         raise ShoalError(

@@ -15,7 +15,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.runs.monitoring.prometheus import Metric, Sample, exposition
 from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, prompt_ids
@@ -102,7 +102,7 @@ class Api:
             loop.call_soon_threadsafe(done.set)
             return True
 
-        job = GenerationJob([0], 1, Draws(0, [0]), on_event, Warp(0.0), deadline=self.engine.clock() + _READY_S)
+        job = GenerationJob([0], 1, TokenDraws(0, [0]), on_event, Warp(0.0), deadline=self.engine.clock() + _READY_S)
         try:
             numbers = self.engine.submit(job)
         except QueueFullError:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from shoal import data
-from shoal.models.generation.decoding import Draws, Penalties, Warp, warp_of
+from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
 from shoal.serve.api.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from shoal.serve.batching import BatchingEngine, EndReason, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
 from shoal.serve.load_model import ServedModel
@@ -132,10 +132,10 @@ class Generation:
         return GenerationJob(
             ids,
             answer_length(request, settings.max_new_tokens, len(ids), self.engine.backend.longest),
-            Draws(request.seed, ids, choice),
+            TokenDraws(request.seed, ids, choice),
             ChoiceDecoder(index, data.StreamedText(self.served.tokenizer, ids), StopWordFilter(words), self._deliver),
             warp_for(request, self.served),
-            Penalties(
+            LogitPenalties(
                 settings.decoding.repetition_penalty if repetition is None else repetition,
                 request.presence_penalty,
                 request.frequency_penalty,

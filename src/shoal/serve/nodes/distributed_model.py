@@ -15,8 +15,9 @@ from shoal.config.environment import state_folder
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp, choose
-from shoal.models.kernels.cpu_packing import pack
-from shoal.models.stages import ends_of, fill, layer_parameters, needed
+from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.models.split_model import layer_parameters, make_ends
+from shoal.models.stages import load_tensors, required_tensors
 from shoal.runs.invitation import Invitation, listen
 from shoal.serve.backend import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
 from shoal.serve.batching import moving_average
@@ -46,14 +47,14 @@ class DistributedModel(Pipeline):
             raise ShoalError("a model that reads passages, a context or its memory is served by one machine: --nodes 1")
         if served.described is None:
             raise ShoalError("this model cannot be made on other machines; --nodes 1 serves it from this one alone")
-        tensors, own = served.tensors or WeightStore(served.model.state_dict()), served.adopted
+        tensors, own = served.tensors or WeightStore(served.model.state_dict()), served.gpt_conversion
         get = tensors.get if own is None else lambda name: own.tensor(name, tensors.get)
-        ends = ends_of(served.model)
+        ends = make_ends(served.model)
         if any(parameter.is_meta for parameter in ends.parameters()):
-            fill(ends, {name: get(name).to(like.dtype) for name, like in needed(ends).items()})
+            load_tensors(ends, {name: get(name).to(like.dtype) for name, like in required_tensors(ends).items()})
         if served.run is not None:  # the server's own layers follow to the same device
             ends.to(choose_device(served.run.training.device))
-        pack(ends, free_memory())
+        pack_matrices(ends, free_memory())
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens
         forgets = getattr(served.model, "joins_rows", True)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.kernels.cpu_packing import pack
-from shoal.models.stages import Stage, fill, needed, stage_of
+from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.models.split_model import make_stage
+from shoal.models.stages import ModelStage, load_tensors, required_tensors
 from shoal.serve.kv_caches import KvCaches
 
 _SHARE_OF_MEMORY = 0.8
@@ -31,7 +32,7 @@ class LayerRange(NamedTuple):
 class LoadedLayers(NamedTuple):
     """Layers that are here, and the caches of their requests."""
 
-    stage: Stage
+    stage: ModelStage
     caches: KvCaches
 
 
@@ -64,11 +65,11 @@ class LayerHost:
         return sum(parameter.numel() for parameter in self.held[place].stage.parameters())
 
     def _load(self, place: LayerRange) -> LoadedLayers:
-        stage = stage_of(self.skeleton(), *place).eval()
+        stage = make_stage(self.skeleton(), *place).eval()
         if any(parameter.is_meta for parameter in stage.parameters()):
-            fill(stage, {name: self._loaded(name, like) for name, like in needed(stage).items()})
+            load_tensors(stage, {name: self._loaded(name, like) for name, like in required_tensors(stage).items()})
         stage.to(self.device)
-        pack(stage, free_memory())
+        pack_matrices(stage, free_memory())
         return LoadedLayers(stage, KvCaches(stage.new_cache, stage.joins_rows, self.device))
 
     def _loaded(self, name: str, like: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class LayerHost:
 
     def drop(self, place: LayerRange) -> None:
         self.held.pop(place, None)
-        names = {name for held in self.held.values() for name in needed(held.stage)}
+        names = {name for held in self.held.values() for name in required_tensors(held.stage)}
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     @torch.inference_mode()
@@ -125,7 +126,7 @@ class LayerHost:
         """Seconds that this machine takes for one token of so many requests in one layer."""
         place, requests = LayerRange(0, 1), [-1 - row for row in range(rows)]
         self.hold(place)
-        x_BLD = torch.zeros(rows, 1, width, dtype=next(iter(needed(self.held[place].stage).values())).dtype)
+        x_BLD = torch.zeros(rows, 1, width, dtype=next(iter(required_tensors(self.held[place].stage).values())).dtype)
         taken = []
         for position in range(_MEASURED):
             start = time.perf_counter()

@@ -13,9 +13,9 @@ from torch import Tensor
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.models.huggingface.as_gpt import adopted
+from shoal.models.huggingface.as_gpt import gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
-from shoal.models.stages import skeleton
+from shoal.models.stages import without_weights
 
 
 class DataShape(NamedTuple):
@@ -40,7 +40,7 @@ def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
     run, vocab_size = loaded.run, int(model["vocab_size"])
 
     def make() -> Any:
-        with skeleton():
+        with without_weights():
             return run.model.builder()(run.model, run, DataShape(vocab_size))["model"]
 
     return make, get
@@ -48,7 +48,7 @@ def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
 
 def _computed(model: HuggingFace, get: Get) -> tuple[Callable[[], Any], Get]:
     """By our own layers where they can, else by the model's."""
-    own = adopted(model)
+    own = gpt_conversion(model)
     return (lambda: model, get) if own is None else (own.make, lambda name: own.tensor(name, get))
 
 
@@ -58,7 +58,7 @@ def _hugging_face(config: str) -> HuggingFace:
     except ImportError as error:
         raise ShoalError("models of kind huggingface need transformers: pip install 'shoal[hf]'") from error
     makers: Any = transformers.AutoModelForCausalLM
-    with skeleton():
+    with without_weights():
         inner = makers.from_config(transformers.AutoConfig.for_model(**json.loads(config)), dtype=torch.float32)
     return HuggingFace(inner)
 

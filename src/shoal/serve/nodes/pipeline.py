@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import mask_of_rows
-from shoal.models.stages import Ends
+from shoal.models.stages import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
 from shoal.serve.batching import ForwardBatch, MachineStatus
 from shoal.serve.nodes.in_flight import ActiveRequest, InFlightBatch, PendingForward, select_rows
@@ -41,7 +41,7 @@ class Pipeline:
     """Machines, routes, requests and what is under way. Any thread may call it."""
 
     def __init__(
-        self, ends: Ends, sizes: Sequence[int], *, expected: int, cache_tokens: int, forgets: bool, tell: Callable[[str], None]
+        self, ends: ModelEnds, sizes: Sequence[int], *, expected: int, cache_tokens: int, forgets: bool, tell: Callable[[str], None]
     ) -> None:
         """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, this one counted; `cache_tokens`: how
         many tokens the caches must have room for; `forgets`: whether a cache can forget its last tokens."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.layer_split import MachineSpec, split
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 
 HERE = "server"
@@ -75,8 +75,8 @@ class NodeState:
     stay: int = 0
     """Tells a machine from one that was here before under its name."""
 
-    def hands(self) -> Hands:
-        return Hands(1 / self.layer_s, self.memory_bytes, self.fixed_s)
+    def hands(self) -> MachineSpec:
+        return MachineSpec(1 / self.layer_s, self.memory_bytes, self.fixed_s)
 
     def stop(self, first: int, last: int) -> RouteStage:
         return RouteStage(self.name, first, last, self.stay)

@@ -57,7 +57,7 @@ class Coder:
         return None
 
 
-class Dense(Protocol):
+class PackedVector(Protocol):
     """An encoded vector that can be written and read block by block."""
 
     @classmethod
@@ -73,10 +73,10 @@ class Dense(Protocol):
     def frames(self) -> Frames: ...
 
 
-class Blockwise(Coder):
+class BlockwiseCoder(Coder):
     """A codec that sends every number: it works on blocks that fit the cache, on several of them at once."""
 
-    def __init__(self, dense: type[Dense]) -> None:
+    def __init__(self, dense: type[PackedVector]) -> None:
         self.dense = dense
 
     def encode(self, values: Floats, lost: Floats | None) -> Frames:
@@ -108,7 +108,7 @@ def expect_finite(block: Floats) -> None:
         raise UpdateError("values: a number that is not finite")
 
 
-def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: int) -> None:
+def _pack(packed: PackedVector, values: Floats, lost: Floats | None, start: int, end: int) -> None:
     if lost is None:
         return packed.pack(values[start:end], start, end)
     wanted = lost[start:end]
@@ -119,12 +119,12 @@ def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: i
     wanted -= sent
 
 
-def _unpack(packed: Dense, out: Floats, start: int, end: int) -> None:
+def _unpack(packed: PackedVector, out: Floats, start: int, end: int) -> None:
     packed.unpack(start, end, out)
     expect_finite(out)
 
 
-def _add(packed: Dense, target: Floats, scale: float, start: int, end: int) -> None:
+def _add(packed: PackedVector, target: Floats, scale: float, start: int, end: int) -> None:
     block = scratch(end - start)
     packed.unpack(start, end, block)
     block *= scale

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shoal.data.text.tokenizers.interface import Ids
 
 
-class Foreign(ABC):
+class LibraryBasedTokenizer(ABC):
     """A tokenizer whose vocabulary is a library's: its end-of-text token, where it has one, stands between documents."""
 
     eos_id: int | None

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.text.tokenizers.base import Foreign
+from shoal.data.text.tokenizers.base import LibraryBasedTokenizer
 from shoal.data.text.tokenizers.interface import Ids
 
 
-class PretrainedTokenizer(Foreign):
+class PretrainedTokenizer(LibraryBasedTokenizer):
     """A tokenizer of the transformers library. Special tokens are never added; they are found where they stand in a text."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:

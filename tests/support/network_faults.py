@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
@@ -21,7 +20,8 @@ from shoal.coordinator.state import Event, RequestReceived, RunConcluded, RunPla
 from shoal.protocol.messages import PROTOCOL, Asked, Leave
 from shoal.strategies import Policies
 from shoal.updates import codecs
-from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
+from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 SIZE = 2
 LONGEST = 12
@@ -46,10 +46,10 @@ class Traveller:
 
     def __init__(self, name: str, life: int = 0) -> None:
         self.name, self.life = name, life
-        self.protocol = Protocol(name, {}, PROTOCOL, f"life {life}", patience_s=1e9, identity=nameplate(name))
+        self.protocol = WorkerSession(name, {}, PROTOCOL, f"life {life}", patience_s=1e9, identity=nameplate(name))
         self.protocol.ready = True
         self.seat, self.epoch, self.position, self.steps = -1, 0, 0, 0
-        self.unit: Unit | None = None
+        self.unit: LeasedUnit | None = None
         self.call = -1
         """What it waits for an answer to; -1: nothing."""
         self.answer: tuple[dict[str, Any], Any] | None = None
@@ -203,7 +203,7 @@ class World:
         """Tasks are cut from the same batches for all, whichever seat they are."""
         return value_of(seat if self.plan.tasks is None else 0, epoch, position)
 
-    def learn(self, worker: Traveller, unit: Unit) -> None:
+    def learn(self, worker: Traveller, unit: LeasedUnit) -> None:
         """A unit counts as its last batch does."""
         worker.unit, end = None, unit.start + unit.batches
         if worker.steps % 7 == 3:  # now and then it cannot be done, or somebody else may do it
@@ -232,11 +232,11 @@ class World:
             assert header.get("version", worker.seen) >= worker.seen, "versions never go back, whatever crashed"
             worker.seen = header.get("version", worker.seen)
         for event in worker.protocol.hear(header, frames):
-            if isinstance(event, Seated):
+            if isinstance(event, SeatAssigned):
                 worker.seat, worker.epoch, worker.position = event
-            elif isinstance(event, Unit):
+            elif isinstance(event, LeasedUnit):
                 worker.unit = event
-            elif isinstance(event, Receipt):
+            elif isinstance(event, ContributionReceipt):
                 # "ahead": the round waits for others, and holds as many of this worker as it takes
                 # "moved", "overtaken": nobody heard of it for long, and its task was given to another, which may have done its work
                 others = ("moved", "overtaken") if self.plan.tasks is not None else ()

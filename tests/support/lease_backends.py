@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from postgres_harness import Database
-from transport_harness import PATIENCE_S
-
 from shoal.coordinator.units.leases import PATIENCE_LEASES, GivenUp, Leases
 from shoal.transports.database_address import parse
 from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
 from shoal.transports.postgres.enrolment import own_access
+from tests.support.postgres_server import Database
+from tests.support.transport_harness import PATIENCE_S
 
 LEASE_S = 1000.0
 ATTEMPTS = 3

@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any
 
 import httpx
-from serving import small_model, small_served
 
 from shoal.serve.api.app import make_app
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.server import EngineThread
 from shoal.web.auth import AuthMiddleware
+from tests.support.small_service import small_model, small_served
 
 EXPECTED = {200, 400, 404, 413, 415, 429}
 PATHS = ("/v1/chat/completions", "/v1/completions")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_cluster import Numbers, contribution, strategy_of
 
 from shoal.config.schema.strategy import Async, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
@@ -26,7 +25,8 @@ from shoal.runs.folder.file_store import FileStore
 from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.updates import codecs
-from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
+from tests.support.small_cluster import Numbers, contribution, strategy_of
 
 TOKEN = new_token()
 LIMIT = 1_000_000
@@ -125,11 +125,11 @@ class Honest:
 
     def __init__(self, live: Live, name: str | None, identity: Identity | None = None, **options: Any) -> None:
         self.live, self.client = live, live.client(**options)
-        self.protocol = Protocol(name, {}, PROTOCOL, secrets.token_hex(4), identity=identity)
+        self.protocol = WorkerSession(name, {}, PROTOCOL, secrets.token_hex(4), identity=identity)
         self.protocol.ready = True
         self.place = (0, 0)
-        self.receipts: list[Receipt] = []
-        self.unit: Unit | None = None
+        self.receipts: list[ContributionReceipt] = []
+        self.unit: LeasedUnit | None = None
         """What it leased last."""
         self.say_all()
 
@@ -137,14 +137,14 @@ class Honest:
         while (question := self.protocol.question(time.monotonic())) is not None:
             answer = self.client.call(Message(header_of(question.asked), tuple(question.frames)), PATIENCE_S)
             for event in self.protocol.hear(answer.header, answer.frames):
-                if isinstance(event, Seated):
+                if isinstance(event, SeatAssigned):
                     self.place = event[1:]
-                elif isinstance(event, Receipt):
+                elif isinstance(event, ContributionReceipt):
                     self.receipts.append(event)
-                elif isinstance(event, Unit):
+                elif isinstance(event, LeasedUnit):
                     self.unit = event
 
-    def lease(self) -> Unit:
+    def lease(self) -> LeasedUnit:
         self.unit = None
         self.protocol.claim()
         self.say_all()

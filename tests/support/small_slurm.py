@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S
 from shoal.transports.addresses import free_port
+from tests.support.processes import HANG_S
 
 CONF = """\
 ClusterName=tiny

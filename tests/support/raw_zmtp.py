@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 import struct
 
-from transport_harness import PATIENCE_S
-
 from shoal.transports import addresses
+from tests.support.transport_harness import PATIENCE_S
 
 
 def plain_peer(address: str, token: str) -> socket.socket:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from postgres_harness import Database
 
 from shoal.transports import Client, Message, Request, Server, Unreachable, new_keys, new_token
 from shoal.transports.in_process import SCHEME, InProcessClient, InProcessServer
@@ -18,6 +17,7 @@ from shoal.transports.netem import PROFILES, Proxy
 from shoal.transports.postgres import PostgresClient, PostgresServer
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
+from tests.support.postgres_server import Database
 
 KINDS = ("in-process", "plain", "curve", "xmlrpc", "weather", "postgres")
 LIMIT = 10_000_000

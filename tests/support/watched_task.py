@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from shoal.config import Run
-from shoal.models.data_shapes import Shapes
+from shoal.models.data_shapes import DataShapes
 from shoal.plugins import Model, Task, builds
 from shoal.tasks import Batch, Loss, TaskInfo
 from shoal.tasks.classification import Classification
@@ -63,6 +63,6 @@ class Forgetful(Model):
 
 
 @builds(Forgetful)
-def forgetful(settings: Forgetful, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def forgetful(settings: Forgetful, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     pixels = int(np.prod(shapes.image_shape))
     return {"model": nn.Sequential(nn.Flatten(), nn.Linear(pixels, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, shapes.num_classes))}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
@@ -16,6 +15,7 @@ from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect
+from tests.support.processes import HANG_S
 
 DIGITS: dict[str, Any] = {
     "model": {"kind": "mlp", "hidden_sizes": [8]},

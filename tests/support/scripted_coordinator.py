@@ -13,10 +13,10 @@ from shoal.config.schema.updates import Codec, NoCodec, Updates
 from shoal.engines import StepResult
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL
-from shoal.worker.policies import LeasedUnits, OwnShard, Pulling
-from shoal.worker.producers import Gradients, UnitGradient
-from shoal.worker.sender import Answer, Courier, Lost
-from shoal.worker.session import Frames, Protocol
+from shoal.worker.policies import LeasedUnitPolicy, PullPolicy, ShardFeedPolicy
+from shoal.worker.producers import GradientContribution, UnitGradientContribution
+from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer, Sender
+from shoal.worker.session import Frames, WorkerSession
 from shoal.worker.worker import Worker, WorkerPolicies
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 3, "seat": 0, "epoch": 0, "position": 0, "last_seq": -1, "version": 0}
@@ -25,19 +25,19 @@ WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 3, "seat": 0,
 class Line:
     """Answers as a function says, and keeps a log of what was asked."""
 
-    def __init__(self, answer: Callable[[dict[str, Any], Frames], Answer]) -> None:
+    def __init__(self, answer: Callable[[dict[str, Any], Frames], CoordinatorAnswer]) -> None:
         self._answer, self.log = answer, list[dict[str, Any]]()
         self.woken = 0
         self.unwanted: set[int] = set()
 
-    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
         self.log.append(header)
         return self._answer(header, frames)
 
     def post(self, header: dict[str, Any], frames: Frames) -> bool:
         return False
 
-    def answer(self, timeout_s: float) -> Answer:
+    def answer(self, timeout_s: float) -> CoordinatorAnswer:
         raise AssertionError("nothing was posted")
 
     def wanted(self, unit: int) -> bool:
@@ -121,25 +121,25 @@ class Numbered(Feed):
         return batch
 
 
-def weights(version: int, value: torch.Tensor | float, **more: Any) -> Answer:
+def weights(version: int, value: torch.Tensor | float, **more: Any) -> CoordinatorAnswer:
     """All weights, with where the run stands."""
     vector = value if isinstance(value, torch.Tensor) else torch.full((3,), value)
     header = {"kind": "weights", "version": version, "step": 0.0, "most_lag": 9.0, "done": False, "weights": "full"}
-    return Answer(header | more, (frame_of(vector.clone().numpy()),))
+    return CoordinatorAnswer(header | more, (frame_of(vector.clone().numpy()),))
 
 
 def courier_of(
     line: Any, tell: Callable[[str], None] = lambda text: None, patience_s: float = 600.0, clock: Callable[[], float] = time.monotonic
-) -> Courier:
-    return Courier(line, Protocol("w", {}, PROTOCOL, "i", patience_s), tell, clock)
+) -> Sender:
+    return Sender(line, WorkerSession("w", {}, PROTOCOL, "i", patience_s), tell, clock)
 
 
 def worker_of(
     line: Line,
     engine: Engine,
     *,
-    contribution: Gradients | None = None,
-    pull: Pulling | None = None,
+    contribution: GradientContribution | None = None,
+    pull: PullPolicy | None = None,
     leased: bool = False,
     feed: Callable[[int, int, int], Any] = Feed,
     tell: Callable[[str], None] = lambda text: None,
@@ -150,7 +150,10 @@ def worker_of(
     courier = courier_of(line, tell, clock=stopped)
     courier.converse()
     policies = WorkerPolicies(
-        LeasedUnits() if leased else OwnShard(), contribution or (UnitGradient() if leased else Gradients()), pull or Pulling(), window
+        LeasedUnitPolicy() if leased else ShardFeedPolicy(),
+        contribution or (UnitGradientContribution() if leased else GradientContribution()),
+        pull or PullPolicy(),
+        window,
     )
     made: Any = engine
     return Worker(courier, made, feed, policies, Updates(codec=codec or NoCodec()), clock=stopped)
@@ -161,13 +164,13 @@ def stopped() -> float:
     return 0.0
 
 
-def scripted(answers: Iterator[Answer]) -> Callable[[dict[str, Any], Frames], Answer]:
+def scripted(answers: Iterator[CoordinatorAnswer]) -> Callable[[dict[str, Any], Frames], CoordinatorAnswer]:
     """One answer after the other; a lost connection when there are none left."""
 
-    def answer(header: dict[str, Any], frames: Frames) -> Answer:
+    def answer(header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         try:
             return next(answers)
         except StopIteration:
-            raise Lost("nobody is there") from None
+            raise ConnectionLostError("nobody is there") from None
 
     return answer

@@ -1,6 +1,6 @@
 """Functions of tests that run in several processes at once, each of which is one rank. `together(name, count)` returns what each found.
 
-This file is also what the processes run: `python ranks.py RESULT NAME …`, with the place in the environment.
+This file is also what the processes run: `python rank_processes.py RESULT NAME …`, with the place in the environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.generate import generate
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import Batch
 from shoal.tasks import build as build_task
 from shoal.tasks.answer_logprobs import Reference
@@ -354,7 +354,9 @@ def policy_feed(world: World | None, engine: dict[str, Any], rlhf: dict[str, Any
     device = choose_device(DEVICE, world.rank if world else 0)
     made = build(run, task, device, 8, world) if world else SingleEngine(run, task, device, 8)
     tokenizer = load_tokenizer("bytes")
-    asked = [Asked(tokenizer.encode(text)[-7:], text, context_ids=tuple(range(n)) if reads else ()) for n, text in enumerate(LETTERS)]
+    asked = [
+        RolloutPrompt(tokenizer.encode(text)[-7:], text, context_ids=tuple(range(n)) if reads else ()) for n, text in enumerate(LETTERS)
+    ]
 
     def score(answers: Any) -> list[float]:
         return [sum(letter < "a" for letter in one.text) / 5 for one in answers]
@@ -366,8 +368,8 @@ def policy_after(world: World | None, engine: str, rlhf: dict[str, Any]) -> dict
     """A policy that has learned from two rollouts, what it found out about them, and its answers to held-out prompts."""
     made, feed = policy_feed(world, json.loads(engine), rlhf)
     while feed.epoch + feed.at_epoch_end < 2:
-        made.step([next(feed) for _ in range(feed.pieces)])
-    judged = made.evaluate(feed.judged())
+        made.step([next(feed) for _ in range(feed.batches_per_step)])
+    judged = made.evaluate(feed.answers_to_held_out())
     return {"vector": made.vector.tolist(), "figures": feed.figures, "judged": judged, "position": feed.position}
 
 
@@ -515,5 +517,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

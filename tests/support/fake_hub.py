@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from commands import HANG_S
+from tests.support.processes import HANG_S
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

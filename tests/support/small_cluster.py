@@ -21,7 +21,7 @@ from shoal.coordinator.state import RequestReceived, RunPlan, Tick
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
 from shoal.strategies import Policies
 from shoal.updates import codecs
-from shoal.worker.session import Protocol
+from shoal.worker.session import WorkerSession
 
 RATE = 0.25
 
@@ -41,7 +41,7 @@ class Numbers:
 def strategy_of(settings: SyncPs | Edp | Async | DiLoCo | WorkUnits, expected: int = 1, *, polyak_alpha: float | None = None) -> Policies:
     """The policies of a strategy, as the strategies' own files pick them."""
     run: Any = SimpleNamespace(strategy=settings, updates=Updates(), training=Training(polyak_alpha=polyak_alpha))
-    return strategies.of(run, expected)
+    return strategies.policies_for(run, expected)
 
 
 def contribution(epoch: int, position: int, base: int, loss: float = 1.0, **other: Any) -> Contribute:
@@ -74,7 +74,7 @@ class FakeWorker:
     """A worker that speaks, and computes nothing."""
 
     def __init__(self, name: str | None, instance: str = "") -> None:
-        self.protocol = Protocol(name, {}, PROTOCOL, instance or f"instance of {name}", identity=nameplate(name))
+        self.protocol = WorkerSession(name, {}, PROTOCOL, instance or f"instance of {name}", identity=nameplate(name))
         self.epoch = self.position = 0
 
     @property

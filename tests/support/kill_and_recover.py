@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from commands import run_python
 from shoal.launch import forkserver
 from shoal.runs.worker_run import TransportConnection
 from shoal.transports.keys import key_from_text
-from shoal.worker.sender import Lost
+from shoal.worker.sender import ConnectionLostError
+from tests.support.processes import run_python
 
 CONFIG = """\
 dialect: shoal
@@ -155,7 +155,7 @@ class Victims:
         line = TransportConnection(self.invitation["address"], self.invitation["token"], self.invitation["key"])
         try:
             return bool(line.call({"kind": "heartbeat", "session": "nobody", "number": 1, "state": "probing"}, (), 5.0).header)
-        except Lost:
+        except ConnectionLostError:
             return None
         finally:
             line.close()
