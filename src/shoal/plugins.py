@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from shoal.data.images.samples import Target as ImageTarget
     from shoal.data.images.samples import from_pixels as from_pixels
     from shoal.data.images.samples import image_data as image_data
-    from shoal.data.interfaces import Data as Data
+    from shoal.data.loaded_data import Data as Data
     from shoal.data.text.documents import Document as Document
     from shoal.data.text.documents import InMemoryDocuments as Documents
     from shoal.data.text.documents import TextPart as TextPart
@@ -173,7 +173,7 @@ _IMPORTED_ON_USE = {
     "Coder": "shoal.updates.codecs.base.Coder",
     "ConnectOptions": "shoal.transports.interface.Call",
     "Contributions": "shoal.updates.rules.mixing.Contributions",
-    "Data": "shoal.data.interfaces.Data",
+    "Data": "shoal.data.loaded_data.Data",
     "DataRequest": "shoal.data.hub.dataset.DataRequest",
     "DataShapes": "shoal.models.data_shapes.DataShapes",
     "Discounted": "shoal.coordinator.policies.Discounted",

@@ -17,10 +17,12 @@ import torch
 
 from shoal.config.schema.data import Loader
 from shoal.data import Batch, ShardFeed
-from shoal.data.interfaces import Indices
+from shoal.data.interfaces import Indices, Samples
 from shoal.errors import ShoalError
 from shoal.python.train import train
 from tests.support.processes import HANG_S
+
+pytestmark = pytest.mark.whole
 
 PROGRAM = """
 import torch
@@ -39,7 +41,7 @@ if __name__ == "__main__":
 """
 
 
-class Pids:
+class Pids(Samples):
     """Samples that tell which process read them."""
 
     def __len__(self) -> int:

@@ -28,6 +28,8 @@ from shoal.runs.folder.checkpoint import read_checkpoint
 from shoal.strategies.run_length import alone as total_steps
 from tests.support.processes import HANG_S, Command, Done, run_python
 
+pytestmark = pytest.mark.whole
+
 CONFIG = """\
 dialect: shoal
 model: {kind: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, max_seq_len: 16, dropout: 0.0}

@@ -12,7 +12,7 @@ from tests.engines.test_several import alone, check_agreement, check_flat_view  
 from tests.support import rank_processes
 from tests.support.rank_processes import OFFLOADED, ZERO, needs_deepspeed
 
-pytestmark = needs_deepspeed
+pytestmark = [pytest.mark.whole, needs_deepspeed]
 
 
 @pytest.fixture(scope="module")

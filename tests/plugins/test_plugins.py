@@ -23,6 +23,8 @@ from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
 from tests.support.processes import HANG_S, Processes, processes_in
 
+pytestmark = pytest.mark.whole
+
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "plugins"
 MY_PARTS = (HERE / "my_parts.py").read_text(encoding="utf-8")

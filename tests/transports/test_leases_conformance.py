@@ -12,6 +12,8 @@ from shoal.coordinator.units.leases import NO_RESULT_IN_TIME, PATIENCE_LEASES, R
 from tests.support.lease_backends import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
 from tests.support.postgres_server import Database, PostgresProcess
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def whole_board(postgres: PostgresProcess) -> Iterator[PostgresKeeper]:

@@ -14,6 +14,8 @@ from shoal.transports.postgres.queries import damage
 from shoal.transports.postgres.store import Journal, Ledger, Snapshots
 from tests.support.postgres_server import Database
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture
 def server(database: Database) -> Iterator[PostgresServer]:

@@ -27,6 +27,8 @@ from shoal.transports.postgres.store import Journal
 from tests.support.postgres_server import Database, PostgresProcess, running
 from tests.support.transport_harness import PATIENCE_S, Calling, answering, call_until_answered, eventually, take
 
+pytestmark = pytest.mark.whole
+
 LARGE = bytes(range(256)) * 12_000
 Serve = Callable[[], PostgresServer]
 Enter = Callable[[], UnitDesk]

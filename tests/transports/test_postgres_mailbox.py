@@ -15,6 +15,8 @@ from shoal.transports.postgres.store import Journal
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S, Calling, answering, take
 
+pytestmark = pytest.mark.whole
+
 LARGE = bytes(range(256)) * 12_000
 
 

@@ -15,6 +15,8 @@ from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk, 
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S
 
+pytestmark = pytest.mark.whole
+
 TABLES = (
     *("roles", "coordinator", "run", "facts", "blobs", "parts", "flyers", "flyer_parts", "requests", "replies", "workers", "iterations"),
     *("units", "tallies", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),

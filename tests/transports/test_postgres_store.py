@@ -13,6 +13,8 @@ from shoal.transports.postgres.store import Journal, Ledger, Snapshots
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import take
 
+pytestmark = pytest.mark.whole
+
 LARGE = bytes(range(256)) * 12_000
 
 

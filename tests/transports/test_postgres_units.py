@@ -16,6 +16,8 @@ from shoal.transports.postgres.coordinator_connection import VACUUM_BYTES
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S, eventually, take
 
+pytestmark = pytest.mark.whole
+
 LIMIT = 10_000_000
 LARGE = bytes(range(256)) * 12_000
 

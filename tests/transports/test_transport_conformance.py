@@ -26,6 +26,8 @@ from tests.support.transport_harness import (
     take,
 )
 
+pytestmark = pytest.mark.whole
+
 HEADER = {
     "kind": "contribute",
     "number": 2**53,

@@ -19,6 +19,8 @@ from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, eventually, take
 
+pytestmark = pytest.mark.whole
+
 LIMIT = 10_000_000
 CLEAR = Profile(round_trip_ms=2, jitter_ms=0, loss=0, mbit_per_s=1000)
 

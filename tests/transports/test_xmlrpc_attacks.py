@@ -23,6 +23,8 @@ from shoal.transports.xmlrpc.server import MOST_CONNECTIONS
 from tests.support import malformed_messages
 from tests.support.transport_harness import PATIENCE_S, TOKEN, answering, eventually, resident_bytes
 
+pytestmark = pytest.mark.whole
+
 LIMIT = 100_000
 BOMB = b"""<?xml version="1.0"?><!DOCTYPE b [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>
 <methodCall><methodName>shoal.call</methodName><params><param><value>&b;</value></param></params></methodCall>"""

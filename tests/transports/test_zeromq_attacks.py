@@ -23,6 +23,8 @@ from tests.support import malformed_messages
 from tests.support.raw_zmtp import command, frame, plain_peer
 from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, answering, eventually, resident_bytes
 
+pytestmark = pytest.mark.whole
+
 LIMIT = 1_000_000
 
 

@@ -19,6 +19,8 @@ from shoal.launch.dashboard_process import dashboard
 from shoal.reporters.progress import JsonLines, progress_for
 from tests.support.processes import HANG_S
 
+pytestmark = pytest.mark.whole
+
 
 def write_run(path: Path, loss: float, seed: int) -> Path:
     path.mkdir(parents=True)

@@ -18,7 +18,7 @@ class DataSource(Part, noun="data source"):
         return "text"
 
 
-class Builtin(DataSource, built_by="shoal.data.builtin:load_builtin"):
+class Builtin(DataSource, built_by="shoal.data.load_data:load_builtin"):
     """Real data that comes with Python packages, so that everything runs with no download."""
 
     kind: Literal["builtin"] = "builtin"

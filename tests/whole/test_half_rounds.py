@@ -30,7 +30,7 @@ transport: {port: 0}
 coordinator: {heartbeat_interval_s: 100.0}
 cluster: {num_workers: 2}
 """
-PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+PLUGIN = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
 STREAMING = ("--set", "strategy.fragments=2", "--set", "strategy.overlap_steps=3")
 COLLECTIVES = ("--set", "engine.kind=collectives", "--set", "launch.devices_per_node=2")
 SHARDED = ("--set", "engine.kind=fsdp", "--set", "launch.devices_per_node=2")

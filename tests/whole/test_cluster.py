@@ -26,7 +26,7 @@ coordinator: {heartbeat_interval_s: 1.0}
 """
 PARAMETERS = 64 * 16 + 16 + 16 * 10 + 10
 LONG = ["--set", "training.epochs=1000"]
-PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+PLUGIN = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
 CONTRIBUTED = r"{}: .* [1-9]\d* accepted"
 """In the table of the workers, which comes with the first step, and then every few seconds."""
 

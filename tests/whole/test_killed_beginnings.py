@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for
 
-PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+PLUGIN = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
 CONFIG = """\
 dialect: shoal
 task: {kind: watched}

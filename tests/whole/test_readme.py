@@ -16,7 +16,7 @@ import yaml
 from shoal.cli.main import main
 from tests.support.processes import HANG_S
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 CONFIGURING = (ROOT / "docs" / "configuring.md").read_text(encoding="utf-8")

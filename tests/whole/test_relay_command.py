@@ -32,7 +32,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 def test_a_relay_that_is_killed_goes_on_and_every_batch_counts_once_on_both_levels(processes: Processes, tmp_path: Path) -> None:
     """Its workers hold the run up until it is killed: all of it takes two seconds."""
-    plugin = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+    plugin = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
     coordinator, (_, *command, _, _) = processes.coordinate("--host", "127.0.0.1", *plugin, "--set", "task.kind=watched")
     for name in ("here", "w2"):
         (tmp_path / f"{name}.wish").write_text("hold 12")

@@ -123,7 +123,7 @@ def test_who_joins_in_vain_is_told_why(processes: Processes, monkeypatch: pytest
 
 def test_the_notebook_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Only its processes come from the nursery, which has loaded the libraries already."""
-    notebook = json.loads((Path(__file__).parent.parent / "examples" / "classroom" / "worker.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads((Path(__file__).parents[2] / "examples" / "classroom" / "worker.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     with processes_in(tmp_path) as processes:
 
