@@ -86,9 +86,9 @@ class _Chunks(NamedTuple):
     """The most of them."""
 
     @classmethod
-    def of(cls, sight: LayerInputs, length: int, size: int) -> _Chunks:
-        ids_BL, past = sight.input_ids_BL, sight.past
-        real_BS = sight.real_BS
+    def of(cls, inputs: LayerInputs, length: int, size: int) -> _Chunks:
+        ids_BL, past = inputs.input_ids_BL, inputs.past
+        real_BS = inputs.real_BS
         if real_BS is None:
             real_BS = torch.ones(1, past + length, dtype=torch.bool, device=ids_BL.device).expand(len(ids_BL), -1)
         real_BS = real_BS.bool()
@@ -96,7 +96,7 @@ class _Chunks(NamedTuple):
         before_B = count_BS[:, past - 1] if past else torch.zeros_like(count_BS[:, 0])
         first_B, complete_B = before_B // size, count_BS[:, -1] // size - before_B // size
         place_BL = (count_BS[:, past:] - 1).clamp(min=0)
-        real_BL = None if sight.real_BS is None else real_BS[:, past:]
+        real_BL = None if inputs.real_BS is None else real_BS[:, past:]
         return cls(size, past, real_BS.long().argmax(1), place_BL, real_BL, first_B, complete_B, int(complete_B.max()))
 
     @property
@@ -152,37 +152,37 @@ class EpisodicMemory(StepState):
         self.register_buffer("labels_NT", torch.full((N, longest), IGNORED, dtype=torch.int32))
         self.register_buffer("importance_N", torch.full((N,), _EMPTY))
         self.register_buffer("powers_T", _powers(longest), persistent=False)
-        self.register_buffer("told_WR", torch.full((_SENT, 1 + 2 * longest + memory.vectors * width), _EMPTY), persistent=False)
+        self.register_buffer("received_WR", torch.full((_SENT, 1 + 2 * longest + memory.vectors * width), _EMPTY), persistent=False)
         self._seen: list[PendingEpisodes] = []
-        self._untold = self.told_WR[:0]
+        self._unreported = self.received_WR[:0]
 
     vectors_NVD: Tensor
     ids_NT: Tensor
     labels_NT: Tensor
     importance_N: Tensor
     powers_T: Tensor
-    told_WR: Tensor
+    received_WR: Tensor
     """A coordinator's episodes of its last round."""
 
     # --- recall --------------------------------------------------------------------------------------
 
     @not_compiled
     @torch.no_grad()
-    def recall(self, x_BLD: Tensor, sight: LayerInputs, cache: KeyValueCache | None) -> EncodedContext | None:
+    def recall(self, x_BLD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None) -> EncodedContext | None:
         """What there is to read from here on: the context, and what the chunks that are complete now recall."""
         if not self.reading or not bool((self.importance_N > _EMPTY).any()):
-            return sight.context
+            return inputs.context
         thread = cache.memory if cache is not None and cache.memory is not None else self._begin(x_BLD)
-        chunks = _Chunks.of(sight, x_BLD.shape[1], self.chunk_size)
-        codes_BL = self._codes(sight.input_ids_BL, chunks) + thread.code_B[:, None]
+        chunks = _Chunks.of(inputs, x_BLD.shape[1], self.chunk_size)
+        codes_BL = self._codes(inputs.input_ids_BL, chunks) + thread.code_B[:, None]
         sums_BUD = chunks.sums(x_BLD)
         sums_BUD[:, 0] += thread.sum_BD
         recalled = thread.recalled
         if chunks.complete:
             recalled = _appended(recalled, self._nearest(sums_BUD[:, : chunks.complete], codes_BL, chunks, x_BLD.dtype), chunks)
         merged = thread.merged
-        if merged[2] is None or merged[0] is not sight.context or merged[1] is not recalled:
-            merged = (sight.context, recalled, _joined(sight.context, recalled) or _nothing(x_BLD))
+        if merged[2] is None or merged[0] is not inputs.context or merged[1] is not recalled:
+            merged = (inputs.context, recalled, _joined(inputs.context, recalled) or _nothing(x_BLD))
         if cache is not None:
             cache.memory = RecallState(chunks.left(sums_BUD), codes_BL[:, -1], recalled, merged)
         return merged[2]
@@ -234,14 +234,14 @@ class EpisodicMemory(StepState):
     @torch.no_grad()
     def end_step(self) -> None:
         """Write down what all processes chose. All of them do the same."""
-        everybody = self._gathered(self._chosen())
+        of_all_ranks = self._gathered(self._chosen())
         self._seen = []
-        if not bool((everybody[0] > _EMPTY).any()):
+        if not bool((of_all_ranks[0] > _EMPTY).any()):
             return  # learning from answers only reads: see docs/mixtures.md
         self._fade()
-        self._write(everybody)
+        self._write(of_all_ranks)
         if self.reports:
-            self._remember_to_tell(*everybody)
+            self._queue_report(*of_all_ranks)
 
     def _fade(self) -> None:
         self.importance_N[self.importance_N > _EMPTY] *= _FADING
@@ -295,46 +295,46 @@ class EpisodicMemory(StepState):
         """The rows of all processes, in the order of their numbers."""
         gathered = []
         for values in own:
-            everybody = values.new_zeros(self.ranks, *values.shape)
-            everybody[self.rank] = values
-            gathered.append(self.total(everybody).flatten(0, 1))
+            of_all_ranks = values.new_zeros(self.ranks, *values.shape)
+            of_all_ranks[self.rank] = values
+            gathered.append(self.total(of_all_ranks).flatten(0, 1))
         return gathered
 
     # --- among many workers --------------------------------------------------------------------------
 
-    def _remember_to_tell(self, importance_W: Tensor, slot_W: Tensor, ids_WT: Tensor, labels_WT: Tensor, vectors_WVD: Tensor) -> None:
+    def _queue_report(self, importance_W: Tensor, slot_W: Tensor, ids_WT: Tensor, labels_WT: Tensor, vectors_WVD: Tensor) -> None:
         rows_WR = torch.cat([importance_W[:, None], ids_WT.float(), labels_WT.float(), vectors_WVD.flatten(1)], 1)
-        rows_WR = torch.cat([self._untold.to(rows_WR), rows_WR[(slot_W < 0) & (importance_W > 0)]])
-        self._untold = rows_WR[rows_WR[:, 0].argsort(descending=True, stable=True)[:_SENT]]
+        rows_WR = torch.cat([self._unreported.to(rows_WR), rows_WR[(slot_W < 0) & (importance_W > 0)]])
+        self._unreported = rows_WR[rows_WR[:, 0].argsort(descending=True, stable=True)[:_SENT]]
 
     def state(self) -> list[Tensor]:
-        return [self.told_WR] if self.reports else []
+        return [self.received_WR] if self.reports else []
 
     def take_movement(self) -> list[Tensor]:
         if not self.reports:
             return []
-        rows_WR = torch.full_like(self.told_WR, _EMPTY)
-        rows_WR[: len(self._untold)], self._untold = self._untold, self._untold[:0]
+        rows_WR = torch.full_like(self.received_WR, _EMPTY)
+        rows_WR[: len(self._unreported)], self._unreported = self._unreported, self._unreported[:0]
         return [rows_WR]
 
-    def gathered(self) -> list[Tensor]:
-        return [self._untold] if len(self._untold) else []
+    def pending(self) -> list[Tensor]:
+        return [self._unreported] if len(self._unreported) else []
 
-    def load_gathered(self, values: list[Tensor]) -> None:
-        self._untold = values[0] if values else self._untold[:0]
+    def load_pending(self, values: list[Tensor]) -> None:
+        self._unreported = values[0] if values else self._unreported[:0]
 
-    def follow(self, movement: list[Tensor]) -> None:
+    def apply_movement(self, movement: list[Tensor]) -> None:
         for rows_WR in movement:
-            self.told_WR.copy_(self._believable(rows_WR))
+            self.received_WR.copy_(self._believable(rows_WR))
             self._fade()
-            self.hear()
+            self.on_state_loaded()
 
-    def hear(self) -> None:
+    def on_state_loaded(self) -> None:
         """Write down the episodes that were told. Their vectors are of other weights by now, as those of all episodes are."""
         if not self.reports:
             return
         T, vectors_NVD = self.ids_NT.shape[1], self.vectors_NVD
-        there_WR = self.told_WR[self.told_WR[:, 0] > 0]
+        there_WR = self.received_WR[self.received_WR[:, 0] > 0]
         importance_W, ids_WT, labels_WT, vectors_WX = torch.split(there_WR, [1, T, T, vectors_NVD[0].numel()], 1)
         new_W = torch.full((len(there_WR),), -1)
         self._write((importance_W[:, 0], new_W, ids_WT.long(), labels_WT.long(), vectors_WX.view(-1, *vectors_NVD.shape[1:])))

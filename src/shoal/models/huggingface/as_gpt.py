@@ -104,7 +104,7 @@ class GptConversion:
             parts[:2] = [_pairs(part, self._head_size) for part in parts[:2]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def whole(self, get: Get) -> Gpt:
+    def convert(self, get: Get) -> Gpt:
         """The model with its numbers."""
         made = self.make()
         load_tensors(made, {name: self.tensor(name, get) for name in required_tensors(made)})
@@ -183,7 +183,7 @@ def _computes_the_same(inner: Any) -> GptConversion | None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = HuggingFace(small_copy(narrowed(inner.config, 0, min(2, inner.config.num_hidden_layers))))
-        ours = GptConversion(small.inner).whole(small.state_dict().__getitem__)
+        ours = GptConversion(small.inner).convert(small.state_dict().__getitem__)
     except (ShoalError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None
     ids_BL, mask_BS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
