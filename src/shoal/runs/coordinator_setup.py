@@ -81,7 +81,8 @@ def prepare(
     with directory.kept_if_begun():
         made = _coordinating(loaded, home, directory, agreed, place, hosts, resume, reporters)
         if above is not None:
-            made.loop.higher = Relay(above, made.loop)
+            loop = made.loop
+            loop.relay = Relay(above, loop.coordinator, loop.learner, loop.driver, directory.path, loop.server.wake, loop.message)
         return made
 
 
@@ -120,8 +121,9 @@ def _coordinating(
         loop.driver.close()  # another may try with the folder, in this process too
         opened.server.close()
         raise
-    if run.updates.privacy.enabled:
-        loop.warn_of_epsilon(loaded.settings.spelling("updates.privacy.noise_multiplier"))
+    warning = loop.privacy.warning(loaded.settings.spelling("updates.privacy.noise_multiplier")) if run.updates.privacy.enabled else ""
+    if warning:
+        loop.message(warning)
     return ReadyCoordinator(loop, opened.invitation)
 
 

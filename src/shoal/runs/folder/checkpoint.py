@@ -22,12 +22,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shoal.engines import Engine, World
 from shoal.errors import ShoalError
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
@@ -40,15 +42,6 @@ _UNCHECKED = 2
 _OWN_CHECKSUM = ', "checksum": "'
 _PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _FILES = ("weights.safetensors", "state.safetensors")
-
-
-class Spreading(Protocol):
-    """Processes of which the first has files that the others need."""
-
-    @property
-    def first(self) -> bool: ...
-    def broadcast_text(self, text: str) -> str: ...
-    def broadcast_bytes(self, content: bytes) -> bytes: ...
 
 
 class Checkpoint(NamedTuple):
@@ -183,7 +176,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
 
 
-def copy_to_all(path: Path, world: Spreading, own: Path) -> Path:
+def copy_to_all(path: Path, world: World, own: Path) -> Path:
     """A checkpoint of the first process in every process: the others write a copy below a folder of their own, in an older one's place."""
     names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file()) if world.first else []
     copy = path if world.first else own / "checkpoints" / "of-the-first"
@@ -197,6 +190,24 @@ def copy_to_all(path: Path, world: Spreading, own: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(content)
     return copy
+
+
+def random_states(engine: Engine) -> dict[str, list[Tensor]]:
+    """The random-number states of all processes of an engine, in the order of their ranks."""
+    world, on_gpu = engine.world, engine.device.type == "cuda"
+    return {
+        "torch": world.each(torch.get_rng_state()),
+        "cuda": world.each(torch.cuda.get_rng_state(engine.device)) if on_gpu else [],
+    }
+
+
+def restore_random_states(engine: Engine, states: dict[str, list[Tensor]]) -> None:
+    """Every process restores its own state. A process whose rank did not exist before keeps the state of its seed."""
+    rank = engine.world.rank
+    if rank < len(states["torch"]):
+        torch.set_rng_state(states["torch"][rank])
+    if rank < len(states["cuda"]) and engine.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"][rank], engine.device)
 
 
 def _with_checksum(text: str) -> bytes:

@@ -168,7 +168,7 @@ class RunDirectory:
             else []
         )
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def record_event(self, event: dict[str, Any]) -> None:
         """Append to events.jsonl what people are told, as far as there is room. The run goes on where it cannot be written."""
         path = self.path / "events.jsonl"
         with suppress(OSError):
@@ -212,7 +212,7 @@ class ReadOnlyDirectory(RunDirectory):
     def forget_after(self, step: int) -> None:
         pass
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def record_event(self, event: dict[str, Any]) -> None:
         pass
 
     def write(self, name: str, text: str) -> None:

@@ -8,37 +8,19 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from shoal.engines import Engine
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read_checkpoint
-from shoal.worker.interfaces import World
+from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, read_checkpoint, restore_random_states
 from shoal.worker.session import SeatAssigned
 from shoal.worker.worker_state import PartialRound, RoundStart
 
 HALF = "half-round"
-
-
-class Kept(Protocol):
-    """The engine of a worker that takes steps of its own."""
-
-    device: torch.device
-
-    @property
-    def world(self) -> World: ...
-    def weights(self) -> dict[str, Tensor]: ...
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def gathered(self) -> dict[str, Any]: ...
-    def load_gathered(self, state: dict[str, Any]) -> None: ...
-
-    step_count: int
 
 
 class SaveSchedule(NamedTuple):
@@ -57,7 +39,7 @@ class WorkerCheckpoints:
 
     def __init__(
         self,
-        engine: Kept,
+        engine: Engine,
         folder: Path | None,
         earlier: Path | None,
         occasions: SaveSchedule,
@@ -84,12 +66,7 @@ class WorkerCheckpoints:
         self._write(self.own, version, self._state(residual))
 
     def _state(self, residual: Tensor | None) -> dict[str, Any]:
-        engine, world, on_gpu = self.engine, self.engine.world, self.engine.device.type == "cuda"
-        random = {
-            "torch": world.each(torch.get_rng_state()),
-            "cuda": world.each(torch.cuda.get_rng_state(engine.device)) if on_gpu else [],
-        }
-        return {"engine": engine.state_dict(), "random": random, "residual": residual}
+        return {"engine": self.engine.state_dict(), "random": random_states(self.engine), "residual": residual}
 
     def _write(self, place: Checkpoints, number: int, state: dict[str, Any]) -> None:
         try:
@@ -109,14 +86,10 @@ class WorkerCheckpoints:
             self.tell(f"nothing is kept of this worker up to round {version}: its optimizer starts over")
 
     def _load(self, found: Checkpoint, residual: Tensor | None, weights: bool) -> None:
-        engine, random, rank = self.engine, found.state["random"], self.engine.world.rank
-        engine.load_state_dict(found.state["engine"])
+        self.engine.load_state_dict(found.state["engine"])
         if weights:
-            engine.load_weights(found.weights)
-        if rank < len(random["torch"]):
-            torch.set_rng_state(random["torch"][rank])
-        if rank < len(random["cuda"]) and engine.device.type == "cuda":
-            torch.cuda.set_rng_state(random["cuda"][rank], engine.device)
+            self.engine.load_weights(found.weights)
+        restore_random_states(self.engine, found.state["random"])
         if residual is not None and found.state["residual"] is not None:
             residual.copy_(found.state["residual"])
 
