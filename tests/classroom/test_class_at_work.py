@@ -192,7 +192,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
         school.worker(f"w{number}", watch)
     train(first)
     ((most,),) = school.ask(
-        "SELECT sum(f.bytes) FROM shoal.flyers f WHERE EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames))"
+        "SELECT sum(f.bytes) FROM shoal.published_frames f WHERE EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames))"
     )
     assert most < 3 * 4 * first.loop.engine.vector.numel(), "all of them once, and differences of no more than that"
     again = note_exactly(school.coordinate(codec, resume=True, run_dir="elsewhere").loop)

@@ -206,7 +206,7 @@ def test_after_a_repair_the_run_goes_on_and_what_is_lost_has_a_name(killed: Kill
     assert copy.violations() == []
     assert (copy.state / "set-aside-1" / reading.path.name).read_bytes() == content, "nothing is deleted"
     assert main(["repair", str(copy.state)]) == 0
-    assert "nothing is damaged" in capsys.readouterr().out
+    assert "there is nothing to repair" in capsys.readouterr().out
     assert main(["audit", str(copy.folder)]) == 0
     assert "a repair gave up contributions" in capsys.readouterr().out
 

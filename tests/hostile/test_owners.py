@@ -21,8 +21,9 @@ from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.owner import write_owner_file
 from shoal.worker.session import SessionEndedError
+from tests.support.eventually import eventually
 from tests.support.live_coordinator import TOKEN, Honest, Live
-from tests.support.transport_harness import KEYS, eventually
+from tests.support.transport_harness import KEYS
 
 STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}
 

@@ -12,8 +12,8 @@ import pytest
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
+from tests.support.eventually import eventually
 from tests.support.live_coordinator import Honest, Live
-from tests.support.transport_harness import eventually
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.runs.folder.checkpoint import Checkpoints
-from tests.support.processes import HANG_S, Processes, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -47,10 +47,7 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 def wait_until_saved(run: Path, step: int) -> None:
-    until = time.monotonic() + HANG_S
-    while not (run / "checkpoints" / f"step-{step:08d}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    eventually((run / "checkpoints" / f"step-{step:08d}").exists)
 
 
 def killed_one(processes: Processes) -> None:
@@ -65,7 +62,7 @@ def test_machines_with_a_stage_each_learn_what_one_machine_learns_though_one_is_
     with processes_in(tmp_path) as processes:
         coordinator, command = processes.coordinate("--host", "127.0.0.1")
         machines = [processes.start(*command, "--name", name) for name in ("mini2", "mini3")]
-        wait_for(coordinator, "3 stages begin")
+        wait_for_line(coordinator, "3 stages begin")
         killed_one(processes)
         output, _ = coordinator.communicate(timeout=HANG_S)
         assert coordinator.returncode == 0, output
