@@ -13,7 +13,8 @@ from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import Int8Codec, NoCodec, Updates
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.weights_publisher import WeightsPublisher
-from shoal.coordinator.state import HeldContribution, MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
+from shoal.coordinator.state import HeldContribution
 
 STRATEGIES = {
     "edp": strategy_of(Edp()),

@@ -13,7 +13,7 @@ from tiny_cluster import strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
-from shoal.coordinator.state import DataTask, RunPlan, TaskPlan
+from shoal.coordinator.run_plan import DataTask, RunPlan, TaskPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.scheduling import KINDS
 from shoal.strategies import Policies

@@ -98,7 +98,7 @@ def kept(coordinator: Coordinator) -> dict[str, Any]:
     """All but the counts of what was turned away, which are no records."""
     state = dict(vars(coordinator.state))
     state["contributions"] = {name: state["contributions"].get(name) for name in ("accepted", "replaced")}
-    return state | {"pending": coordinator.pending(), "settled": coordinator.book.settled.state_dict()}
+    return state | {"pending": coordinator.pending(), "settled": coordinator.replayed.settled.state_dict()}
 
 
 @pytest.fixture(scope="module", params=["async", "workunits"])

@@ -11,7 +11,7 @@ from tiny_cluster import Cluster, FakeWorker, Numbers, believing, strategy_of
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import WorkerExited
+from shoal.coordinator.events import WorkerExited
 from shoal.protocol.messages import Gone
 from shoal.strategies import Policies
 from shoal.updates import codecs

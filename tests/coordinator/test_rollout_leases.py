@@ -16,7 +16,7 @@ from tiny_cluster import Cluster, FakeWorker, believing, contribution
 
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import ServingStarted
+from shoal.coordinator.events import ServingStarted
 from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.batch_sampling import as_drawn, sample
 from shoal.models.generation.decoding import draws_of_group
@@ -78,7 +78,7 @@ class Room(Cluster):
         self.feed.reward = ascii_share
         learner: Any = agreed.policies.apply.learner(agreed.parts.single, (), self.feed)
         super().__init__(agreed.policies, 2, learner=learner)
-        self.plan = plan_of(loaded.run, agreed)._replace(intake=learner)
+        self.plan = plan_of(loaded.run, agreed)._replace(rollouts=learner)
         self.coordinator = believing(Coordinator(self.plan, agreed.policies, learner))
         self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
         self.old = copy.deepcopy(learner.model)

@@ -58,7 +58,7 @@ def test_units_that_were_offered_ahead_are_no_gap_when_the_run_ends_early(tmp_pa
 def test_units_that_the_coordinator_passed_over_are_named(tmp_path: Path) -> None:
     world = Units(tmp_path, 16)
     for number in (3, 7, 8):
-        world.driver.coordinator.book.settled.add(number)
+        world.driver.coordinator.replayed.settled.add(number)
     world.live()
     violations = world.audited().violations
     assert "epoch 1, batches 6 to 7 is nowhere: neither learned from nor given up, and it would not be given out again" in violations
@@ -67,7 +67,7 @@ def test_units_that_the_coordinator_passed_over_are_named(tmp_path: Path) -> Non
 
 def test_units_that_were_given_up_are_named_with_the_reason(tmp_path: Path) -> None:
     world = Units(tmp_path, None)
-    lender = world.driver.coordinator.lender
+    lender = world.driver.coordinator.units
     assert lender is not None
     assert lender.leases is not None
     lender.leases.patience_s = 0.0

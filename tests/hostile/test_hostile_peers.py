@@ -15,7 +15,7 @@ from live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
 from transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
 
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
-from shoal.coordinator.state import MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join

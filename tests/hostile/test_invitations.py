@@ -13,7 +13,7 @@ from transport_harness import KEYS, eventually
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.coordinator.state import MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Guests, Secrets
 from shoal.worker.session import Left

@@ -14,7 +14,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase, RequestServer, SavedState
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Interrupted, RelayPlace, RunConcluded, WorkerExited
+from shoal.coordinator.events import Interrupted, RunConcluded, WorkerExited
+from shoal.coordinator.run_plan import RelayPlace
 from shoal.engines import StepResult
 from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
@@ -222,7 +223,7 @@ class ClusterLoop:
         self.driver.snapshot()
 
     def _look_around(self) -> None:
-        if self.coordinator.orders.stops:
+        if self.coordinator.owner_commands.stops:
             self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
         self.status.look("ending" if ending else "paused" if self.coordinator.state.paused else "running")
@@ -396,5 +397,5 @@ class ClusterLoop:
         self.coordinator.publisher.publish(self.step, self.learner.vector, self.learner.buffers)
 
     def _summary(self) -> dict[str, Any]:
-        by_owner = {"ended_by": "owner"} if self.coordinator.orders.stops else {}
+        by_owner = {"ended_by": "owner"} if self.coordinator.owner_commands.stops else {}
         return {"contributions": dict(self.coordinator.state.contributions), **self.traffic_totals(), **by_owner}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from shoal.coordinator.state import UpstreamAnswered, UpstreamState
+from shoal.coordinator.events import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner
 from shoal.runs.coordinator_run import ClusterLoop
 from shoal.runs.worker_run import Joined
@@ -37,7 +37,7 @@ class Relay:
             if self._under_way.done():
                 self._hear(self._under_way.result())
             return
-        upward = self.coordinator.book.upward
+        upward = self.coordinator.replayed.relayed
         if upward is None:
             if self.protocol.done:
                 self.coordinator.end_here()
