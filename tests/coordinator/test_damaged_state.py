@@ -97,7 +97,7 @@ class Recovered(NamedTuple):
 def kept(coordinator: Coordinator) -> dict[str, Any]:
     """All but the counts of what was turned away, which are no records."""
     state = dict(vars(coordinator.state))
-    state["contributions"] = {name: state["contributions"].get(name) for name in ("accepted", "replaced")}
+    state["contributions"] = {"accepted": state["contributions"].get("accepted")}
     return state | {"pending": coordinator.pending(), "settled": coordinator.replayed.settled.state_dict()}
 
 

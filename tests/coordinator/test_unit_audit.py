@@ -9,6 +9,7 @@ from test_driver import STRATEGIES, Walker, World
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import AuditReport, audit
 from shoal.coordinator.driver import CoordinatorDriver
+from shoal.coordinator.turn import Turn
 
 
 class Units(World):
@@ -67,17 +68,18 @@ def test_units_that_the_coordinator_passed_over_are_named(tmp_path: Path) -> Non
 
 def test_units_that_were_given_up_are_named_with_the_reason(tmp_path: Path) -> None:
     world = Units(tmp_path, None)
-    lender = world.driver.coordinator.units
-    assert lender is not None
-    assert lender.leases is not None
-    lender.leases.patience_s = 0.0
+    units = world.driver.coordinator.units
+    assert units is not None
+    assert units.leases is not None
+    units.leases.patience_s = 0.0
     given_up = None
     while given_up is None:
-        lease = lender.leases.claim("mallory", world.now)
+        lease = units.leases.claim("mallory", world.now)
         assert lease is not None
-        given_up = lender.leases.fail("mallory", lease.unit, "no \x1b[31mwish", world.now)
-    lender._failed(given_up)
-    world.driver._carry_out(world.driver.coordinator._effects)
+        given_up = units.leases.fail("mallory", lease.unit, "no \x1b[31mwish", world.now)
+    turn = Turn(world.now, world.driver.coordinator.replayed, {})
+    units._settle_as_failed(turn, given_up)
+    world.driver._carry_out(turn.effects)
     world.live()
     report = world.audited(complete=True)
     assert report.violations == []

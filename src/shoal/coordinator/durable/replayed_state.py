@@ -52,6 +52,8 @@ from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
 from shoal.updates.fragments import Span
 from shoal.updates.rules import aggregation
 
+FORMAT = 1
+"""Format of `state_dict`, and of records in a journal."""
 _PLAIN = NoCodec()
 _NOTHING = torch.empty(0)
 _LEAST_REMEMBERED = 256
@@ -411,9 +413,15 @@ class ReplayedState:
         cut = None if self.plan.cut is None else list(vars(self.plan.cut).values())  # for an audit
         settled = self.settled.state_dict()
         kept = {"centre": self.centre, "memories": dict(self.memories), "residual": self.residual}
-        return {"state": state, "settled": settled, "cut": cut, **kept}
+        return {"format": FORMAT, "state": state, "settled": settled, "cut": cut, **kept}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from a snapshot. Raises ShoalError for one of another format."""
+        if saved["format"] != FORMAT:
+            raise ShoalError(
+                f"the snapshot has the coordinator's format {saved['format']}, and this version of Shoal reads format {FORMAT}: "
+                "use the version that wrote it"
+            )
         pieces = {number: TaskPiece(*rest) for number, *rest in saved["state"]["pieces"]}
         self.state = State(**saved["state"] | {"pieces": pieces})
         self.settled = SettledUnits.of(saved["settled"])
