@@ -23,10 +23,10 @@ from shoal.coordinator.effects import Reply
 from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.run_plan import RunPlan
 from shoal.protocol.messages import PROTOCOL, Contribute
-from shoal.runs.build_run import assemble, feed_of, held_out
-from shoal.runs.run_size import extent_of, needed
+from shoal.runs.build_run import assemble, feed_for_seat, held_out_batches
+from shoal.runs.run_size import data_extent, needed_contributions
 from shoal.updates import codecs
-from shoal.worker.session import Left, Protocol
+from shoal.worker.session import SessionEndedError, WorkerSession
 
 WORKERS, FALSE = 11, 2
 RULES: dict[str, dict[str, Any]] = {
@@ -109,19 +109,21 @@ class Cluster:
 
     def __init__(self, run: Run, attack: Attack | None, stale: bool) -> None:
         self.run, self.attack, self.stale = run, attack, stale
-        policies = strategies.of(run, WORKERS)
-        self.parts = assemble(run, length=lambda samples: policies.length(extent_of(run, samples, WORKERS)).steps)
-        length = policies.length(extent_of(run, self.parts.data, WORKERS))
-        plan = RunPlan(run.updates, run.seed, WORKERS, needed(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2)
+        policies = strategies.policies_for(run, WORKERS)
+        self.parts = assemble(run, length=lambda samples: policies.length(data_extent(run, samples, WORKERS)).steps)
+        length = policies.length(data_extent(run, self.parts.data, WORKERS))
+        plan = RunPlan(
+            run.updates, run.seed, WORKERS, needed_contributions(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2
+        )
         self.learner = policies.apply.learner(self.parts.single, ())
         self.coordinator = Coordinator(plan, policies, self.learner)
-        self.feeds = [feed_of(run, self.parts.data, seat, WORKERS) for seat in range(WORKERS)]
+        self.feeds = [feed_for_seat(run, self.parts.data, seat, WORKERS) for seat in range(WORKERS)]
         self.weights = [self.learner.vector.clone() for _ in range(WORKERS)]
         self.bases = [0] * WORKERS
         self.residuals = [codecs.residual_for(run.updates.codec, self.learner.vector.numel()) for _ in range(WORKERS)]
         self.generator = torch.Generator().manual_seed(0)
         self.clock = 0.0
-        self.protocols = [Protocol(f"w{seat}", {}, PROTOCOL, f"instance {seat}") for seat in range(WORKERS)]
+        self.protocols = [WorkerSession(f"w{seat}", {}, PROTOCOL, f"instance {seat}") for seat in range(WORKERS)]
         for seat, protocol in enumerate(self.protocols):
             protocol.ready = True
             for _ in ("it joins", "it proves who it is", "it pulls"):
@@ -131,9 +133,9 @@ class Cluster:
         """The accuracy at the end; 0 when gradients are not finite any more: the coordinator takes none of them, and the run is lost."""
         try:
             self._take_turns()
-        except Left:
+        except SessionEndedError:
             return 0.0
-        batches = held_out(self.run, self.parts.data.eval)
+        batches = held_out_batches(self.run, self.parts.data.eval)
         assert batches is not None
         return self.parts.engine.evaluate(batches())["accuracy"]
 

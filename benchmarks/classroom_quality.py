@@ -28,7 +28,7 @@ from shoal.launch import EmbeddedPostgres
 from shoal.runs.coordinator_setup import prepare as prepare_class
 from shoal.runs.monitoring.recorder import Recorder
 from shoal.runs.training.train_alone import prepare as prepare_alone
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.tasks.gan import Gan
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
@@ -163,7 +163,7 @@ def in_class(seed: int, folder: Path, server: Access) -> float:
 
 
 def _work(address: str, name: str) -> None:
-    joined = Joined(Way(address, "", None, name=name, patience_s=30.0), lambda text: None)
+    joined = JoinedWorker(JoinOptions(address, "", None, name=name, patience_s=30.0), lambda text: None)
     joined.prepare()
     joined.work()
 

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,7 +166,6 @@ def measure() -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     role, given = sys.argv[1], json.loads(sys.argv[2])
     place = RankPlace(given.pop("rank"), 2, 0, 2, file=given.pop("meeting"))
     os.environ.update(rank_environment(place))  # DeepSpeed looks there

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 from run import Row
-
 from serve import Model, models, serving
 
 PROMPT = [1, 9038, 2501, 263, 931]

@@ -6,7 +6,6 @@ The weights are stories15M (../shared/data/lm) where they are there, else random
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -25,7 +24,6 @@ TOKENS, ROUNDS = 200, 5
 
 def our_model() -> Gpt:
     if STORIES.is_dir():
-        sys.path.insert(0, str(ROOT / "tests" / "models"))
         from story_models import load_story_model
 
         return load_story_model(STORIES, "stories15M")[0].eval()

@@ -25,7 +25,7 @@ from shoal.config.load import resolve_data
 from shoal.config.schema.model import Moe
 from shoal.config.schema.training import Fp8
 from shoal.engines.precision import fp8
-from shoal.models.expert_layer import Experts, Visits
+from shoal.models.expert_layer import ExpertAssignment, ExpertLayer
 
 TOKENS, STEPS, LAST = 16 * 1024, 300, 50
 SIZES: dict[str, dict[str, Any]] = {
@@ -56,12 +56,12 @@ def milliseconds(work: Callable[[], None], times: int = 20) -> float:
     return start.elapsed_time(end) / times
 
 
-def visits_of(settings: Moe) -> Visits:
+def visits_of(settings: Moe) -> ExpertAssignment:
     """Almost even loads, as a balanced router gives them."""
     rows, count = TOKENS * settings.experts.per_token, settings.experts.count
     chosen = torch.randint(count, (rows,), device="cuda", generator=torch.Generator(device="cuda").manual_seed(0))
     sizes, one = torch.bincount(chosen, minlength=count), torch.zeros(1, dtype=torch.int64, device="cuda")
-    return Visits(one, one, one, one, sizes, one, None)
+    return ExpertAssignment(one, one, one, one, sizes, one, None)
 
 
 def experts_part(name: str, profiled: bool) -> Row:
@@ -69,7 +69,7 @@ def experts_part(name: str, profiled: bool) -> Row:
     run = resolve_data({"model": {"kind": "moe"} | SIZES[name]}, name="bench", dialect="shoal", environ={}).run
     settings: Any = run.model
     with torch.device("cuda"):
-        layer = Experts(settings, 256).to(torch.bfloat16)
+        layer = ExpertLayer(settings, 256).to(torch.bfloat16)
     visits = visits_of(settings)
     rows = TOKENS * settings.experts.per_token
     x = torch.randn(rows, settings.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -81,7 +81,7 @@ def experts_part(name: str, profiled: bool) -> Row:
         layer.experts(x, gates, visits).backward(slope)
 
     plain = milliseconds(passes)
-    scales = fp8.Rows(Fp8(), torch.device("cuda"))
+    scales = fp8.ScaleHistory(Fp8(), torch.device("cuda"))
     layer.whole = fp8.experts(scales, "one", layer.up, layer.down)
     rounded = milliseconds(passes)
     if profiled:

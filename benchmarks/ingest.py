@@ -37,12 +37,11 @@ from run import Row
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL, Contribute
-from shoal.runs.connections import ClientLine
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.connections import TransportConnection
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.updates import codecs
-from shoal.worker.sender import Courier
-from shoal.worker.session import Protocol, Receipt
+from shoal.worker.session import ContributionReceipt, WorkerSession
 
 HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
 """An MLP on digits, and the bytes of its gradient."""
@@ -213,7 +212,7 @@ class Clock:
         return found | {"everything else": max(0.0, 1.0 - sum(found.values()))}
 
 
-def watched(loop: ClusterLoop) -> Clock:
+def watched(loop: CoordinatorLoop) -> Clock:
     clock, coordinator = Clock(), loop.coordinator
     clock.around(loop.server, "poll", "waiting for messages")
     clock.around(loop.server, "reply", "handing answers to ZeroMQ")
@@ -255,13 +254,13 @@ def serve(given: dict[str, Any]) -> None:
 # --- a worker that only sends --------------------------------------------------------------------------------
 
 
-class Sender:
+class WorkerDouble:
     """Says what a worker says, with the worker's own protocol, and computes nothing."""
 
     def __init__(self, invitation: dict[str, Any], weights: bool) -> None:
-        self.weights, self.protocol = weights, Protocol(None, {}, PROTOCOL, f"sender {os.getpid()}")
-        line = ClientLine(invitation["address"], invitation["token"], invitation["key"])
-        self.courier = Courier(line, self.protocol, lambda text: print(text, file=sys.stderr))
+        self.weights, self.protocol = weights, WorkerSession(None, {}, PROTOCOL, f"sender {os.getpid()}")
+        line = TransportConnection(invitation["address"], invitation["token"], invitation["key"])
+        self.courier = WorkerDouble(line, self.protocol, lambda text: print(text, file=sys.stderr))
         self.protocol.ready = True
         self.courier.converse()  # joins, and pulls
         self.size: int = self.protocol.welcome["size"]
@@ -272,13 +271,13 @@ class Sender:
         base, position = self.protocol.newest, self.protocol.seq + 1
         made = Contribute("", 0, 0, base, 0, 32.0, 32, 0, position, 1, -1, {"loss": 1.0})
         self.protocol.contribute(made, (self.frame,), pulls=self.weights)
-        statuses = [event.status for event in self.courier.converse() if isinstance(event, Receipt)]
+        statuses = [event.status for event in self.courier.converse() if isinstance(event, ContributionReceipt)]
         if statuses != ["accepted"]:
             raise RuntimeError(f"not accepted: {statuses}")
 
 
 def send(given: dict[str, Any]) -> None:
-    sender = Sender(json.loads(sys.stdin.readline()), given["weights"])
+    sender = WorkerDouble(json.loads(sys.stdin.readline()), given["weights"])
     for _ in range(FIRST):
         sender.contribute()
     print(json.dumps(4 * sender.size), flush=True)

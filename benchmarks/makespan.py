@@ -19,9 +19,8 @@ import numpy as np
 from run import Row
 from scipy.optimize import linprog
 
-from shoal.scheduling import KINDS, Burden, Job, Machine, Match, worth_stealing
-from shoal.scheduling.matching import fits
-from shoal.scheduling.speeds import believed
+from shoal.scheduling import KINDS, Match, PendingTask, RemainingWork, WorkerSpec, worth_stealing
+from shoal.scheduling.matching import estimate_speeds, fits
 
 WORKERS, TASKS, DEATHS, SEEDS = 40, 400, 8, 20
 HEARD_AFTER_S = 15.0
@@ -62,7 +61,7 @@ class World:
 
     workers: dict[str, Worker]
     tasks: list[Task]
-    match: Callable[[list[Job], list[Machine]], Match]
+    match: Callable[[list[PendingTask], list[WorkerSpec]], Match]
     steals: bool
     now: float = 0.0
     heap: list[tuple[float, int, str]] = field(default_factory=list)
@@ -108,10 +107,12 @@ class World:
         idle = {name: worker for name, worker in self.workers.items() if worker.task is None and not worker.heard_of}
         if not idle:
             return
-        speeds = believed({one.name: one.claim for one in self.workers.values()}, {one.name: one.rate for one in self.workers.values()})
+        speeds = estimate_speeds(
+            {one.name: one.claim for one in self.workers.values()}, {one.name: one.rate for one in self.workers.values()}
+        )
         free = {task.id: task for task in self.tasks if task.left and not task.holder}
-        jobs = [Job(task.id, task.left, task.memory_gb) for task in free.values()]
-        machines = [Machine(name, speeds[name], worker.memory_gb, measured=worker.rate is not None) for name, worker in idle.items()]
+        jobs = [PendingTask(task.id, task.left, task.memory_gb) for task in free.values()]
+        machines = [WorkerSpec(name, speeds[name], worker.memory_gb, measured=worker.rate is not None) for name, worker in idle.items()]
         for name, (job, *_) in (self.match(jobs, machines) if jobs else {}).items():
             self.begin(idle.pop(name), free[job])
         for worker in idle.values() if self.steals else ():
@@ -119,7 +120,7 @@ class World:
 
     def steal(self, worker: Worker, speeds: dict[str, float]) -> None:
         held = {task.id: task for task in self.tasks if task.left and task.holder and task.memory_gb <= worker.memory_gb}
-        burdens = [Burden(task.id, task.left, self.piece_s(self.workers[task.holder], speeds)) for task in held.values()]
+        burdens = [RemainingWork(task.id, task.left, self.piece_s(self.workers[task.holder], speeds)) for task in held.values()]
         theft = worth_stealing(burdens, 1 / speeds[worker.name])
         if theft is None:
             return
@@ -133,7 +134,7 @@ class World:
         return max(1 / speeds[worker.name], self.now - worker.since)
 
 
-def first_come(jobs: list[Job], machines: list[Machine]) -> Match:
+def first_come(jobs: list[PendingTask], machines: list[WorkerSpec]) -> Match:
     """The first task in the list that a free worker fits; workers in the order in which they are listed."""
     left, match = list(jobs), Match()
     for machine in machines:

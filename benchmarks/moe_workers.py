@@ -20,7 +20,7 @@ from shoal.config.load import resolve_data
 from shoal.config.schema.strategy import OuterOptimizer
 from shoal.engines.expert_layout import expert_blocks
 from shoal.engines.learners.apply import OuterStep
-from shoal.runs.build_run import Parts, assemble, feed_of, held_out
+from shoal.runs.build_run import RunParts, assemble, feed_for_seat, held_out_batches
 from shoal.updates.experts import mean_by_experts
 from shoal.updates.rules import aggregation
 
@@ -31,7 +31,7 @@ SEATS, EXPERTS = 2, 8
 OUTER = OuterOptimizer(learning_rate=0.7, momentum=0.6)
 
 
-def parts_of(source: dict[str, str], seed: int) -> Parts:
+def parts_of(source: dict[str, str], seed: int) -> RunParts:
     settings: dict[str, Any] = {
         "seed": seed,
         "model": {"kind": "moe", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "intermediate_size": 48},
@@ -48,7 +48,7 @@ def parts_of(source: dict[str, str], seed: int) -> Parts:
 def trained(cap: float | None, seed: int, lies: bool = False) -> float:
     """The mean of the held-out losses after all rounds."""
     workers = [parts_of(source, seed) for source in SOURCES for _ in range(SEATS)]
-    feeds = [feed_of(one.run, one.data, number % SEATS, SEATS) for number, one in enumerate(workers)]
+    feeds = [feed_for_seat(one.run, one.data, number % SEATS, SEATS) for number, one in enumerate(workers)]
     shared = parts_of(SOURCES[0], seed).single
     learner = OuterStep(OUTER).learner(shared, ())
     for number in range(ROUNDS):
@@ -80,9 +80,9 @@ def all_for_two(report: Tensor) -> Tensor:
     return claimed
 
 
-def judged(worker: Parts, vector: Tensor) -> float:
+def judged(worker: RunParts, vector: Tensor) -> float:
     worker.single.vector.copy_(vector)
-    batches = held_out(worker.run, worker.data.eval)
+    batches = held_out_batches(worker.run, worker.data.eval)
     assert batches is not None
     return worker.single.evaluate(batches())["loss"]
 

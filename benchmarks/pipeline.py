@@ -14,12 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
+from engines import loaded
 from run import Row
 
-from engines import loaded
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.runs.training.train_alone import prepare
 
@@ -67,5 +66,4 @@ def measure() -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     print(json.dumps(speed(sys.argv[1], sys.argv[2], rank_place())), flush=True)

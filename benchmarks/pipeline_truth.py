@@ -16,19 +16,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from engines import loaded
 from run import Row
 
-from engines import loaded
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
-from shoal.models.partial_model import StagedModel, layers_in
-from shoal.models.stages import depth, stage_of
+from shoal.models.partial_model import PartialModel, layers_in
+from shoal.models.split_model import layer_count, make_stage
 from shoal.runs.training.train_alone import prepare
 from shoal.simulate.pipeline_simulation import pipelined
-from shoal.simulate.simulation import Asked
+from shoal.simulate.simulation import SimulationOptions
 
 STEPS, BATCH, LAYERS, LAYER_S = 3, 8, 8, 0.3
 QUIET = {"evaluation.strategy": "never", "checkpoint.strategy": "never", "training.max_steps": "100000000", "training.device": "cpu"}
@@ -58,7 +57,7 @@ CASES = [Case((0.5, 0.5), 4), Case((0.5, 0.5), 8), Case((0.3, 0.7), 8), Case((0.
 
 def asleep(model: Any) -> None:
     """Let layers sleep before they compute: forward for a time, backward for twice as long, for each sample."""
-    stage = model.stage if isinstance(model, StagedModel) else stage_of(model, 0, depth(model))
+    stage = model.stage if isinstance(model, PartialModel) else make_stage(model, 0, layer_count(model))
     for layer in layers_in(stage).values():
         layer.register_forward_pre_hook(lambda module, given: time.sleep(LAYER_S * len(given[0]) / BATCH))
         layer.register_full_backward_pre_hook(lambda module, slopes: time.sleep(2 * LAYER_S * len(slopes[0]) / BATCH))
@@ -99,7 +98,7 @@ def measure(way: str = "sleeping") -> Iterator[Row]:
     alone = {parts: started(common | _in_parts(parts), way, 1) for parts in {case.micro_batches for case in CASES}}
     for case in CASES:
         settings, alone_s = common | case.settings(), alone[case.micro_batches]
-        foretold = pipelined(loaded(settings).run, Asked(step_s=alone_s)).step.seconds
+        foretold = pipelined(loaded(settings).run, SimulationOptions(step_s=alone_s)).step.seconds
         real = started(settings, way, len(case.shares))
         yield Row(f"pipeline-truth, {case}", foretold, real, "s a step", foretold / real, "1 ± 0.1", f"{alone_s:.3g} s alone")
 
@@ -110,5 +109,4 @@ def _in_parts(parts: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     print(step_s(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], rank_place()), flush=True)

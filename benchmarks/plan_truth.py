@@ -24,7 +24,7 @@ from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.machines import MachineKind
 from shoal.config.schema.strategy import Strategy
 from shoal.config.show import scalar
-from shoal.simulate.meta_model import sketch
+from shoal.simulate.meta_model import build_meta_model
 from shoal.simulate.planning import Candidate, Planned, plan
 
 SLOWDOWN = (4.0, 8.0, 16.0, 32.0)
@@ -42,7 +42,7 @@ def variant(settings: Mapping[str, Any]) -> LoadedConfig:
 def planned(batch_s: float) -> Planned:
     kinds = {f"w{number}": MachineKind(steps_per_s=1 / (batch_s * slower)) for number, slower in enumerate(SLOWDOWN, 1)}
     run = variant({"strategy.kind": "async", "cluster.num_workers": len(SLOWDOWN)}).run
-    return plan(sketch(run), kinds, variant, lambda *_: None)
+    return plan(build_meta_model(run), kinds, variant, lambda *_: None)
 
 
 def measure() -> Iterator[Row]:

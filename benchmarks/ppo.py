@@ -105,7 +105,6 @@ def ours(given: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    sys.path.insert(0, str(ROOT / "tests" / "models"))
     from story_models import load_story_model
 
     torch.manual_seed(given["seed"])
@@ -119,8 +118,8 @@ def updates(given: dict[str, Any], model: Any, device: Any, training: dict[str, 
     """Updates of a feed and an engine, put together as a run does: what each took by the clock, and its score."""
     from shoal.config.load import resolve_data
     from shoal.engines import SingleEngine
-    from shoal.models.value_head import add_value
-    from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+    from shoal.models.value_head import add_value_head
+    from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
     from shoal.tasks.policy_gradient import PolicyGradient
 
     ppo = {"rollout_size": given["answers"], "mini_batch_size": given["mini"], "epochs": given["epochs"], "steps": given["updates"]}
@@ -132,10 +131,10 @@ def updates(given: dict[str, Any], model: Any, device: Any, training: dict[str, 
     tree = {"model": {"kind": "gpt"}, "seed": given["seed"], "training": training, "rlhf": rlhf}
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
     assert run.rlhf is not None
-    task = PolicyGradient({"model": model} | add_value(model, value), run.rlhf)
+    task = PolicyGradient({"model": model} | add_value_head(model, value), run.rlhf)
     each = given["epochs"] * given["answers"] // given["mini"]
     engine = SingleEngine(run, task, device, given["updates"] * each, learns=True)
-    prompts = [Asked(ids, "") for ids in given["prompts"]]
+    prompts = [RolloutPrompt(ids, "") for ids in given["prompts"]]
     tokenizer: Any = Numbers()
 
     def score(answers: Any) -> list[float]:

@@ -128,8 +128,8 @@ def work(given: dict[str, Any]) -> None:
     invitation = given["invitation"]
     proxy = Proxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None
     address = invitation["address"] if proxy is None else proxy.address
-    way = worker_run.Way(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
-    joined = worker_run.Joined(way, lambda text: None)
+    way = worker_run.JoinOptions(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
+    joined = worker_run.JoinedWorker(way, lambda text: None)
     joined.prepare()
     worker: Any = joined.worker
     told, begun = [0.0, 0.0, 0], [0.0]

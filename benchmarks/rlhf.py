@@ -18,7 +18,6 @@ import gzip
 import json
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir
@@ -32,12 +31,11 @@ from run import Row
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
-from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks.policy_gradient import PolicyGradient
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
-sys.path.insert(0, str(ROOT / "tests" / "models"))
 SEEDS = (0, 1)
 UPDATES, LAST = 30, 5
 ABOUT = ("boy", "girl", "dog", "cat", "bird", "bear", "king", "queen", "baby", "rabbit", "frog", "duck", "tree", "fish", "mouse", "man")
@@ -95,16 +93,16 @@ def storyteller(
     }
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
     assert run.rlhf is not None
-    from shoal.models.value_head import add_value
+    from shoal.models.value_head import add_value_head
 
     torch.manual_seed(seed)
     model = load_story_model(DATA / "lm", model_name)[0].requires_grad_(True)
-    players = {"model": model} | (add_value(model, value) if algorithm == "ppo" else {})
+    players = {"model": model} | (add_value_head(model, value) if algorithm == "ppo" else {})
     task, tokenizer = PolicyGradient(players, run.rlhf), StoryTokenizer(DATA / "lm" / f"{model_name}.vocab.json.gz")
     steps = ppo["steps"] * ppo["epochs"] * ppo["rollout_size"] // ppo["mini_batch_size"]
     engine = SingleEngine(run, task, torch.device("cpu"), steps)
     begun = (f"{beginning} a {one}" for one in ABOUT for beginning in ("Once upon a time, there was", "One day,"))
-    prompts = [Asked(tokenizer.encode(text), text) for text in begun]
+    prompts = [RolloutPrompt(tokenizer.encode(text), text) for text in begun]
     made: Any = tokenizer
     feed = RolloutFeed(run, task, made, prompts, prompts, run.rlhf.reward.builder()(run.rlhf.reward, run), engine)
     feed.engine, feed.run = engine, run  # type: ignore[attr-defined]

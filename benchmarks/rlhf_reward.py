@@ -30,8 +30,8 @@ from shoal.config.schema.data import Preferences
 from shoal.data.text.encoding import Encoding, Sample, collate
 from shoal.data.text.preferences import Pair, answer_samples, read_preferences
 from shoal.engines import SingleEngine
-from shoal.models.value_head import Scored
-from shoal.tasks.answer_logprobs import Text, at_the_end, given_to
+from shoal.models.value_head import ScoreModel
+from shoal.tasks.answer_logprobs import PromptAnswers, at_the_end, given_to
 from shoal.tasks.reward import Reward
 
 KINDS = ("helpful", "harmless")
@@ -89,7 +89,7 @@ def said_of(model: Any, samples: Sequence[Sample], encoding: Encoding) -> Tensor
     said_ND = torch.zeros(len(samples), model.output_weight.shape[1])
     for start in range(0, len(order), AT_ONCE):
         some = order[start : start + AT_ONCE]
-        text = Text.of(collate([samples[number] for number in some], encoding))
+        text = PromptAnswers.of(collate([samples[number] for number in some], encoding))
         hidden_BLD = model.hidden(text.input_ids_BL, **given_to(model, text))
         said_ND[some] = torch.stack([at_the_end(one_BL, text) for one_BL in hidden_BLD.unbind(-1)], -1)
     return said_ND
@@ -130,14 +130,14 @@ def judged(said_ND: Tensor, train: Sequence[int], held_out: Sequence[int], seed:
     training = {"device": "cpu", "optimizer": optimizer, "schedule": {"kind": "cosine"}}
     tree = {"model": {"kind": "gpt"}, "seed": seed, "training": training}
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
-    task = Reward({"model": Scored(Kept(said_ND), head_only=True)})
+    task = Reward({"model": ScoreModel(Kept(said_ND), head_only=True)})
     engine = SingleEngine(run, task, torch.device("cpu"), PASSES * -(-len(train) // BATCH))
     for turn in range(PASSES):
         order = np.random.default_rng([seed, turn]).permutation(train).tolist()
         for start in range(0, len(order), BATCH):
             engine.step([batch_of(order[start : start + BATCH])])
     with torch.no_grad():
-        scores = [task.score(Text.of(batch_of(held_out), side)) for side in ("chosen_", "rejected_")]
+        scores = [task.score(PromptAnswers.of(batch_of(held_out), side)) for side in ("chosen_", "rejected_")]
     return (scores[0] > scores[1]).numpy()
 
 

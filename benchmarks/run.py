@@ -65,7 +65,6 @@ class Stolen:
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE))
     sys.modules["run"] = sys.modules["__main__"]
     rows: list[Row] = []
     on, stolen = machine(), Stolen()

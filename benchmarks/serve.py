@@ -29,9 +29,9 @@ from run import Row
 
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
-from shoal.models.generation.decoding import Draws, Warp
-from shoal.serve.backend import OneNode
-from shoal.serve.batching import Ended, Engine, Heard, Job
+from shoal.models.generation.decoding import TokenDraws, Warp
+from shoal.serve.backend import LocalBackend
+from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent
 from shoal.serve.load_model import open_served
 
 STREAMS, PROMPT, ROUNDS, FEW = 8, 32, 3, 8
@@ -57,26 +57,26 @@ class Sides:
         self.model = model
         self.peer = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
         served = open_served([str(model.folder)], [parse_override("training.device=cpu")], lambda text: None)
-        self.stages = OneNode(served.model)
+        self.stages = LocalBackend(served.model)
         chance = torch.Generator().manual_seed(5)
         self.prompts = torch.randint(10, self.peer.config.vocab_size - 10, (STREAMS, PROMPT), generator=chance).tolist()
 
     def ours(self, streams: int, tokens: int | None = None) -> list[list[int]]:
-        engine = Engine(self.stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
+        engine = BatchingEngine(self.stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
         found = [list[int]() for _ in range(streams)]
         engine.submit(*(self.job(self.prompts[i], found[i], tokens) for i in range(streams)))
         while engine.busy:
             engine.step()
         return found
 
-    def job(self, prompt: list[int], found: list[int], tokens: int | None = None, at: Callable[[], None] = lambda: None) -> Job:
-        def hear(heard: Heard) -> bool:
-            if not isinstance(heard, Ended):
+    def job(self, prompt: list[int], found: list[int], tokens: int | None = None, at: Callable[[], None] = lambda: None) -> GenerationJob:
+        def hear(heard: JobEvent) -> bool:
+            if not isinstance(heard, Finished):
                 found.append(heard.token)
                 at()
             return False
 
-        return Job(prompt, tokens or self.model.tokens, Draws(1, prompt), hear, Warp(0.0))
+        return GenerationJob(prompt, tokens or self.model.tokens, TokenDraws(1, prompt), hear, Warp(0.0))
 
     @torch.inference_mode()
     def theirs(self, streams: int) -> list[list[int]]:
@@ -152,7 +152,7 @@ def beside_llama_cpp(sides: Sides, file: Path) -> Iterator[Row]:
 
 def gap_beside_a_long_prompt(sides: Sides) -> Row:
     """The time between two tokens of answers that are written while a long prompt is read, against the time before."""
-    engine = Engine(sides.stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
+    engine = BatchingEngine(sides.stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
     came: list[float] = []
     watched = sides.job(sides.prompts[0], [], 4000, lambda: came.append(time.perf_counter()))
     numbers = engine.submit(watched, *(sides.job(prompt, [], 4000) for prompt in sides.prompts[1:4]))

@@ -33,11 +33,11 @@ from shoal import strategies
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.coordinator.members.authentication import FairTokenBucket
 from shoal.coordinator.run_plan import MemberLimits, RunPlan
-from shoal.simulate import Machine, batched_workers, simulate
+from shoal.simulate import SimulatedMachine, batched_workers, simulate
 from shoal.simulate.machines import weather_named
-from shoal.simulate.report import Report
-from shoal.simulate.virtual_run import Scenario, World
-from shoal.simulate.worker_updates import Drift, Timing
+from shoal.simulate.report import SimulationReport
+from shoal.simulate.virtual_run import Scenario, VirtualRun
+from shoal.simulate.worker_updates import PlainDescent, TimedUpdates
 
 SIZE, MANY, FEW = 10_000, 10_000, 100
 STEPS = 8
@@ -78,19 +78,19 @@ peers.INSTALL.setdefault(FLOWER, [["flwr[simulation]==1.41.0"]])
 def scenario(kind: str, codec: str, workers: int) -> Scenario:
     settings = {"strategy.kind": kind, "updates.codec.kind": codec} | STRATEGIES[kind]
     run = resolve([ConfigFile("starter")], [Override(name, value, name) for name, value in settings.items()]).run
-    policies = strategies.of(run, workers)
+    policies = strategies.policies_for(run, workers)
     bounds = MemberLimits(joins_per_minute=60 * workers, sessions=workers)
     plan = RunPlan(run.updates, 0, workers, 1, 10**9, None, workers, 5.0, 0.2, worker_steps=10**9, bounds=bounds)
-    timing = Timing(policies, run.updates, SIZE, 8, 1, None)
-    return Scenario(plan, policies, Drift(SIZE), timing, codec, kind)
+    timing = TimedUpdates(policies, run.updates, SIZE, 8, 1, None)
+    return Scenario(plan, policies, PlainDescent(SIZE), timing, codec, kind)
 
 
-def simulated(kind: str, codec: str, workers: int, seconds: float) -> Report:
+def simulated(kind: str, codec: str, workers: int, seconds: float) -> SimulationReport:
     steps = STEPS if STRATEGIES[kind].get("strategy.inner_steps") else 1
     hours = (WARM_UP_S + seconds) / 3600
-    made: Any = World(scenario(kind, codec, workers), weather_named("calm", workers, 60 / steps, hours, 0), hours, 0, WARM_UP_S)
+    made: Any = VirtualRun(scenario(kind, codec, workers), weather_named("calm", workers, 60 / steps, hours, 0), hours, 0, WARM_UP_S)
     made.coordinator.authenticator._proofs = FairTokenBucket(1e9, 1e9)  # joining is not what is measured
-    report: Report = made.run()
+    report: SimulationReport = made.run()
     assert not report.violations
     return report
 
@@ -134,19 +134,19 @@ def row(kind: str, codec: str, many: int) -> tuple[Row, float]:
     return made, crowd.handled / crowd.wall_s
 
 
-def learning(model: str, kind: str, alone: bool) -> tuple[float, Report]:
+def learning(model: str, kind: str, alone: bool) -> tuple[float, SimulationReport]:
     """Seconds of processor time that a simulation of workers takes that learn; with gradients one by one, or of many in one call."""
     settings = {"strategy.kind": kind, "evaluation.strategy": "never", "training.epochs": "50"} | LEARNED[kind] | MODELS[model][1]
     run = resolve([ConfigFile(MODELS[model][0])], [Override(name, value, name) for name, value in settings.items()]).run
-    machines = [Machine(f"w{number}", 1.0 + 0.5 * number / LEARNERS) for number in range(LEARNERS)]
-    freely: Any = batched_workers.why_alone
-    batched_workers.why_alone = (lambda *_: "as it was before") if alone else freely
+    machines = [SimulatedMachine(f"w{number}", 1.0 + 0.5 * number / LEARNERS) for number in range(LEARNERS)]
+    freely: Any = batched_workers.reason_not_batched
+    batched_workers.reason_not_batched = (lambda *_: "as it was before") if alone else freely
     try:
         began = time.process_time()
         report = simulate(run, machines, hours=LEARNING_S / 3600, learns=True)
         return time.process_time() - began, report
     finally:
-        batched_workers.why_alone = freely
+        batched_workers.reason_not_batched = freely
 
 
 def show_learning() -> None:

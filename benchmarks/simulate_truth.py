@@ -32,8 +32,8 @@ from real_runs import Seen
 from run import Row
 
 from shoal.config.load import ConfigFile, Override, resolve
-from shoal.simulate.report import Report
-from shoal.simulate.simulation import Asked, simulated
+from shoal.simulate.report import SimulationReport
+from shoal.simulate.simulation import SimulationOptions, simulated
 
 SLOWDOWN, WEATHER = (2.0, 4.0, 8.0, 16.0), "cellular"
 RUNS = int(os.environ.get("TRUTH_RUNS", "5"))
@@ -99,11 +99,11 @@ def foretold(settings: dict[str, str], slowdown: tuple[float, ...], weather: str
     run = resolve([ConfigFile("starter")], overrides, environ={}).run
     slow = {f"w{number}": factor for number, factor in enumerate(slowdown, 1)}
     cores = float(os.cpu_count() or 1)
-    asked = Asked(len(slowdown), weather, _HOURS, 0, here.batch_s, slowdown=slow, cores=cores, others=here.others)
+    asked = SimulationOptions(len(slowdown), weather, _HOURS, 0, here.batch_s, slowdown=slow, cores=cores, others=here.others)
     return told_by(simulated(run, asked, None))
 
 
-def told_by(report: Report) -> Told:
+def told_by(report: SimulationReport) -> Told:
     """The figures between the first version and the last."""
     first, last = report.first, report.last
     assert first is not None, "no version was made"

@@ -19,14 +19,14 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
 from shoal.config.schema.serving import Serving
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.serve.api.chat_format import ChatTemplate
-from shoal.serve.batching import Engine, Job
-from shoal.serve.load_model import Served
-from shoal.serve.nodes.distributed_model import Spread
-from shoal.serve.nodes.model_description import described_own
-from shoal.serve.nodes.routes import Node, Planner, Stop
+from shoal.serve.batching import BatchingEngine, GenerationJob
+from shoal.serve.load_model import ServedModel
+from shoal.serve.nodes.distributed_model import DistributedModel
+from shoal.serve.nodes.model_description import describe_own_model
+from shoal.serve.nodes.routes import LayerPlanner, NodeState, RouteStage
 from shoal.transports.connect import serve
 from shoal.transports.keys import new_token
 
@@ -35,10 +35,10 @@ SLOWDOWNS = (1, 2, 4)
 STREAMS, TOKENS = 8, 40
 
 
-class Equal(Planner):
+class Equal(LayerPlanner):
     """Each machine has as many layers as every other."""
 
-    def quickest(self, nodes: Sequence[Node]) -> tuple[Stop, ...] | None:
+    def quickest(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
         bounds = [len(self.costs) * i // len(nodes) for i in range(len(nodes) + 1)]
         return tuple(node.stop(bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
 
@@ -48,27 +48,27 @@ def measure() -> list[Row]:
     torch.manual_seed(0)
     model = Gpt(SETTINGS, 257).eval()
     rates = {}
-    for kind in (Planner, Equal):
+    for kind in (LayerPlanner, Equal):
         with spread(model, kind) as stages:
             written(stages)
             start = time.perf_counter()
             rates[kind] = written(stages) / (time.perf_counter() - start)
             assert stages.fleet.current is not None
             print("   ", kind.__name__, [(stop.name, stop.last - stop.first) for stop in stages.fleet.current.stops], file=sys.stderr)
-    ratio = rates[Planner] / rates[Equal]
-    return [Row("min–max split, slowdowns 1, 2, 4", rates[Planner], rates[Equal], "tokens/s", ratio, "≥ 1.5", "equal split beside it")]
+    ratio = rates[LayerPlanner] / rates[Equal]
+    return [Row("min–max split, slowdowns 1, 2, 4", rates[LayerPlanner], rates[Equal], "tokens/s", ratio, "≥ 1.5", "equal split beside it")]
 
 
 @contextmanager
-def spread(model: Gpt, kind: type[Planner]) -> Iterator[Spread]:
+def spread(model: Gpt, kind: type[LayerPlanner]) -> Iterator[DistributedModel]:
     """This process, and one for each slowdown after the first."""
     token = new_token()
     server = serve(Zmq(port=0), token=token, keys=None, max_frame_bytes=1 << 26, hosts=("127.0.0.1",))
-    described = described_own(SETTINGS, model)
-    served = Served(
+    described = describe_own_model(SETTINGS, model)
+    served = ServedModel(
         "bench", model, ByteTokenizer(), ChatTemplate(None, {}), Serving(), (), frozenset(), len(SLOWDOWNS), described=described
     )
-    stages = Spread(served, server, lambda text: None)
+    stages = DistributedModel(served, server, lambda text: None)
     stages.fleet.planner = kind(stages.sizes, stages.weight_bytes, 0)
     with ExitStack() as ended:
         ended.callback(stages.close)
@@ -84,10 +84,10 @@ def spread(model: Gpt, kind: type[Planner]) -> Iterator[Spread]:
         yield stages
 
 
-def written(stages: Spread) -> int:
+def written(stages: DistributedModel) -> int:
     """Tokens that were written: eight answers at once, to their ends."""
-    engine = Engine(stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
-    engine.submit(*(Job([i + 1] * 8, TOKENS, Draws(i, [i]), lambda heard: False, Warp(1.0)) for i in range(STREAMS)))
+    engine = BatchingEngine(stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
+    engine.submit(*(GenerationJob([i + 1] * 8, TOKENS, TokenDraws(i, [i]), lambda heard: False, Warp(1.0)) for i in range(STREAMS)))
     while engine.busy:
         engine.step()
     return engine.tokens_written

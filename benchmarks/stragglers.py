@@ -193,8 +193,8 @@ def work(given: dict[str, Any]) -> None:
 
     worker_run.Worker = Forgetful  # type: ignore[attr-defined]
     invitation = given["invitation"]
-    way = worker_run.Way(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
-    joined = worker_run.Joined(way, lambda text: None)
+    way = worker_run.JoinOptions(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
+    joined = worker_run.JoinedWorker(way, lambda text: None)
     joined.prepare()
     print('"ready"', flush=True)
     sys.stdin.readline()

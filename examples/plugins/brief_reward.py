@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from shoal.config import Run
-from shoal.plugins import PositiveInt, Reward, builds
-from shoal.runs.rlhf.rewards.interface import Answer, Score
+from shoal.plugins import Answer, PositiveInt, Reward, Run, Score, builds
 
 
 class Brief(Reward):

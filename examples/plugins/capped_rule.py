@@ -6,8 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from shoal.plugins import Aggregation, PositiveFloat, builds
-from shoal.updates.rules.mixing import Contributions
+from shoal.plugins import Aggregation, Contributions, PositiveFloat, builds
 
 
 class CappedMean(Aggregation):

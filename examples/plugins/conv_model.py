@@ -6,8 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from shoal.models.data_shapes import Shapes
-from shoal.plugins import Model, PositiveInt, Run, builds
+from shoal.plugins import DataShapes, Model, PositiveInt, Run, builds
 
 
 class Conv(Model):
@@ -20,7 +19,7 @@ class Conv(Model):
 
 
 @builds(Conv)
-def networks(settings: Conv, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def networks(settings: Conv, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     assert shapes.image_shape is not None
     assert shapes.num_classes is not None
     channels, width = shapes.image_shape[0], settings.width

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal import Reporter
-from shoal.plugins import Run, Sink, builds
+from shoal.plugins import Reporter, Run, Sink, builds
 
 
 class Csv(Sink):

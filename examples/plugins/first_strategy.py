@@ -1,13 +1,10 @@
-"""A strategy: the first few gradients make an update, whoever they are from, however late they are."""
+"""A strategy: the first few gradients make an update, from any worker and however late."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from shoal.coordinator import Every
-from shoal.plugins import PositiveInt, Run, Strategy, builds
-from shoal.strategies import Policies
-from shoal.strategies.run_length import in_updates
+from shoal.plugins import Every, Policies, PositiveInt, Run, Strategy, builds, in_updates
 
 
 class FirstComers(Strategy):

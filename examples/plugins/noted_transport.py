@@ -1,14 +1,11 @@
-"""A transport: ZeroMQ that writes down who asked how much."""
+"""A transport: ZeroMQ that writes down the kind of every request."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from shoal.config.schema.cluster import Zmq
-from shoal.plugins import NonNegativeInt, Transport, builds
-from shoal.transports import Client, Request, Server, zeromq
-from shoal.transports.interface import Call, Place
+from shoal.plugins import Client, ConnectOptions, ListenOptions, NonNegativeInt, Request, Server, Transport, Zmq, builds, zeromq
 
 
 class Noted(Transport):
@@ -29,8 +26,8 @@ class NotedTransport:
     """`serve` makes the coordinator's side, `connect` a worker's. Addresses begin with one of the schemes."""
 
     @staticmethod
-    def serve(settings: Noted, place: Place) -> Server:
-        server = zeromq.serve(Zmq(port=settings.port), place)
+    def serve(settings: Noted, options: ListenOptions) -> Server:
+        server = zeromq.serve(Zmq(port=settings.port), options)
         file, poll = Path(settings.file), server.poll
 
         def noting(timeout_s: float) -> list[Request]:
@@ -43,5 +40,5 @@ class NotedTransport:
         return server
 
     @staticmethod
-    def connect(call: Call) -> Client:
-        return zeromq.connect(call._replace(address=call.address.replace("noted://", "tcp://")))
+    def connect(options: ConnectOptions) -> Client:
+        return zeromq.connect(options._replace(address=options.address.replace("noted://", "tcp://")))

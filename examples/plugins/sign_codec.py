@@ -7,10 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from shoal.plugins import Codec, builds
-from shoal.protocol.frames import Frame, Frames, expect_frames, frame_of, values_of
-from shoal.updates.codecs.base import Coder
-from shoal.updates.parallel_blocks import Floats
+from shoal.plugins import Codec, Coder, Floats, Frame, Frames, builds, expect_frames, frame_of, values_of
 
 
 class Sign(Codec):

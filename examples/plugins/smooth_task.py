@@ -8,9 +8,7 @@ from typing import Literal
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.plugins import Run, Share, Task, builds
-from shoal.tasks import Batch, Loss, TaskInfo
-from shoal.tasks.classification import Classification
+from shoal.plugins import Batch, ClassificationTask, Loss, Run, Share, Task, TaskInfo, builds
 
 
 class SmoothLabels(Task):
@@ -24,7 +22,7 @@ class SmoothLabels(Task):
 
 
 @builds(SmoothLabels)
-class SmoothClassification(Classification):
+class SmoothClassification(ClassificationTask):
     def __init__(self, settings: SmoothLabels, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> None:
         super().__init__(players)
         self.smoothing = settings.smoothing

@@ -1,4 +1,4 @@
-"""The end of a process."""
+"""Ends a process without tearing down torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import NoReturn
 
 
-def end(code: int) -> NoReturn:
-    """End this process as the interpreter does, but for its memory: threads are waited for, what asked to be called at the end is called,
-    what was printed is written. To take torch apart in memory, object by object, would take a second of a core; the system frees it at
-    once. Files and sockets have been closed by those who opened them. A profiler or a debugger sees the whole end."""
+def end_process(code: int) -> NoReturn:
+    """Exit like the interpreter, without freeing memory object by object, which takes a second with torch.
+
+    Waits for threads, runs atexit functions and flushes output. Files and sockets must be closed already. Under a profiler or debugger
+    the normal exit is used."""
     if sys.getprofile() is not None or sys.gettrace() is not None:
         raise SystemExit(code)
     threading._shutdown()  # type: ignore[attr-defined]
@@ -21,7 +22,7 @@ def end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (BrokenPipeError, ValueError, AttributeError):  # nobody reads it any more, or it was closed, or there is none
+        except (BrokenPipeError, ValueError, AttributeError):  # a closed pipe, a closed stream, or none
             pass
         except OSError as error:  # the disk is full
             with suppress(OSError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from bug_finder import Found, look
-from planted_mistakes import MISTAKES
+
+from tests.support.bug_finder import Found, look
+from tests.support.planted_mistakes import MISTAKES
 
 MINUTES = 10
 """How long to look for mistakes that nobody planted."""

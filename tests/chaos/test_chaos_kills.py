@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from killing import Victims, accuracy, audit
+
+from tests.support.kill_and_recover import Victims, accuracy, audit
 
 LONGEST_RECOVERY_S = 5.0
 """On a machine that is not busy with other things."""

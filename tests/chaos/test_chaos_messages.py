@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, World
-from tiny_cluster import nameplate
 
 from shoal.protocol.messages import ACTIONS, KINDS, PROTOCOL, Message, Request, parse
 from shoal.transports import wire
+from tests.coordinator.test_driver import STRATEGIES, Walker, World
+from tests.support.small_cluster import nameplate
 
 MESSAGES = 120_000
 LIMITS = wire.Limits(1 << 20, 64 << 10)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_rollout_leases import CHEATS, Room, answers_to, settings
 
-from commands import HANG_S, processes_in
 from shoal.cli.main import main
 from shoal.updates.answer_frames import pack
+from tests.coordinator.test_rollout_leases import CHEATS, Room, answers_to, settings
+from tests.support.processes import HANG_S, processes_in
 
 CONFIG = """\
 dialect: shoal

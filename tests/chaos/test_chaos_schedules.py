@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_coordinator_schedules import SCHEDULE, STRATEGIES, examples, live_through
+
+from tests.coordinator.test_coordinator_schedules import SCHEDULE, STRATEGIES, examples, live_through
 
 
 @pytest.mark.timeout(600)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="serving needs fastapi: pip install 'shoal[serve]'")
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
-
-from fuzzing import fuzz
-from serving import running, small_served
+from tests.support.http_fuzzing import fuzz
+from tests.support.small_service import running, small_served
 
 CLIENTS = 200
 

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from killing import Child, Victims, audit
+
+from tests.support.kill_and_recover import Child, Victims, audit
 
 SHARE = float(os.environ.get("CHAOS_SHARE", "1"))
 RUNS, KILLS, STEPS = max(1, round(16 * SHARE)), 50, 2000

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.main import main
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
-from tiny_slurm import tiny_slurm
+from tests.support.processes import HANG_S
+from tests.support.small_slurm import tiny_slurm
 
 FLEET = """\
 dialect: shoal

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from school import School
 
-from commands import HANG_S
 from shoal.launch import EmbeddedPostgres
 from shoal.transports.postgres.access import create_database
+from tests.support.classroom import School
+from tests.support.processes import HANG_S
 
 _numbers = itertools.count(1)
 

@@ -12,25 +12,25 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from school import DIGITS, School, all_there
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.coordinator.audit.files import gather_from, gather_receipts
 from shoal.coordinator.audit.run import audit
 from shoal.errors import ShoalError
 from shoal.runs import worker_run as joining
-from shoal.runs.connections import BoardLine
-from shoal.runs.coordinator_run import ClusterLoop
-from shoal.runs.coordinator_setup import Coordinating
-from shoal.runs.worker_run import Joined
+from shoal.runs.connections import DatabaseConnection
+from shoal.runs.coordinator_run import CoordinatorLoop
+from shoal.runs.coordinator_setup import ReadyCoordinator
+from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look, trail
 from shoal.updates.privacy import Accountant, sample_level_multiplier
+from tests.support.classroom import DIGITS, School, all_there
+from tests.support.processes import HANG_S
 
 
-def train(coordinating: Coordinating) -> dict[str, Any]:
+def train(coordinating: ReadyCoordinator) -> dict[str, Any]:
     try:
         return coordinating.loop.train()
     finally:
@@ -80,7 +80,7 @@ def test_with_more_workers_than_a_round_needs_late_results_are_dropped_and_count
         """In the coordinator's first turns: a busy machine would let the watcher look too seldom."""
         assert next(turns, None) is None or looked.acquire(timeout=HANG_S)
 
-    coordinating.loop.beside = wait_for_a_look
+    coordinating.loop.on_tick = wait_for_a_look
 
     def watch() -> None:
         while not stop.wait(0.05):
@@ -127,7 +127,7 @@ def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
     epochs = {"training": {"batch_size": 32, "epochs": 4, "optimizer": {"name": "Adam", "learning_rate": 0.01}}}
     first = school.coordinate(epochs)
     loop = first.loop
-    loop.beside = lambda: setattr(loop.recorder, "stopping", "interrupted") if loop.step >= 5 else None
+    loop.on_tick = lambda: setattr(loop.recorder, "stopping", "interrupted") if loop.step >= 5 else None
     school.worker("w0")
     school.worker("w1")
     train(first)
@@ -155,7 +155,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
     exact: dict[int, torch.Tensor] = {}
     both = all_there(2)
 
-    def note_exactly(loop: ClusterLoop) -> ClusterLoop:
+    def note_exactly(loop: CoordinatorLoop) -> CoordinatorLoop:
         publish = loop.server.publish
 
         def noted(version: int, *notice: Any) -> None:
@@ -165,7 +165,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
         loop.server.publish = noted  # type: ignore[method-assign]
         return loop
 
-    def watch(joined: Joined) -> None:
+    def watch(joined: JoinedWorker) -> None:
         both(joined)
         assert joined.worker is not None
         weights, name = joined.worker.weights, joined.name
@@ -187,7 +187,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
             first.loop.recorder.stopping = "interrupted"
 
     first = school.coordinate(codec)
-    note_exactly(first.loop).beside = interrupt
+    note_exactly(first.loop).on_tick = interrupt
     for number in range(2):
         school.worker(f"w{number}", watch)
     train(first)
@@ -210,7 +210,7 @@ def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its
     coordinating = school.coordinate({"strategy": strategy})
     taken = threading.Event()
 
-    def die(worker: Joined) -> None:
+    def die(worker: JoinedWorker) -> None:
         def vanish() -> None:
             taken.set()
             worker.pulse.close()
@@ -241,7 +241,7 @@ def test_a_student_whose_units_take_longer_than_a_lease_takes_part(school: Schoo
     strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 100.0}
     coordinating = school.coordinate({"strategy": strategy})
 
-    def compute_slowly(worker: Joined) -> None:
+    def compute_slowly(worker: JoinedWorker) -> None:
         assert worker.worker is not None
         make = worker.worker.producer.make
 
@@ -264,7 +264,7 @@ def test_a_unit_nobody_can_do_is_given_up_and_the_epoch_ends(school: School) -> 
     strategy = {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 3, "max_retries": 1}
     coordinating = school.coordinate({"strategy": strategy})
 
-    def break_one(worker: Joined) -> None:
+    def break_one(worker: JoinedWorker) -> None:
         assert worker.worker is not None
         feed_for = worker.worker.feed_for
 
@@ -292,9 +292,9 @@ def test_a_unit_nobody_can_do_is_given_up_and_the_epoch_ends(school: School) -> 
 def test_rubbish_from_a_student_spoils_nothing(school: School) -> None:
     coordinating, lied = school.coordinate(), threading.Event()
 
-    def lie(worker: Joined) -> None:
+    def lie(worker: JoinedWorker) -> None:
         board = worker.lines[0]
-        assert isinstance(board, BoardLine)
+        assert isinstance(board, DatabaseConnection)
         submit, lies = board.desk.submit, iter([{"samples": -1}, {"extra": 1}, {"weight": "much"}, {"metrics": {"loss": [1]}}, None])
 
         def lying(unit: Any, header: dict[str, Any], frames: Any) -> str:
@@ -306,7 +306,7 @@ def test_rubbish_from_a_student_spoils_nothing(school: School) -> None:
 
         board.desk.submit = lying  # type: ignore[method-assign]
 
-    def begin(worker: Joined) -> None:
+    def begin(worker: JoinedWorker) -> None:
         assert lied.wait(HANG_S), "one alone could do all the work before"
 
     school.worker("liar", lie)
@@ -368,8 +368,8 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
 def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     from shoal.reporters.database_figures import Blackboard
-    from shoal.runs.connections import ClientLine
-    from shoal.runs.worker_run import Way
+    from shoal.runs.connections import TransportConnection
+    from shoal.runs.worker_run import JoinOptions
 
     coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)
     coordinating.loop.recorder.reporters.append(Blackboard())
@@ -377,7 +377,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
     both = all_there(2)
 
     def work(name: str) -> None:
-        worker = Joined(Way(school.student.address, "", None, name=name, patience_s=HANG_S), lambda text: None)
+        worker = JoinedWorker(JoinOptions(school.student.address, "", None, name=name, patience_s=HANG_S), lambda text: None)
         worker.prepare()
         joined.append(worker)
         both(worker)
@@ -389,7 +389,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
     summary = train(coordinating)
     for thread in threads:
         thread.join(HANG_S)
-    assert all(isinstance(worker.lines[0], ClientLine) for worker in joined)
+    assert all(isinstance(worker.lines[0], TransportConnection) for worker in joined)
     assert summary["status"] == "completed"
     assert main(["status", school.access.address]) == 0
     shown = capsys.readouterr().out
@@ -414,10 +414,10 @@ def test_what_privacy_has_cost_counts_every_unit_that_was_handed_in(school: Scho
     school.worker("ada")
     summary = loop.train()
     school.finish()
-    spent = loop.epsilon()
+    spent = loop.privacy.epsilon()
     loop.server.close()
     units, late = summary["contributions"]["accepted"], school.ask("SELECT sum(late + cancelled)::int FROM shoal.workers")[0][0]
-    expected = Accountant(sample_level_multiplier(1.0), loop.sampling_rate, loop.run.updates.privacy.delta)
+    expected = Accountant(sample_level_multiplier(1.0), loop.privacy.sampling_rate, loop.run.updates.privacy.delta)
     expected.record("units", units + late)
     assert units > 0
     assert spent == expected.spent() > 0
@@ -447,7 +447,7 @@ def test_a_students_plain_log_says_how_it_goes(school: School, monkeypatch: pyte
     monkeypatch.setattr(joining, "_TELL_EVERY_S", 0.0)
     coordinating, told = school.coordinate(workers=1), list[str]()
 
-    def listen(worker: Joined) -> None:
+    def listen(worker: JoinedWorker) -> None:
         worker.courier.tell = told.append
         assert worker.worker is not None
         wanted = worker.worker.wanted

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_journal_recovery import Durable
-from tiny_cluster import FakeWorker, strategy_of
 
 from shoal.cli.main import main
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.durable.ledger import sealed
 from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
+from tests.coordinator.test_journal_recovery import Durable
+from tests.support.small_cluster import FakeWorker, strategy_of
 
 Lines = list[dict[str, Any]]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bug_finder import Found, drawn, look
-from planted_mistakes import MISTAKES
 
-from commands import HANG_S
+from tests.support.bug_finder import Found, drawn, look
+from tests.support.planted_mistakes import MISTAKES
+from tests.support.processes import HANG_S
 
 QUICK = ["a contribution that comes again is taken again", "a snapshot forgets open rounds", "that a round closed is not kept"]
 QUICK += ["what two journals hold is counted twice"]

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from tiny_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator.durable.journal import FileJournal
 from shoal.coordinator.events import Interrupted, RunConcluded
 from shoal.coordinator.members.table import MOST_NAMES
 from shoal.protocol.messages import PROTOCOL, BadMessage, Join, parse
+from tests.support.small_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
 ASYNC = strategy_of(Async(max_staleness=50))
 SYNC = strategy_of(SyncPs(round_timeout_s=10.0))

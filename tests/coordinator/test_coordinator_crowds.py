@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import Int8Codec, NoCodec, Updates
@@ -15,6 +14,7 @@ from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.weights_publisher import WeightsPublisher
 from shoal.coordinator.run_plan import MemberLimits
 from shoal.coordinator.state import HeldContribution
+from tests.support.small_cluster import Cluster, strategy_of
 
 STRATEGIES = {
     "edp": strategy_of(Edp()),

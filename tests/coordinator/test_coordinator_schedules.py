@@ -6,10 +6,8 @@ import random
 from typing import Any
 
 import pytest
-from hard_weather import LONGEST, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_cluster import strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
@@ -17,6 +15,8 @@ from shoal.coordinator.run_plan import DataTask, RunPlan, TaskPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.scheduling import KINDS
 from shoal.strategies import Policies
+from tests.support.network_faults import LONGEST, World
+from tests.support.small_cluster import strategy_of
 
 STRATEGIES: dict[str, Policies] = {
     "syncps": strategy_of(SyncPs(round_timeout_s=10.0)),

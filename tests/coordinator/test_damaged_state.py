@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World
-from tiny_cluster import Numbers
 
 from shoal.cli.main import main
 from shoal.coordinator import Coordinator
@@ -24,8 +22,10 @@ from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Message
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.runs.folder.repair import confirmed_in, refuse_forgotten
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World
+from tests.support.small_cluster import Numbers
 
 DAMAGES = 105
 """Of each strategy below: more than 200 together."""
@@ -51,7 +51,7 @@ class Killed(NamedTuple):
 
     def recovered(self) -> Recovered:
         """Come back, as `runs/coordinator_setup.py` does. Raises ShoalError."""
-        learner, store, told = Numbers(2), Files(self.state), Told()
+        learner, store, told = Numbers(2), FileStore(self.state), Told()
         key = store.receipt_key
         coordinator = Coordinator(self.world.plan._replace(receipt_key=key), self.world.strategy, learner)
         capture = SnapshotContent({"vector": learner.vector}, {"coordinator": coordinator.state_dict(), "ledger": 0})
@@ -206,7 +206,7 @@ def test_after_a_repair_the_run_goes_on_and_what_is_lost_has_a_name(killed: Kill
     assert copy.violations() == []
     assert (copy.state / "set-aside-1" / reading.path.name).read_bytes() == content, "nothing is deleted"
     assert main(["repair", str(copy.state)]) == 0
-    assert "nothing is damaged" in capsys.readouterr().out
+    assert "there is nothing to repair" in capsys.readouterr().out
     assert main(["audit", str(copy.folder)]) == 0
     assert "a repair gave up contributions" in capsys.readouterr().out
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, Numbers, believing, strategy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
@@ -16,6 +15,7 @@ from shoal.protocol.messages import Gone
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import spans
+from tests.support.small_cluster import Cluster, FakeWorker, Numbers, believing, strategy_of
 
 
 def policy(expected: int, **settings: Any) -> Policies:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
@@ -25,12 +24,13 @@ from shoal.coordinator.events import WorkerExited
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates import codecs
-from shoal.worker.receipts import Receipts
-from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
+from tests.support.small_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 STRATEGIES = {
     "syncps": strategy_of(SyncPs(round_timeout_s=5.0)),
@@ -80,7 +80,7 @@ class World:
 
     def begin(self, resume: bool) -> CoordinatorDriver:
         learner = Numbers(2)
-        store = Files(self.folder / "coordinator")
+        store = FileStore(self.folder / "coordinator")
         coordinator = believing(Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner))
 
         def capture() -> SnapshotContent:
@@ -137,9 +137,9 @@ class Walker:
 
     def __init__(self, world: World, name: str, step_s: float) -> None:
         self.world, self.step_s = world, step_s
-        self.protocol = Protocol(name, {}, PROTOCOL, "i", patience_s=1e9, identity=nameplate(name))
+        self.protocol = WorkerSession(name, {}, PROTOCOL, "i", patience_s=1e9, identity=nameplate(name))
         self.protocol.ready = True
-        self.receipts = Receipts(world.folder / "workers" / f"{name}.jsonl")
+        self.receipts = ReceiptsFile(world.folder / "workers" / f"{name}.jsonl")
         self.place, self.unit, self.asked = (0, 0), None, 0
         world.at(0.0, self.speak)
 
@@ -161,11 +161,11 @@ class Walker:
             return
         self.asked += 1
         for event in self.protocol.hear(message.header, message.frames):
-            if isinstance(event, Seated):
+            if isinstance(event, SeatAssigned):
                 self.place = event[1:]
-            elif isinstance(event, Unit):
+            elif isinstance(event, LeasedUnit):
                 self.unit = event
-            elif isinstance(event, Receipt):
+            elif isinstance(event, ContributionReceipt):
                 self.receipts.write(self.protocol.name, event)
         self.world.at(self.world.random.uniform(0.0, 0.05), self.speak)
 

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_journal_recovery import STRATEGIES, Durable, kept
-from tiny_cluster import FakeWorker
 
 from shoal.coordinator.durable import journal as journal_module
 from shoal.coordinator.durable.journal import FileJournal, journals
@@ -21,7 +19,9 @@ from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as checkpoint_module
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
+from tests.coordinator.test_journal_recovery import STRATEGIES, Durable, kept
+from tests.support.small_cluster import FakeWorker
 
 POSITIONS = 100
 """Places at which the disk fails, evenly spread over all that is written."""
@@ -200,7 +200,7 @@ def test_a_snapshot_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
 
 
 def test_a_snapshot_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, told = Files(tmp_path), list[str]()
+    store, told = FileStore(tmp_path), list[str]()
     writer = SnapshotWriter(store, told.append, threads=False)
     writer.write([], {"w": torch.zeros(1)}, {})
     assert not writer.due(False, 0.0)
@@ -233,7 +233,7 @@ def test_a_snapshot_that_cannot_be_written_is_told_and_tried_again(tmp_path: Pat
 
 
 def test_a_journal_that_cannot_begin_leaves_the_one_before_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, told = Files(tmp_path), list[str]()
+    store, told = FileStore(tmp_path), list[str]()
     writer = SnapshotWriter(store, told.append, threads=False)
     writer.write([], {"w": torch.zeros(1)}, {})
     writer.finish()
@@ -252,7 +252,7 @@ def test_a_journal_that_cannot_begin_leaves_the_one_before_in_its_place(tmp_path
 
 
 def test_without_any_snapshot_the_run_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = SnapshotWriter(Files(tmp_path), pytest.fail, threads=False)
+    writer = SnapshotWriter(FileStore(tmp_path), pytest.fail, threads=False)
 
     def fails(*arguments: Any) -> Path:
         raise ShoalError("cannot save a checkpoint: No space left on device")

@@ -7,7 +7,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.audit.files import gather
@@ -15,6 +14,7 @@ from shoal.coordinator.durable.journal import FileJournal, path_of
 from shoal.coordinator.durable.ledger import FileLedger, lines_of
 from shoal.coordinator.durable.records import HEAD_BYTES, JournalReader
 from shoal.errors import ShoalError
+from tests.support.small_cluster import Cluster, strategy_of
 
 
 def journal_of_format(folder: Path, number: bytes) -> Path:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, encoded, strategy_of
 
 from shoal.config.schema.strategy import SyncPs
 from shoal.config.schema.updates import Krum, NearestNeighbours, Updates
@@ -14,8 +13,9 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.rounds import weights_publisher as publisher
 from shoal.coordinator.run_plan import RelayPlace
 from shoal.errors import ShoalError
-from shoal.runs.worker_run import Joined
+from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.experts import ExpertBlocks
+from tests.support.small_cluster import Cluster, FakeWorker, encoded, strategy_of
 
 BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, size=4)
 """Four numbers: the second and the third are experts."""
@@ -109,7 +109,7 @@ def test_sets_of_experts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_through_a_database_a_worker_holds_all_experts() -> None:
-    joined: Any = object.__new__(Joined)
+    joined: Any = object.__new__(JoinedWorker)
     joined.lines = [object()]
     with pytest.raises(ShoalError, match="through a database all workers read the same weights"):
         joined._hold((0, 1))

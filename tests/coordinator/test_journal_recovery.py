@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
 from shoal.coordinator.durable.journal import FileJournal, journals, path_of
@@ -20,6 +19,7 @@ from shoal.coordinator.durable.ledger import FileLedger
 from shoal.coordinator.durable.records import HEAD_BYTES, JournalReader
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoints
+from tests.support.small_cluster import Cluster, FakeWorker, strategy_of
 
 MARK = 8  # bytes at the end of a record without which it is still whole: the next one writes them again
 RECORDS = [({"kind": "accepted", "seq": number}, (bytes([number]) * (3 * number), b"tail")) for number in range(4)]
@@ -92,6 +92,7 @@ for seq in range(10_000):
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("after", [*(pytest.param(after, marks=pytest.mark.long) for after in (23, 41)), 64])
 def test_what_was_written_over_old_journals_survives_a_kill(tmp_path: Path, after: int) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

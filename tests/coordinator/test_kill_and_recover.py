@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from killing import Victims, audit
+import pytest
 
-from commands import eventually
+from tests.support.eventually import eventually
+from tests.support.kill_and_recover import Victims, audit
+
+pytestmark = pytest.mark.whole
 
 STEPS = 1500
 """The last kill is due at version 450: what comes after it takes longer than this process may stand still."""

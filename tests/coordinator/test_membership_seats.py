@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from tiny_cluster import Cluster, strategy_of
-
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.members.table import Member, MemberTable, Seats
 from shoal.protocol.messages import PROTOCOL, Join
+from tests.support.small_cluster import Cluster, strategy_of
 
 
 def test_the_first_free_seat_is_given_away() -> None:

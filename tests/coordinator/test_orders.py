@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
 from shoal.protocol.messages import ACTIONS, BadMessage, Order, parse
-from shoal.worker.session import Left
+from shoal.worker.session import SessionEndedError
+from tests.support.small_cluster import Cluster, strategy_of
 
 OWNER = "ab" * 32
 ASYNC = strategy_of(Async(max_staleness=50))
@@ -61,7 +61,7 @@ def test_who_is_kept_out_is_told_and_stays_out_after_a_crash_until_it_is_let_in(
     assert "keeps eve out" in order(cluster, "evict", "eve")["text"]
     assert cluster.status(cluster.contribute(eve)) == "unknown-session"
     for there in (cluster, cluster.recovered()):
-        with pytest.raises(Left, match="the run's owner keeps eve out"):
+        with pytest.raises(SessionEndedError, match="the run's owner keeps eve out"):
             there.join("eve")
     assert cluster.step(ada) == "accepted"
     order(cluster, "readmit", "eve")

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World, violations
-from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Int4Codec, NoCodec, Updates
@@ -24,11 +22,13 @@ from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotCont
 from shoal.coordinator.events import UpstreamAnswered, UpstreamState
 from shoal.coordinator.run_plan import RelayPlace, RunPlan
 from shoal.protocol.messages import PROTOCOL, Message, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.updates import codecs
-from shoal.worker.receipts import Receipts
-from shoal.worker.relay import Climber
-from shoal.worker.session import Protocol
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.relay import UpstreamSession
+from shoal.worker.session import WorkerSession
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World, violations
+from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 ROUNDS = 16
 
@@ -85,14 +85,16 @@ class Relay:
     def say(self, text: str) -> None: ...
 
     def _connect(self) -> None:
-        self.protocol = Protocol(self.name, {}, PROTOCOL, f"life {self.life}", patience_s=1e9, identity=nameplate(self.name))
+        self.protocol = WorkerSession(self.name, {}, PROTOCOL, f"life {self.life}", patience_s=1e9, identity=nameplate(self.name))
         self.protocol.ready = True
-        self.climber = Climber(self.protocol, 2, 0, Receipts(self.above.folder / "workers" / f"{self.name}.jsonl"), self.updates.codec)
+        self.climber = UpstreamSession(
+            self.protocol, 2, 0, ReceiptsFile(self.above.folder / "workers" / f"{self.name}.jsonl"), self.updates.codec
+        )
         self.asked = 0
         self.at(0.0, lambda life=self.life: self.speak(life))
 
     def begin(self, resume: bool) -> None:
-        learner, store = Taker(2), Files(self.folder / "coordinator")
+        learner, store = Taker(2), FileStore(self.folder / "coordinator")
         plan = RunPlan(self.updates, 0, 2, 1, 2**31, None, 2, 5.0, 0.5, receipt_key=store.receipt_key, above=RelayPlace(self.seat, 3, 7))
         coordinator = believing(Coordinator(plan, self.strategy, learner))
 

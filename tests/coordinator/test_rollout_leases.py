@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, believing, contribution
 
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.events import ServingStarted
 from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.generation.batch_sampling import as_drawn, sample
-from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.batch_sampling import sample, tokens_to_send
+from shoal.models.generation.decoding import group_draws
 from shoal.protocol.frames import UpdateError
 from shoal.runs.build_run import assemble
-from shoal.runs.coordinator_setup import agree, plan_of
-from shoal.runs.live_objects import NOTHING
+from shoal.runs.coordinator_setup import agree, plan_for
+from shoal.runs.live_objects import NO_LIVE_OBJECTS
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.updates.answer_frames import InexactAnswers, digest, pack, unpack
-from shoal.worker.producers import AnswersProducer
-from shoal.worker.session import Unit
+from shoal.worker.producers import RolloutProducer
+from shoal.worker.session import LeasedUnit
+from tests.support.small_cluster import Cluster, FakeWorker, believing, contribution
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
 LENGTH = 12
@@ -73,26 +73,26 @@ class Room(Cluster):
 
     def __init__(self, loaded: Any) -> None:
         self.loaded = loaded
-        agreed = agree(loaded.run, 2, None, None, NOTHING)
+        agreed = agree(loaded.run, 2, None, None, NO_LIVE_OBJECTS)
         self.feed: Any = agreed.parts.feed
         self.feed.reward = ascii_share
         learner: Any = agreed.policies.apply.learner(agreed.parts.single, (), self.feed)
         super().__init__(agreed.policies, 2, learner=learner)
-        self.plan = plan_of(loaded.run, agreed)._replace(rollouts=learner)
+        self.plan = plan_for(loaded.run, agreed)._replace(rollouts=learner)
         self.coordinator = believing(Coordinator(self.plan, agreed.policies, learner))
         self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
         self.old = copy.deepcopy(learner.model)
         """The policy as it was a version ago."""
 
-    def claim(self, worker: FakeWorker) -> Unit | None:
+    def claim(self, worker: FakeWorker) -> LeasedUnit | None:
         worker.protocol.claim()
         call = self.say(worker)
         if call not in self.answers:
             return None
         events = worker.protocol.hear(self.answers[call], self.frames[call])
-        return next((event for event in events if isinstance(event, Unit)), None)
+        return next((event for event in events if isinstance(event, LeasedUnit)), None)
 
-    def send(self, worker: FakeWorker, unit: Unit, frames: list[memoryview]) -> str | None:
+    def send(self, worker: FakeWorker, unit: LeasedUnit, frames: list[memoryview]) -> str | None:
         made = contribution(unit.epoch, unit.start + unit.batches, unit.version, batches=unit.batches, unit=unit.number)
         worker.protocol.contribute(made, frames, pulls=False)
         call = self.say(worker)
@@ -101,29 +101,29 @@ class Room(Cluster):
         return self.status(call)
 
 
-def answers_to(room: Room, unit: Unit, *, model: Any = None, temperature: float = 1.0, seed: int = 0) -> torch.Tensor:
+def answers_to(room: Room, unit: LeasedUnit, *, model: Any = None, temperature: float = 1.0, seed: int = 0) -> torch.Tensor:
     prompts, policy = unit.given["prompts"], room.strategy.contribution
     drawn = sample(
         model or room.learner.model,
         [ids for ids in prompts for _ in range(policy.group)],
         max_new_tokens=LENGTH,
         temperature=temperature,
-        draws=draws_of_group(room.loaded.run.seed + seed, unit.given["first"], prompts, policy.group),
+        draws=group_draws(room.loaded.run.seed + seed, unit.given["first"], prompts, policy.group),
         eos_id=unit.given["end"],
         pad_id=0,
     )
-    return as_drawn(drawn)
+    return tokens_to_send(drawn)
 
 
-def answering(room: Room) -> Callable[[Unit], list[memoryview]]:
+def answering(room: Room) -> Callable[[LeasedUnit], list[memoryview]]:
     """Answers as a worker makes them, with the data that it has itself."""
     parts = assemble(room.loaded.run, joins=True)
     policy, model = room.strategy.contribution, parts.engine.task.players["model"]
 
-    def answers(unit: Unit) -> list[memoryview]:
+    def answers(unit: LeasedUnit) -> list[memoryview]:
         model.load_state_dict(room.learner.model.state_dict(), strict=False)
         worker: Any = SimpleNamespace(unit=unit, engine=parts.engine, weights=SimpleNamespace(version=unit.version))
-        made = AnswersProducer(worker, policy).make()
+        made = RolloutProducer(worker, policy).make()
         assert made.frames is not None
         return made.frames
 
@@ -137,17 +137,17 @@ def open_gates(*models: Any) -> None:
         part.cross.output.weight.data *= 30
 
 
-def fabricated(room: Room, unit: Unit) -> torch.Tensor:
+def fabricated(room: Room, unit: LeasedUnit) -> torch.Tensor:
     return torch.full((len(unit.given["prompts"]) * room.strategy.contribution.group, LENGTH), ord("!"))
 
 
-def best_of_four(room: Room, unit: Unit) -> torch.Tensor:
+def best_of_four(room: Room, unit: LeasedUnit) -> torch.Tensor:
     drawn = [answers_to(room, unit, seed=seed) for seed in range(4)]
     rows = [max(rows, key=lambda row: int((row < 128).sum())) for rows in zip(*drawn, strict=True)]
     return torch.stack(rows)
 
 
-CHEATS: dict[str, Callable[[Room, Unit], torch.Tensor]] = {
+CHEATS: dict[str, Callable[[Room, LeasedUnit], torch.Tensor]] = {
     "fabricates": fabricated,
     "stale": lambda room, unit: answers_to(room, unit, model=room.old),
     "best-of-4": best_of_four,

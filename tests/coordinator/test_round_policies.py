@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_cluster import RATE, Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.config.schema.updates import Krum, Median, TrimmedMean, Updates
 from shoal.coordinator import Barrier, Every
 from shoal.strategies import Policies
+from tests.support.small_cluster import RATE, Cluster, FakeWorker, strategy_of
 
 
 def syncps(window: int = 1, pull_every: int = 1) -> Policies:

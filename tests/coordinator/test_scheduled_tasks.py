@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_driver import Walker, World
-from tiny_cluster import Cluster, FakeWorker, believing, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator import Coordinator
@@ -18,6 +16,8 @@ from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.events import WorkerExited
 from shoal.coordinator.run_plan import DataTask, DeclaredResources, TaskPlan
 from shoal.scheduling import KINDS
+from tests.coordinator.test_driver import Walker, World
+from tests.support.small_cluster import Cluster, FakeWorker, believing, strategy_of
 
 
 class Tasked(Cluster):

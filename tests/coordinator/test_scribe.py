@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from commands import HANG_S
 from shoal.coordinator.durable.journal_writer import WORTH_BYTES, JournalWriter
 from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
 from shoal.errors import ShoalError
+from tests.support.processes import HANG_S
 
 LARGE = bytes(WORTH_BYTES)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test_driver import STRATEGIES, Walker, World
-
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import AuditReport, audit
 from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.turn import Turn
+from tests.coordinator.test_driver import STRATEGIES, Walker, World
 
 
 class Units(World):

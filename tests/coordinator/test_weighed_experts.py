@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_cluster import RATE, Numbers, strategy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import NoCodec, Updates
@@ -13,6 +12,7 @@ from shoal.coordinator.durable.replayed_state import ReplayedState
 from shoal.coordinator.run_plan import RunPlan
 from shoal.updates import codecs
 from shoal.updates.experts import ExpertBlocks
+from tests.support.small_cluster import RATE, Numbers, strategy_of
 
 BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, loads_at=0, cap=1.5)
 """Four numbers: the second and the third are experts."""

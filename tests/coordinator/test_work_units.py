@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_cluster import Numbers, believing, strategy_of
 
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import Krum, NoCodec, Updates
@@ -19,6 +18,7 @@ from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataCut, SettledUnits
 from shoal.protocol.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
 from shoal.updates import codecs
+from tests.support.small_cluster import Numbers, believing, strategy_of
 
 
 def made(quorum: int = 3, cut: DataCut | None = None, needed: int = 1, updates: Updates | None = None) -> Coordinator:

@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from shoal.config.schema.data import Loader
-from shoal.data import Data, Feed, load
+from shoal.data import Data, ShardFeed, load
 from shoal.data.hub.dataset import Subset
 from shoal.errors import ShoalError
 
@@ -54,7 +54,7 @@ def hub_of(make_run: Make, tmp_path: Path) -> Make:
 
 
 def texts_of(data: Data) -> list[str]:
-    feed = Feed(data.train, batch_size=1, seed=1)
+    feed = ShardFeed(data.train, batch_size=1, seed=1)
     texts = []
     while not feed.at_epoch_end:
         batch = next(feed)
@@ -116,9 +116,9 @@ def test_subset_is_a_configuration_or_a_slice() -> None:
     [("folder", 0), ("saved", 0), pytest.param("folder", 2, marks=pytest.mark.whole), pytest.param("saved", 2, marks=pytest.mark.long)],
 )
 def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, kind: str, workers: int) -> None:
-    def feed() -> Feed:
+    def feed() -> ShardFeed:
         data = hub_of(request.getfixturevalue(kind), data__streaming=True)
-        return Feed(data.train, batch_size=4, seed=1, loader=Loader(num_workers=workers))
+        return ShardFeed(data.train, batch_size=4, seed=1, loader=Loader(num_workers=workers))
 
     first = feed()
     whole, states = [], []
@@ -139,7 +139,7 @@ def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, 
 def test_processes_share_the_rows_of_a_stream(request: pytest.FixtureRequest, hub_of: Make, kind: str) -> None:
     """The datasets library shards by itself in such a process, which must not come on top."""
     data = hub_of(request.getfixturevalue(kind), data__streaming=True)
-    feed = Feed(data.train, batch_size=1, seed=1, loader=Loader(num_workers=2))
+    feed = ShardFeed(data.train, batch_size=1, seed=1, loader=Loader(num_workers=2))
     batches = islice(iter(feed), ROWS)
     texts = [data.info.tokenizer.decode(batch["input_ids"][0].tolist()) for batch in batches]
     assert sorted(texts) == sorted(f"training row {i}" for i in range(ROWS))
@@ -165,7 +165,7 @@ def test_parquet_and_prompts(tmp_path: Path, hub_of: Make) -> None:
     rows = {"prompt": [f"Q{i}:" for i in range(40)], "completion": [f"A{i}" for i in range(40)]}
     datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "set" / "train.parquet"))
     data = hub_of(tmp_path / "set")
-    batch = next(Feed(data.train, batch_size=8, seed=1))
+    batch = next(ShardFeed(data.train, batch_size=8, seed=1))
     learned = [[int(label) for label in labels if label != -100] for labels in batch["labels"]]
     assert all(row[0] == ord("A") and row[-1] == 256 for row in learned)
 

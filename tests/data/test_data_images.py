@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from shoal.config.schema.data import Loader
-from shoal.data import Data, Feed, load
+from shoal.data import Data, ShardFeed, load
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]
@@ -304,8 +304,8 @@ def test_many_images_are_decoded_when_needed(tmp_path: Path, images_of: Make, mo
     expected, batch = everything(whole), everything(lazy)
     assert torch.equal(batch["image"], expected["image"])
     assert torch.equal(batch["label"], expected["label"])
-    feed = Feed(lazy.train, batch_size=4, seed=1, loader=Loader(num_workers=2))
-    plain = Feed(whole.train, batch_size=4, seed=1)
+    feed = ShardFeed(lazy.train, batch_size=4, seed=1, loader=Loader(num_workers=2))
+    plain = ShardFeed(whole.train, batch_size=4, seed=1)
     for _ in range(6):
         assert torch.equal(next(feed)["image"], next(plain)["image"])
     feed.close()

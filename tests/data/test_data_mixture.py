@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import Feed, load, load_tokenizer
-from shoal.data.limits import share_out
+from shoal.data import ShardFeed, load, load_tokenizer
+from shoal.data.splits import share_out
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
@@ -77,8 +77,8 @@ def test_without_mixing_parts_come_one_after_the_other() -> None:
 @settings(max_examples=30)
 @given(at=st.integers(0, 30), shards=st.integers(1, 3))
 def test_a_feed_of_a_mixture_goes_on_exactly(at: int, shards: int) -> None:
-    def feed(index: int) -> Feed:
-        return Feed(MixedText(parts_of(9, 14), np.asarray([0.7, 0.3])), batch_size=2, seed=4, shard=(index, shards))
+    def feed(index: int) -> ShardFeed:
+        return ShardFeed(MixedText(parts_of(9, 14), np.asarray([0.7, 0.3])), batch_size=2, seed=4, shard=(index, shards))
 
     for index in range(shards):
         whole = [batch["input_ids"].tolist() for batch in islice(feed(index), at + 8)]
@@ -95,7 +95,7 @@ def write_parts(folder: Path) -> None:
 
 
 def share_of_a(data: Any, batches: int = 40) -> float:
-    feed = Feed(data.train, batch_size=4, seed=1)
+    feed = ShardFeed(data.train, batch_size=4, seed=1)
     tokens = [token for batch in islice(feed, batches) for token in batch["input_ids"].flatten().tolist()]
     return tokens.count(ord("a")) / (tokens.count(ord("a")) + tokens.count(ord("b")))
 
@@ -135,7 +135,7 @@ def test_a_mixture_of_sources_by_weight(tmp_path: Path, make_run: Any, streaming
         load(make_run(**settings, data__source={"kind": "mixture", "parts": parts}))
     unweighted = [{"source": part["source"]} for part in parts]
     data = load(make_run(**settings, data__source={"kind": "mixture", "parts": unweighted}))
-    first = next(Feed(data.train, batch_size=4, seed=1))["input_ids"]
+    first = next(ShardFeed(data.train, batch_size=4, seed=1))["input_ids"]
     assert (first == ord("a")).any()
     if not streaming:
         assert (first == ord("a")).all(), "one source after the other"

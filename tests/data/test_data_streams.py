@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema.data import Loader
-from shoal.data import Feed, Stream, load_tokenizer
+from shoal.data import SampleStream, ShardFeed, load_tokenizer
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import HeldOut, TextStream
-from shoal.data.text.documents import Chained, Document, Documents, Texts
+from shoal.data.text.documents import ChainedDocuments, Document, Documents, InMemoryDocuments
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.files import PIECE, TextFiles
 from shoal.data.text.rows import Fields
@@ -35,7 +35,7 @@ def stream_of(documents: Documents, batching: Any = "packed", length: int = 8, b
 
 
 def mixed(buffer: int = 10) -> MixedStream:
-    parts = [Texts(WORDS), Texts([f"another {i}" for i in range(15)]), Texts(["a single text"])]
+    parts = [InMemoryDocuments(WORDS), InMemoryDocuments([f"another {i}" for i in range(15)]), InMemoryDocuments(["a single text"])]
     return MixedStream([stream_of(part, buffer=buffer) for part in parts], np.asarray([0.2, 0.5, 0.3]))
 
 
@@ -43,7 +43,9 @@ def rows(batch: dict[str, torch.Tensor]) -> list[Any]:
     return [batch[name].tolist() for name in sorted(batch)]
 
 
-def read(stream: Stream, count: int | None = None, *, shard: tuple[int, int] = (0, 1), epoch: int = 0, state: Any = None) -> list[Any]:
+def read(
+    stream: SampleStream, count: int | None = None, *, shard: tuple[int, int] = (0, 1), epoch: int = 0, state: Any = None
+) -> list[Any]:
     samples = islice(stream.read(shard=shard, seed=1, epoch=epoch, state=state), count)
     return [(sample.inputs.tolist(), sample.labels.tolist()) for sample in samples]
 
@@ -58,7 +60,7 @@ def again(state: Any) -> Any:
 
 @pytest.mark.parametrize("batching", ["packed", "dynamic"])
 def test_a_stream_has_the_samples_that_are_had_in_memory(batching: Any) -> None:
-    stream = stream_of(Texts(WORDS), batching)
+    stream = stream_of(InMemoryDocuments(WORDS), batching)
     together = text_samples([Document(text) for text in WORDS], stream.encoding)
     in_order = [(sample.inputs.tolist(), sample.labels.tolist()) for sample in stream.in_order((0, 1))]
     labels = [label for _, labels in in_order for label in labels if label != -100]
@@ -83,7 +85,7 @@ def test_a_stream_has_the_samples_that_are_had_in_memory(batching: Any) -> None:
     at=st.integers(0, 60),
 )
 def test_a_reader_goes_on_exactly(texts: list[str], batching: Any, length: int, buffer: int, shards: int, at: int) -> None:
-    stream = stream_of(Texts(texts), batching, length, buffer)
+    stream = stream_of(InMemoryDocuments(texts), batching, length, buffer)
     for index in range(shards):
         whole = read(stream, shard=(index, shards))
         reader = stream.read(shard=(index, shards), seed=1, epoch=0)
@@ -94,7 +96,7 @@ def test_a_reader_goes_on_exactly(texts: list[str], batching: Any, length: int, 
 @given(shards=st.integers(1, 5), batching=st.sampled_from(["packed", "dynamic"]), seed=st.integers(0, 19))
 def test_shards_partition_a_stream_and_leave_out_what_is_held_out(shards: int, batching: Any, seed: int) -> None:
     held = HeldOut(20, seed, 30)
-    stream = stream_of(Texts(WORDS), batching, held_out=held)
+    stream = stream_of(InMemoryDocuments(WORDS), batching, held_out=held)
     samples = [sample for index in range(shards) for sample in read(stream, shard=(index, shards))]
     kept = [text for number, text in enumerate(WORDS) if number not in held]
     assert len(kept) == len(WORDS) - len(range(seed, 30, 20))
@@ -104,7 +106,7 @@ def test_shards_partition_a_stream_and_leave_out_what_is_held_out(shards: int, b
 
 
 def test_so_many_samples_and_no_more() -> None:
-    stream = stream_of(Texts(WORDS), max_samples=7)
+    stream = stream_of(InMemoryDocuments(WORDS), max_samples=7)
     assert [len(read(stream, shard=(index, 3))) for index in range(3)] == [3, 2, 2]
 
 
@@ -120,7 +122,7 @@ def test_a_mixture_goes_on_exactly(at: int, buffer: int, shards: int) -> None:
 
 def test_a_mixture_draws_by_weight_until_all_parts_were_read() -> None:
     """Part a has 2,000 samples, part b 100, drawn at 1 to 3: b comes round about 60 times until a is through."""
-    parts = [Texts(["a" * 10] * 2000), Texts([f"b{i}" for i in range(100)])]
+    parts = [InMemoryDocuments(["a" * 10] * 2000), InMemoryDocuments([f"b{i}" for i in range(100)])]
     mixture = MixedStream([stream_of(part, "dynamic", 16) for part in parts], np.asarray([0.25, 0.75]))
     drawn = ["a" if ord("a") in inputs else "b" for inputs, _ in read(mixture)]
     assert drawn.count("a") == 2000
@@ -131,15 +133,17 @@ def test_a_mixture_draws_by_weight_until_all_parts_were_read() -> None:
     assert sorted(other[:100]) == sorted(other[100:200])
 
 
-def feed_of(stream: Stream, workers: int = 0, persistent: bool = True, shard: tuple[int, int] = (0, 1), drop: bool = True) -> Feed:
+def feed_of(
+    stream: SampleStream, workers: int = 0, persistent: bool = True, shard: tuple[int, int] = (0, 1), drop: bool = True
+) -> ShardFeed:
     loader = Loader(num_workers=workers, persistent_workers=persistent)
-    return Feed(stream, batch_size=3, seed=1, shard=shard, drop_last=drop, loader=loader)
+    return ShardFeed(stream, batch_size=3, seed=1, shard=shard, drop_last=drop, loader=loader)
 
 
 @pytest.mark.parametrize(
     ("workers", "persistent"), [(0, True), *(pytest.param(2, kept, marks=pytest.mark.whole) for kept in (True, False))]
 )
-@pytest.mark.parametrize("make", [mixed, lambda: stream_of(Texts(WORDS))], ids=["mixture", "text"])
+@pytest.mark.parametrize("make", [mixed, lambda: stream_of(InMemoryDocuments(WORDS))], ids=["mixture", "text"])
 def test_a_feed_of_a_stream_goes_on_exactly(make: Any, workers: int, persistent: bool) -> None:
     feed = feed_of(make(), workers, persistent)
     whole, states, epochs = [], [], []
@@ -159,7 +163,7 @@ def test_a_feed_of_a_stream_goes_on_exactly(make: Any, workers: int, persistent:
 
 
 def test_processes_read_a_stream_without_overlap() -> None:
-    stream = stream_of(Texts(WORDS), "dynamic", 64)
+    stream = stream_of(InMemoryDocuments(WORDS), "dynamic", 64)
     feed = feed_of(stream, workers=2, drop=False)
     seen = []
     while True:
@@ -172,7 +176,7 @@ def test_processes_read_a_stream_without_overlap() -> None:
 
 
 def test_the_end_of_an_epoch_is_known_before_the_next_batch() -> None:
-    feed = feed_of(stream_of(Texts(WORDS)))
+    feed = feed_of(stream_of(InMemoryDocuments(WORDS)))
     assert feed.batches_per_epoch is None
     assert not feed.at_epoch_end
     while not feed.at_epoch_end:
@@ -182,7 +186,7 @@ def test_the_end_of_an_epoch_is_known_before_the_next_batch() -> None:
     assert feed.state_dict()["position"] == state["position"] + 1
     first = rows(next(feed))
     assert (feed.epoch, feed.position) == (1, 1)
-    resumed = feed_of(stream_of(Texts(WORDS)))
+    resumed = feed_of(stream_of(InMemoryDocuments(WORDS)))
     resumed.load_state_dict(again(state))
     next(resumed)
     assert resumed.at_epoch_end
@@ -190,17 +194,17 @@ def test_the_end_of_an_epoch_is_known_before_the_next_batch() -> None:
 
 
 def test_a_stream_is_not_taken_up_by_another_shard() -> None:
-    feed = feed_of(stream_of(Texts(WORDS)))
+    feed = feed_of(stream_of(InMemoryDocuments(WORDS)))
     next(feed)
     with pytest.raises(ShoalError, match=r"shard .* was \[0, 1\], and is now \[0, 2\]"):
-        feed_of(stream_of(Texts(WORDS)), shard=(0, 2)).load_state_dict(feed.state_dict())
+        feed_of(stream_of(InMemoryDocuments(WORDS)), shard=(0, 2)).load_state_dict(feed.state_dict())
     with pytest.raises(ShoalError, match=r"data\.loader\.num_workers was 0, and is now 2"):
-        feed_of(stream_of(Texts(WORDS)), workers=2).load_state_dict(feed.state_dict())
+        feed_of(stream_of(InMemoryDocuments(WORDS)), workers=2).load_state_dict(feed.state_dict())
 
 
 def test_a_shard_without_a_batch_is_refused() -> None:
     with pytest.raises(ShoalError, match="not one batch of 3 samples in shard 2 of 2"):
-        next(feed_of(stream_of(Texts(["one"])), shard=(1, 2)))
+        next(feed_of(stream_of(InMemoryDocuments(["one"])), shard=(1, 2)))
 
 
 def piecewise(files: list[Path], position: Any = None) -> list[Any]:
@@ -229,7 +233,7 @@ def test_pieces_of_one_text_are_joined_again(tmp_path: Path) -> None:
 
 
 def test_chained_documents_go_on_in_the_right_part() -> None:
-    chained = Chained([Texts(["a", "b"]), Texts([]), Texts(["c", "d"])])
+    chained = ChainedDocuments([InMemoryDocuments(["a", "b"]), InMemoryDocuments([]), InMemoryDocuments(["c", "d"])])
     whole = list(chained.read())
     assert [document.text for document, _ in whole] == list("abcd")
     for number, (_, position) in enumerate(whole, 1):

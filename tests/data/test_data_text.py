@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.data import Data, Feed, Prompt, load, read_prompts
+from shoal.data import Data, Prompt, ShardFeed, load, read_prompts
 from shoal.data.text.files import TextFiles, by_split, find_files
 from shoal.data.text.preferences import Pair
 from shoal.data.text.python_source import zen
@@ -104,7 +104,7 @@ def test_prompts_are_not_learned(tmp_path: Path, text_of: Make) -> None:
     file = write_rows(tmp_path / "a.jsonl", [{"prompt": f"Q{i}:", "completion": f"A{i}"} for i in range(30)])
     for streaming in (False, True):
         data = text_of(file, data__batching="dynamic", data__streaming=streaming)
-        batch = next(Feed(data.train, batch_size=4, seed=1))
+        batch = next(ShardFeed(data.train, batch_size=4, seed=1))
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             learned = [int(label) for label in labels if label != -100]
             text = data.info.tokenizer.decode(ids.tolist())
@@ -178,7 +178,7 @@ def test_streams_have_the_tokens_of_files(tmp_path: Path, text_of: Make) -> None
     (tmp_path / "a.txt").write_text(LINES * 30)
     data = text_of(tmp_path / "a.txt", data__streaming=True, data__tokenizer="bpe", data__shuffle_buffer=50)
     assert data.info.name == "a.txt: a stream of sequences of 16 tokens"
-    batches = list(islice(Feed(data.train, batch_size=8, seed=1), 20))
+    batches = list(islice(ShardFeed(data.train, batch_size=8, seed=1), 20))
     assert all("line number" in data.info.tokenizer.decode(batch["input_ids"].flatten().tolist()) for batch in batches)
     with pytest.raises(ShoalError, match="`characters` must see the whole text first"):
         text_of(tmp_path / "a.txt", data__streaming=True, data__tokenizer="characters")
@@ -209,7 +209,7 @@ def test_bad_files(tmp_path: Path, text_of: Make, name: str, content: bytes, mes
     if streaming and "tokens" in message:
         message = "not one batch"
     with pytest.raises(ShoalError, match=message):
-        next(Feed(text_of(tmp_path / name, data__streaming=streaming).train, batch_size=2, seed=0))
+        next(ShardFeed(text_of(tmp_path / name, data__streaming=streaming).train, batch_size=2, seed=0))
 
 
 def test_missing_files_and_fields(tmp_path: Path, text_of: Make) -> None:
@@ -332,7 +332,7 @@ def test_preferences(tmp_path: Path, make_run: Make) -> None:
     assert data.eval is not None
     assert (len(data.train), len(data.eval)) == (28, 2)
     assert "1 rows that prefer nothing" in data.info.name
-    batch = next(Feed(data.train, batch_size=4, seed=1))
+    batch = next(ShardFeed(data.train, batch_size=4, seed=1))
     assert set(batch) == {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "labels", "attention_mask")}
     for side, answer in (("chosen", " good"), ("rejected", " bad thing")):
         for labels in batch[f"{side}_labels"]:
@@ -340,7 +340,7 @@ def test_preferences(tmp_path: Path, make_run: Make) -> None:
     short = load(
         make_run(model__kind="gpt", task__kind="reward", data__sequence_length=8, data__source={"kind": "preferences", "path": str(file)})
     )
-    labels = next(Feed(short.train, batch_size=4, seed=1))["chosen_labels"]
+    labels = next(ShardFeed(short.train, batch_size=4, seed=1))["chosen_labels"]
     assert [int(label) for label in labels[0] if label != -100] == [*b" good", 256], "of a long prompt the end is kept"
 
 

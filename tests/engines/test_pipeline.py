@@ -9,27 +9,29 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import ranks
 import torch
 
 from shoal.config.load import resolve_data
 from shoal.engines import World
 from shoal.models import build as build_models
 from shoal.models.huggingface.model import HuggingFace
-from shoal.models.partial_model import StagedModel, staged
+from shoal.models.partial_model import PartialModel, partial_model
+from tests.support import rank_processes
+
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What pipelines of two and of three stages learned; the second goes on where the first stopped, too."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return {stages: ranks.together("pipelines", stages, folder) for stages in (2, 3)} | {0: [{"folder": folder}]}
+    return {stages: rank_processes.together("pipelines", stages, folder) for stages in (2, 3)} | {0: [{"folder": folder}]}
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_figures_gradients_weights_and_judgements_are_those_of_one_process(found: dict[int, list[dict[str, Any]]], stages: int) -> None:
-    for name, model in {"gpt": ranks.DEEP, "mixture": ranks.DEEP_MIXTURE}.items():
-        wanted = ranks.learned(ranks.pipeline_engine(None, model, {"kind": "single"}), ranks.cut_in_two)
+    for name, model in {"gpt": rank_processes.DEEP, "mixture": rank_processes.DEEP_MIXTURE}.items():
+        wanted = rank_processes.learned(rank_processes.pipeline_engine(None, model, {"kind": "single"}), rank_processes.cut_in_two)
         for rank in found[stages]:
             seen = rank[name]
             for vector in ("gradient", "vector"):
@@ -48,7 +50,7 @@ def test_both_schedules_add_up_to_the_very_same_gradient(found: dict[int, list[d
 
 
 def test_what_is_dropped_does_not_depend_on_the_number_of_stages(found: dict[int, list[dict[str, Any]]]) -> None:
-    alone = torch.tensor(ranks.dropped(World()))
+    alone = torch.tensor(rank_processes.dropped(World()))
     for stages in (2, 3):
         for rank in found[stages]:
             torch.testing.assert_close(torch.tensor(rank["dropped"]), alone, rtol=0, atol=1e-6)
@@ -63,9 +65,11 @@ def test_gradients_are_those_of_torchs_own_pipeline(found: dict[int, list[dict[s
 
 
 def test_a_checkpoint_goes_on_in_any_number_of_stages_and_under_any_engine(found: dict[int, list[dict[str, Any]]]) -> None:
-    single = ranks.with_moments(None, '{"kind": "single"}')
-    wanted = ranks.losses_together(single, 0, 4)[2:]
-    assert ranks.gone_on(ranks.with_moments(None, '{"kind": "single"}'), found[0][0]["folder"]) == pytest.approx(wanted, rel=1e-5)
+    single = rank_processes.with_moments(None, '{"kind": "single"}')
+    wanted = rank_processes.losses_together(single, 0, 4)[2:]
+    assert rank_processes.gone_on(rank_processes.with_moments(None, '{"kind": "single"}'), found[0][0]["folder"]) == pytest.approx(
+        wanted, rel=1e-5
+    )
     for stages in (2, 3):
         for rank in found[stages]:
             assert rank["gone on"] == pytest.approx(wanted, rel=1e-5)
@@ -81,7 +85,7 @@ def test_a_model_of_hugging_face_in_stages_has_the_gradients_of_the_whole() -> N
     )
     whole = HuggingFace(transformers.GPT2LMHeadModel(config)).train()
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-    models = [staged(copy.deepcopy(whole), first, last, 3) for first, last in ((0, 1), (1, 3))]
+    models = [partial_model(copy.deepcopy(whole), first, last, 3) for first, last in ((0, 1), (1, 3))]
     first, last = models
     x = first.through(ids)
     received = x.detach().requires_grad_()
@@ -99,7 +103,7 @@ def returning(value: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: value
 
 
-def check_slopes(whole: torch.nn.Module, models: list[StagedModel]) -> None:
+def check_slopes(whole: torch.nn.Module, models: list[PartialModel]) -> None:
     """Every parameter belongs to one stage, and a tied one's gradients add up."""
     first, last = models
     assert first.tied is not None
@@ -114,11 +118,11 @@ def check_slopes(whole: torch.nn.Module, models: list[StagedModel]) -> None:
 
 
 def test_a_stage_keeps_nothing_of_the_layers_that_others_have() -> None:
-    run = ranks.run_of({"kind": "single"})
-    run = run.replace(model=resolve_data({"model": ranks.DEEP_MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
-    whole = build_models(run, ranks.Shapes())["model"]
+    run = rank_processes.run_of({"kind": "single"})
+    run = run.replace(model=resolve_data({"model": rank_processes.DEEP_MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
+    whole = build_models(run, rank_processes.Shapes())["model"]
     others = [weakref.ref(one) for one in whole.get_submodule("blocks.2").parameters()]
-    part = staged(whole, 1, 2, 3)
+    part = partial_model(whole, 1, 2, 3)
     del whole
     gc.collect()
     assert [name for name, _ in part.named_parameters() if not name.startswith("blocks.1.")] == []

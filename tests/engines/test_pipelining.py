@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from shoal.engines.pipeline.schedule import Turns
+from shoal.engines.pipeline.schedule import PassSchedule
 
 
 class Pipeline:
     """Stages that take some time for a pass, with links that take some time for a message."""
 
     def __init__(self, stages: int, micro_batches: int, schedule: str, durations: Any, latency: Any) -> None:
-        self.turns = [Turns(stage, stages, micro_batches, schedule) for stage in range(stages)]
+        self.turns = [PassSchedule(stage, stages, micro_batches, schedule) for stage in range(stages)]
         self.durations, self.latency = durations, latency
         self.passes: list[list[tuple[bool, int]]] = [[] for _ in range(stages)]
         self.most_under_way = [0] * stages

@@ -6,18 +6,21 @@ import json
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from ranks import DDP, FSDP, LEARNING, ZERO, needs_deepspeed
+
+from tests.support import rank_processes
+from tests.support.rank_processes import DDP, FSDP, LEARNING, ZERO, needs_deepspeed
+
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return {name: ranks.policy_after(None, '{"kind": "single"}', rlhf) for name, rlhf in LEARNING.items()}
+    return {name: rank_processes.policy_after(None, '{"kind": "single"}', rlhf) for name, rlhf in LEARNING.items()}
 
 
 def check(alone: dict[str, Any], *asked: tuple[str, str]) -> None:
-    found = ranks.together("policies", 2, *(json.dumps([json.loads(engine), way]) for engine, way in asked))
+    found = rank_processes.together("policies", 2, *(json.dumps([json.loads(engine), way]) for engine, way in asked))
     for rank in found:
         for (name, there), (_, way) in zip(rank.items(), asked, strict=True):
             own = alone[way]

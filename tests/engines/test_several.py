@@ -6,20 +6,23 @@ import json
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from ranks import DDP, FSDP, KEPT
+
+from tests.support import rank_processes
+from tests.support.rank_processes import DDP, FSDP, KEPT
+
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    return ranks.losses_of(ranks.engine_of())
+    return rank_processes.losses_of(rank_processes.engine_of())
 
 
 @pytest.fixture(scope="module")
 def in_two() -> list[dict[str, Any]]:
     """What two processes found, one after the other."""
-    return ranks.together("several", 2, json.dumps(["agreement", DDP, FSDP, KEPT]), '["statistics"]', '["small_last_batch"]')
+    return rank_processes.together("several", 2, json.dumps(["agreement", DDP, FSDP, KEPT]), '["statistics"]', '["small_last_batch"]')
 
 
 def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> None:
@@ -33,8 +36,8 @@ def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float], in
 
 
 def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:
-    single = ranks.engine_of(optimizer=ranks.PLAIN)
-    single.gradients(ranks.batches(2))
+    single = rank_processes.engine_of(optimizer=rank_processes.PLAIN)
+    single.gradients(rank_processes.batches(2))
     gradient = single.gradient.clone()
     single.apply(gradient, 10)
     for seen in seen_by_all:
@@ -44,7 +47,7 @@ def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:
 
 
 def test_every_rank_sees_the_whole_gradient_and_the_whole_weights() -> None:
-    check_flat_view(ranks.together("flat_view", 3, DDP, FSDP))
+    check_flat_view(rank_processes.together("flat_view", 3, DDP, FSDP))
 
 
 def test_running_figures_of_batchnorm_are_the_same_in_all_ranks(in_two: list[dict[str, Any]]) -> None:
@@ -54,8 +57,8 @@ def test_running_figures_of_batchnorm_are_the_same_in_all_ranks(in_two: list[dic
 
 
 def test_a_rank_without_a_sample_of_a_small_last_batch_computes_along(in_two: list[dict[str, Any]]) -> None:
-    single = ranks.engine_of(gradient_accumulation_steps=1, optimizer=ranks.PLAIN)
-    whole = ranks.batches(0)[0]
+    single = rank_processes.engine_of(gradient_accumulation_steps=1, optimizer=rank_processes.PLAIN)
+    whole = rank_processes.batches(0)[0]
     for rows in (len(whole["labels"]), 1):
         single.step([{name: value[:rows] for name, value in whole.items()}])
     for found in in_two:
@@ -76,7 +79,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     class Normed:
         players: dict[str, Any] = {"model": torch.nn.BatchNorm1d(2)}  # noqa: RUF012
 
-    run, cpu = ranks.run_of({"kind": "fsdp"}), torch.device("cpu")
+    run, cpu = rank_processes.run_of({"kind": "fsdp"}), torch.device("cpu")
     with pytest.raises(ShoalError, match="take ddp"):
         refuse_several(run, Two())  # type: ignore[arg-type]
     with pytest.raises(ShoalError, match="figures of BatchNorm"):
@@ -84,9 +87,9 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(ShoalError, match="whole matrices"):
         _check(run, One(), "Muon", cpu)  # type: ignore[arg-type]
     with pytest.raises(ShoalError, match="in main memory already"):
-        _check(ranks.run_of({"kind": "fsdp", "cpu_offload": True}), One(), "AdamW", cpu)  # type: ignore[arg-type]
+        _check(rank_processes.run_of({"kind": "fsdp", "cpu_offload": True}), One(), "AdamW", cpu)  # type: ignore[arg-type]
     with pytest.raises(ShoalError, match="that is the engine ddp"):
-        zero_config(ranks.run_of({"kind": "deepspeed", "zero_stage": 0}), 2, None)
+        zero_config(rank_processes.run_of({"kind": "deepspeed", "zero_stage": 0}), 2, None)
 
 
 def test_deepspeeds_settings_are_shoals() -> None:
@@ -94,7 +97,7 @@ def test_deepspeeds_settings_are_shoals() -> None:
 
     engine = {"kind": "deepspeed", "zero_stage": 3, "cpu_offload": True, "allgather_bucket_size": 7, "reduce_bucket_size": 8}
     engine |= {"stage3_prefetch_bucket_size": 9, "stage3_param_persistence_threshold": 10, "stage3_max_live_parameters": 11}
-    config = zero_config(ranks.run_of(engine, precision={"kind": "bf16"}), 4, 0.5)
+    config = zero_config(rank_processes.run_of(engine, precision={"kind": "bf16"}), 4, 0.5)
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (64, 8, 2)
     assert config["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
     zero = config["zero_optimization"]

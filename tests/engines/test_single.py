@@ -310,7 +310,7 @@ def test_gradients_by_sample_are_clipped_one_by_one() -> None:
 STEP = """
 import sys, torch
 import shoal.runs.coordinator_setup
-from shoal.engines import optimizers
+from shoal.engines.optim import optimizers
 parameter = torch.nn.Parameter(torch.ones(3, 3))
 parameter.grad = torch.ones(3, 3)
 for name in ("AdamW", "SGD", "Muon"):
@@ -321,6 +321,7 @@ assert "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.whole
 def test_neither_a_step_nor_a_coordinator_imports_the_compiler_which_takes_seconds() -> None:
     done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

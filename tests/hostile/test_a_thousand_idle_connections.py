@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, Command
 from shoal.cli.main import main
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.transports import addresses
 from shoal.transports.keys import key_from_text
+from tests.support.processes import HANG_S, Command
 
 FILES, IDLE = 1024, 1000
 CONFIG = """\
@@ -43,10 +43,10 @@ def files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * IDLE), hard))
 
 
-def invitation_in(told: str) -> Way:
+def invitation_in(told: str) -> JoinOptions:
     words = told[told.index("shoal join") :].split()
     found = {name: words[words.index(f"--{name}") + 1] for name in ("token", "key") if f"--{name}" in words}
-    return Way(words[words.index("join") + 1], found["token"], key_from_text(found["key"]) if "key" in found else None, name="ada")
+    return JoinOptions(words[words.index("join") + 1], found["token"], key_from_text(found["key"]) if "key" in found else None, name="ada")
 
 
 @pytest.mark.whole
@@ -61,7 +61,7 @@ def test_a_run_finishes_and_keeps_its_state_beside_a_thousand_idle_connections(t
         while not re.search(r"shoal join \S+ --token \S+", told):
             told += coordinator.stdout.readline()
             assert coordinator.poll() is None, told
-        worker = Joined(invitation_in(told)._replace(state=tmp_path / "ada"), lambda text: None)
+        worker = JoinedWorker(invitation_in(told)._replace(state=tmp_path / "ada"), lambda text: None)
         worker.prepare()
         place = addresses.parse(worker.way.address)
         for number in range(IDLE):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tiny_cluster import Cluster, FakeWorker, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.events import RequestReceived
 from shoal.protocol.messages import PROTOCOL, Join
+from tests.support.small_cluster import Cluster, FakeWorker, nameplate, strategy_of
 
 ASYNC = strategy_of(Async(max_staleness=50))
 

@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
-from transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
 
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
 from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join
-from shoal.runs.invitation import Guests
-from shoal.runs.worker_run import Way
+from shoal.runs.invitation import GuestList
+from shoal.runs.worker_run import JoinOptions
 from shoal.transports import Message, addresses
 from shoal.transports.keys import Keys
 from shoal.transports.request_rate import Rate
 from shoal.transports.zeromq.connection_limits import RESERVED_DESCRIPTORS, Crowd
 from shoal.transports.zeromq.sockets import PIECE_BYTES
+from tests.support.eventually import eventually
+from tests.support.live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
+from tests.support.transport_harness import KEYS, PATIENCE_S, resident_bytes
 
 
 @pytest.fixture
@@ -203,23 +204,23 @@ def test_a_person_has_a_token_of_their_own_and_no_more_workers_than_it_is_for(
 ) -> None:
     folder = tmp_path / "invited"
     folder.mkdir()
-    guests = Guests(folder)
+    guests = GuestList(folder)
     live = living(MemberLimits(guests=guests), guests=guests.all, secret_key=keys.secret if keys else None)
     door = {"server_key": keys.public if keys else None}
-    guest = Guests(folder).invite("eve", 2)  # while the coordinator is running
+    guest = GuestList(folder).invite("eve", 2)  # while the coordinator is running
     first, _ = (Honest(live, f"laptop-{number}", token=guest.token, **door) for number in range(2))
     with pytest.raises(ShoalError, match="the invitation of eve is for 2 workers at a time"):
         Honest(live, "laptop-3", token=guest.token, **door)
     assert Honest(live, "ada", **door).step() == "accepted"
     first.leave()
     assert Honest(live, "laptop-3", token=guest.token, **door).step() == "accepted"
-    assert Guests(folder).invite("eve", 5).token == guest.token
+    assert GuestList(folder).invite("eve", 5).token == guest.token
     with pytest.raises(ShoalError):
         Honest(live, "mallory", token="guessed", **door)
 
 
 def test_a_key_is_kept_for_its_user_alone_and_found_again(tmp_path: Path) -> None:
-    way = Way("tcp://127.0.0.1:1", "token", None, name="ada", state=tmp_path / "state")
+    way = JoinOptions("tcp://127.0.0.1:1", "token", None, name="ada", state=tmp_path / "state")
     made = way.own_key()
     way.key_file("ada").write(made)
     assert way.own_key() == made

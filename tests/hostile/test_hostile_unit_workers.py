@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, contribution, strategy_of
 
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import NoCodec
@@ -18,7 +17,8 @@ from shoal.coordinator.units.cut import DataCut
 from shoal.coordinator.units.leases import PATIENCE_LEASES
 from shoal.protocol.messages import Asked, header_of, parse
 from shoal.updates import codecs
-from shoal.worker.session import Left, Unit
+from shoal.worker.session import LeasedUnit, SessionEndedError
+from tests.support.small_cluster import Cluster, FakeWorker, contribution, strategy_of
 
 
 class Invited(Cluster):
@@ -53,14 +53,14 @@ def class_of(*names: str, guests: dict[str, int] | None = None) -> tuple[Invited
     return cluster, [cluster.join(name) for name in names]
 
 
-def lease(cluster: Cluster, worker: FakeWorker) -> Unit | None:
+def lease(cluster: Cluster, worker: FakeWorker) -> LeasedUnit | None:
     """A unit; None where the coordinator gives none, or does not want the worker any more."""
     worker.protocol.claim()
     call = cluster.say(worker)
     if call not in cluster.answers:
         cluster.pass_time(10.0)
     events = worker.protocol.hear(cluster.answers[call], cluster.frames[call])
-    return next((event for event in events if isinstance(event, Unit)), None)
+    return next((event for event in events if isinstance(event, LeasedUnit)), None)
 
 
 def fail(cluster: Cluster, worker: FakeWorker) -> bool:
@@ -209,7 +209,9 @@ def test_the_quarantine_of_a_worker_holds_for_newcomers_on_the_same_invitation_a
         assert fail(cluster, hostile)
     assert any("is kept out, with newcomers on the invitation of eve, for 600 s" in note for note in cluster.notes)
     cluster.guest = "eve"
-    with pytest.raises(Left, match="a worker of eve failed what others manage: newcomers on that invitation may come in 600 s"):
+    with pytest.raises(
+        SessionEndedError, match="a worker of eve failed what others manage: newcomers on that invitation may come in 600 s"
+    ):
         cluster.join("eve2")
     deliver(cluster, honest)
     cluster.leave(honest)

@@ -7,23 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_coordinator import TOKEN, Honest, Live
-from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
-from shoal.runs.invitation import Guests, Secrets
-from shoal.worker.session import Left
+from shoal.runs.invitation import CoordinatorSecrets, GuestList
+from shoal.worker.session import SessionEndedError
+from tests.support.eventually import eventually
+from tests.support.live_coordinator import TOKEN, Honest, Live
+from tests.support.transport_harness import KEYS
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
-    guests = Guests(tmp_path)
+    guests = GuestList(tmp_path)
     made = Live(tmp_path, MemberLimits(guests=guests), guests=guests.all)
-    Secrets(TOKEN, KEYS, address=made.server.address).save(tmp_path)
+    CoordinatorSecrets(TOKEN, KEYS, address=made.server.address).save(tmp_path)
     yield made
     made.end()
 
@@ -77,7 +78,7 @@ def test_a_withdrawn_guest_is_told_and_let_in_no_longer_and_the_others_go_on(liv
     assert invite("eve", "--withdraw")[0] == 0
     eventually(lambda: list(live.coordinator.members.by_name) == ["ada"])
     eventually(lambda: any("laptop is shown out: the invitation of eve was withdrawn" in note for note in live.notes))
-    with pytest.raises(Left, match="the invitation of eve was withdrawn"):
+    with pytest.raises(SessionEndedError, match="the invitation of eve was withdrawn"):
         laptop.step()  # over the connection that it has
     with pytest.raises(ShoalError):
         Honest(live, "tablet", token=token)

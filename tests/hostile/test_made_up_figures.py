@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tiny_cluster import Cluster, strategy_of
-
 from shoal.config.schema.strategy import Async
+from tests.support.small_cluster import Cluster, strategy_of
 
 
 def test_a_worker_that_makes_up_names_of_figures_takes_nothing_away_from_the_records_of_others() -> None:

@@ -11,18 +11,19 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from live_coordinator import TOKEN, Honest, Live
-from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.config.schema.cluster import Coordinator as CoordinatorSettings
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.runs.folder.run_reader import whole_status
+from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.prometheus import shown_to_prometheus
-from shoal.runs.owner import keep_owner
-from shoal.worker.session import Left
+from shoal.runs.owner import write_owner_file
+from shoal.worker.session import SessionEndedError
+from tests.support.eventually import eventually
+from tests.support.live_coordinator import TOKEN, Honest, Live
+from tests.support.transport_harness import KEYS
 
 STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}
 
@@ -32,7 +33,7 @@ class Owned(Live):
 
     def begin(self, resume: bool) -> None:
         super().begin(resume)
-        key = keep_owner(self.folder, Invitation(self.server.address, TOKEN, KEYS.public))
+        key = write_owner_file(self.folder, Invitation(self.server.address, TOKEN, KEYS.public))
         self.coordinator.owner_commands.plan = self.coordinator.plan._replace(owner_key=key)
         self.driver.around = self.driver.around._replace(status=lambda: json.dumps(STATUS).encode())
 
@@ -83,7 +84,7 @@ def test_a_worker_is_shown_out_and_hears_why_and_the_audit_tells_it(live: Owned,
     eve, ada = worker(live, "eve"), worker(live, "ada")
     assert eve.step() == "accepted"
     assert shoal("evict", live.folder, "eve") == (0, "the owner keeps eve out\n")
-    with pytest.raises(Left, match="the run's owner keeps eve out"):
+    with pytest.raises(SessionEndedError, match="the run's owner keeps eve out"):
         eve.step()
     assert ada.step() == "accepted"
     code, told = shoal("evict", live.folder, "nobody")
@@ -100,7 +101,7 @@ def test_a_worker_is_shown_out_and_hears_why_and_the_audit_tells_it(live: Owned,
 def test_whoever_has_the_run_token_and_another_key_orders_nothing(live: Owned, shoal, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    keep_owner(other, Invitation(live.server.address, TOKEN, KEYS.public))
+    write_owner_file(other, Invitation(live.server.address, TOKEN, KEYS.public))
     for words in (("pause", other / "owner.json"), ("stop", other / "owner.json"), ("status", other / "owner.json")):
         code, told = shoal(*words)
         assert (code, "orders are taken from the run's owner alone" in told) == (2, True)
@@ -123,7 +124,7 @@ def test_what_cannot_be_ordered_is_said_in_a_line(live: Owned, shoal, tmp_path: 
 
 def test_prometheus_reads_a_coordinators_figures_and_from_elsewhere_needs_a_token(tmp_path: Path) -> None:
     told: list[str] = []
-    status = lambda: whole_status(STATUS | {"samples": 7})  # noqa: E731
+    status = lambda: complete_status(STATUS | {"samples": 7})  # noqa: E731
 
     def read(address: str, token: str = "") -> str:
         with urlopen(Request(address, headers={"Authorization": f"Bearer {token}"}), timeout=60) as answer:

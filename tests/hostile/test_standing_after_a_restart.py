@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_coordinator import Honest, Live
-from transport_harness import eventually
 
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED
 from shoal.coordinator.turn import Turn
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
+from tests.support.eventually import eventually
+from tests.support.live_coordinator import Honest, Live
 
 
 @pytest.fixture

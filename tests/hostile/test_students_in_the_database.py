@@ -7,7 +7,6 @@ import io
 import queue
 import re
 import secrets
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,11 +25,9 @@ from shoal.transports.postgres import PostgresServer, UnitDesk, schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.queries import look
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "transports"))
-
-from postgres_harness import Database, PostgresProcess, running
-from transport_harness import PATIENCE_S, eventually
+from tests.support.eventually import eventually
+from tests.support.postgres_server import Database, PostgresProcess, running
+from tests.support.transport_harness import PATIENCE_S
 
 Student = psycopg.Connection[tuple[object, ...]]
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from fake_hub import FakeHub, serving
 from huggingface_hub import constants
 from huggingface_hub.utils._http import default_client_factory
 
-from commands import HANG_S
 from shoal.data.hub.access import hub_answers
+from tests.support.fake_hub import FakeHub, serving
+from tests.support.processes import HANG_S
 
 TOKEN = "hf_never_to_be_seen"
 

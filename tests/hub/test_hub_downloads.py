@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import FakeHub
 from PIL import Image
 
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.data import Data, load
 from shoal.errors import ShoalError
+from tests.support.fake_hub import FakeHub
 
 NAME = "nielsr/CelebA-faces"
 IMAGES = 40

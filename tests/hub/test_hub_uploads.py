@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fake_hub import FakeHub, Fault
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 
-from commands import HANG_S, eventually, run_python
 from shoal.cli.main import main
 from shoal.reporters.hub_repository import PushError
 from shoal.reporters.pusher import Pusher
+from tests.support.eventually import eventually
+from tests.support.fake_hub import FakeHub, Fault
+from tests.support.processes import HANG_S, run_python
 
 # The client's own storage upload speaks to its HTTP library in a way that library wants changed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -61,11 +62,11 @@ def test_a_run_is_pushed_whole(hub: FakeHub, capsys: pytest.CaptureFixture[str],
 
 def test_every_interval_is_pushed_when_the_hub_keeps_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.reporters.hub import HubUploads
-    from shoal.runs.training.loop import Loop
+    from shoal.runs.training.loop import TrainingLoop
 
     after = HubUploads.step
 
-    def step(self: HubUploads, loop: Loop) -> None:
+    def step(self: HubUploads, loop: TrainingLoop) -> None:
         after(self, loop)
         if loop.step % 4 == 0 and loop.step < 12:
             hub.wait_for(lambda: "me/digits" in hub.repos and len(hub.repos["me/digits"].commits) == loop.step // 4)
@@ -100,7 +101,7 @@ def test_the_card_says_what_it_is_and_how_good(hub: FakeHub) -> None:
 def test_a_repository_that_is_there_keeps_its_visibility(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], there: bool, wanted: bool
 ) -> None:
-    from fake_hub import Repo
+    from tests.support.fake_hub import Repo
 
     hub.repos["me/digits"] = Repo(there)
     assert train(f"hub.private={str(wanted).lower()}") == 0

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.config.ranks import RankPlace
 from shoal.launch import torchrun as fleets
-from shoal.launch.torchrun import Fleet
+from shoal.launch.torchrun import TorchrunGroup
 from shoal.runs.invitation import Invitation
 
 
@@ -20,8 +20,8 @@ def test_who_is_started_again_hears_of_the_new_start_whoever_comes_first(tmp_pat
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = resolve([ConfigFile("demo-gpt")], [parse_override("strategy.kind=diloco")], environ={}).run
 
-    def process(rank: int) -> Fleet:
-        fleet = Fleet(run, RankPlace(rank, 2, rank, 2, address="127.0.0.1", port=agent.port, hosted=True))
+    def process(rank: int) -> TorchrunGroup:
+        fleet = TorchrunGroup(run, RankPlace(rank, 2, rank, 2, address="127.0.0.1", port=agent.port, hosted=True))
         fleet.number = 0  # as in a program of its own
         return fleet
 

@@ -8,11 +8,11 @@ import pytest
 
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.launch.pipeline_rendezvous import HERE, Gathering, Member, Placing
+from shoal.launch.pipeline_rendezvous import HERE, Rendezvous, StagePlacer, WaitingMachine
 
 
 def test_places_follow_the_list_and_nobody_begins_before_all_are_there() -> None:
-    gathering = Gathering(2, ["mini2", "mini3"])
+    gathering = Rendezvous(2, ["mini2", "mini3"])
     assert gathering.ask("mini3", "b", 0, 0.0) is None
     assert not gathering.begin(0.5)
     assert gathering.ask("mini2", "a", 0, 1.0) is None
@@ -22,7 +22,7 @@ def test_places_follow_the_list_and_nobody_begins_before_all_are_there() -> None
 
 
 def test_a_machine_that_fell_silent_while_it_waited_gets_no_place() -> None:
-    gathering = Gathering(2, [])
+    gathering = Rendezvous(2, [])
     gathering.ask("first", "a", 0, 0.0)
     gathering.ask("second", "b", 0, 20.0)
     assert not gathering.begin(20.5)
@@ -32,7 +32,7 @@ def test_a_machine_that_fell_silent_while_it_waited_gets_no_place() -> None:
 
 
 def test_a_crowd_that_asks_under_ever_new_names_is_not_remembered_for_ever() -> None:
-    gathering = Gathering(2, [])
+    gathering = Rendezvous(2, [])
     for number in range(1500):
         gathering.ask("crowd", f"c{number}", 0, 0.0)
     assert len(gathering.members) == 1000
@@ -41,7 +41,7 @@ def test_a_crowd_that_asks_under_ever_new_names_is_not_remembered_for_ever() -> 
 
 
 def test_after_a_loss_all_who_come_back_begin_at_once_and_fewer_after_a_while() -> None:
-    gathering = Gathering(2, [])
+    gathering = Rendezvous(2, [])
     for number in (1, 2):
         now = 100.0 * number
         assert gathering.ask("one", "a", number - 1, now) is None
@@ -57,7 +57,7 @@ def test_after_a_loss_all_who_come_back_begin_at_once_and_fewer_after_a_while() 
 
 
 def test_a_machine_that_comes_while_all_places_are_taken_waits_and_takes_one_that_becomes_free() -> None:
-    gathering = Gathering(1, [])
+    gathering = Rendezvous(1, [])
     gathering.ask("one", "a", 0, 0.0)
     assert gathering.begin(0.0)
     assert gathering.ask("spare", "b", 0, 1.0) is None
@@ -70,10 +70,10 @@ def test_a_machine_that_comes_while_all_places_are_taken_waits_and_takes_one_tha
 # --- a scheduler places the stages ---------------------------------------------------------------------------
 
 
-def by_name(stages: dict[str, int]) -> Callable[[Sequence[Member]], dict[str, int]]:
+def by_name(stages: dict[str, int]) -> Callable[[Sequence[WaitingMachine]], dict[str, int]]:
     """Stages by names of machines, as a scheduler would place them; raises where one is missing."""
 
-    def choose(present: Sequence[Member]) -> dict[str, int]:
+    def choose(present: Sequence[WaitingMachine]) -> dict[str, int]:
         there = {HERE: HERE} | {one.name: one.instance for one in present}
         if missing := [name for name in stages if name not in there]:
             raise ShoalError(f"no {missing[0]}")
@@ -83,7 +83,7 @@ def by_name(stages: dict[str, int]) -> Callable[[Sequence[Member]], dict[str, in
 
 
 def test_the_scheduler_says_who_has_which_stage_and_the_others_are_spares() -> None:
-    gathering = Gathering(2, [], by_name({"roomy": 0, HERE: 1}))
+    gathering = Rendezvous(2, [], by_name({"roomy": 0, HERE: 1}))
     gathering.ask("small", "a", 0, 0.0)
     assert not gathering.begin(0.0), "all are waited for before it chooses"
     gathering.ask("roomy", "b", 0, 0.0)
@@ -94,7 +94,7 @@ def test_the_scheduler_says_who_has_which_stage_and_the_others_are_spares() -> N
 
 
 def test_those_who_are_there_wait_for_a_machine_that_a_stage_fits() -> None:
-    gathering = Gathering(1, [], by_name({HERE: 0, "roomy": 1}))
+    gathering = Rendezvous(1, [], by_name({HERE: 0, "roomy": 1}))
     gathering.ask("small", "a", 0, 0.0)
     assert not gathering.begin(0.0)
     assert gathering.missing == "no roomy"
@@ -111,9 +111,9 @@ def test_claims_decide_which_machine_has_which_stage_also_of_machines_with_the_s
         "scheduler": {"tasks": [{"id": "small", "model_share": 0.3}, {"id": "large", "model_share": 0.7}]},
         "cluster": {"hosts": {"tight": {"memory_gb": 1e-4}}},
     }
-    placing = Placing(resolve_data(settings, name="test", dialect="shoal", environ={}).run)
+    placing = StagePlacer(resolve_data(settings, name="test", dialect="shoal", environ={}).run)
     assert placing.expected == 1
-    tight, twins = Member("tight", "t", 0.0), [Member("twin", "a", 0.0), Member("twin", "b", 0.0)]
+    tight, twins = WaitingMachine("tight", "t", 0.0), [WaitingMachine("twin", "a", 0.0), WaitingMachine("twin", "b", 0.0)]
     assert placing.choose([tight, *twins]).keys() == {HERE, "a"}, "the coordinator's machine has one in any case"
     with pytest.raises(ShoalError, match="no machine is left for the stage"):
         placing.choose([tight])

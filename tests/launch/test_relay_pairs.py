@@ -6,15 +6,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from commands import HANG_S
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit, missing_above
 from shoal.launch.threads import WorkerThreads
 from shoal.runs.coordinator_setup import prepare
-from shoal.runs.live_objects import NOTHING
+from shoal.runs.live_objects import NO_LIVE_OBJECTS
 from shoal.runs.welcome import settings_of
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from tests.support.processes import HANG_S
 
 ABOVE = {
     "strategy.kind": "edp",
@@ -40,10 +40,10 @@ def test_rounds_of_syncps_go_up_to_a_run_that_applies_each_update_when_it_comes(
     ended: dict[str, dict[str, Any]] = {}
     upper = threading.Thread(target=lambda: ended.update(above=above.loop.train()))
     upper.start()
-    joined = Joined(Way(*above.invitation, name="left", patience_s=HANG_S), lambda text: None)
+    joined = JoinedWorker(JoinOptions(*above.invitation, name="left", patience_s=HANG_S), lambda text: None)
     below = settings_of(joined.welcome.header, overrides(BELOW))
     relay = prepare(below, run_dir=str(tmp_path / "left"), resume=False, reporters=[], workers=2, above=joined)
-    workers = WorkerThreads(tmp_path / "left" / "workers", relay.invitation, ["ada", "ben"], NOTHING, lambda text: None)
+    workers = WorkerThreads(tmp_path / "left" / "workers", relay.invitation, ["ada", "ben"], NO_LIVE_OBJECTS, lambda text: None)
     workers.start()
     ended["left"] = relay.loop.train()
     upper.join(HANG_S)

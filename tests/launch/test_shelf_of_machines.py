@@ -11,7 +11,8 @@ from shoal.config import derived_values as derive
 from shoal.config.dialects import smolcluster
 from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.errors import ShoalError
-from shoal.launch.start import Asked, plan, started
+from shoal.launch.start import start_run
+from shoal.launch.start_mode import StartOptions, plan_start
 from shoal.transports.addresses import free_port
 
 HERE = {"data.source.kind": "builtin", "data.source.name": "digits", "model.input_dim": "64", "logging.sinks": "[]"}
@@ -41,7 +42,7 @@ def test_the_server_listens_where_the_hosts_are_told_to_reach_it(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     main, other = free_port("127.0.0.2"), free_port("127.0.0.2")
     (tmp_path / "cluster.yaml").write_text(CLUSTER.format(server="127.0.0.2", main=main, other=other))
-    with started(plan(load_with(tmp_path / "cluster.yaml"), Asked(invite=True)), []) as made:  # type: ignore[arg-type]
+    with start_run(plan_start(load_with(tmp_path / "cluster.yaml"), StartOptions(invite=True)), []) as made:  # type: ignore[arg-type]
         try:
             listening = set(made.loop.server.addresses)  # type: ignore[union-attr]
         finally:
@@ -55,7 +56,7 @@ def test_a_server_that_is_started_on_another_machine_says_so_in_the_file_s_words
     (tmp_path / "cluster.yaml").write_text(CLUSTER.format(server="192.0.2.7", main=7001, other=7002))
     with (
         pytest.raises(ShoalError, match=r"`host_ip\.mini1` says .* 192\.0\.2\.7, which is no address of this machine"),
-        started(plan(load_with(tmp_path / "cluster.yaml"), Asked(invite=True)), []),  # type: ignore[arg-type]
+        start_run(plan_start(load_with(tmp_path / "cluster.yaml"), StartOptions(invite=True)), []),  # type: ignore[arg-type]
     ):
         pass
 

@@ -13,15 +13,15 @@ from shoal.cli.join import check_trust
 from shoal.config.dialects import in_words_of
 from shoal.config.load import LoadedConfig, Override, resolve_data
 from shoal.errors import ShoalError
-from shoal.launch.start import Asked, Plan, Way, plan
+from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 
 
 def loader(settings: dict[str, Any]) -> Callable[[Sequence[Override]], LoadedConfig]:
     return lambda more: resolve_data(settings, name="config", dialect="shoal", environ={}, overrides=more)
 
 
-def planned(settings: dict[str, Any], **asked: Any) -> Plan:
-    return plan(loader(settings), Asked(**asked))
+def planned(settings: dict[str, Any], **asked: Any) -> StartPlan:
+    return plan_start(loader(settings), StartOptions(**asked))
 
 
 DILOCO = {"strategy": {"kind": "diloco"}}
@@ -30,25 +30,25 @@ DILOCO = {"strategy": {"kind": "diloco"}}
 @pytest.mark.parametrize(
     ("settings", "asked", "way", "strategy", "workers"),
     [
-        ({}, {}, Way.ALONE, "local", 0),
-        ({}, {"workers": 3}, Way.COORDINATES, "syncps", 3),
-        ({"engine": {"kind": "ddp"}}, {}, Way.RANKS, "local", 0),
-        (DILOCO, {"workers": 2}, Way.COORDINATES, "diloco", 2),
-        (DILOCO, {"otherwise": 1}, Way.COORDINATES, "diloco", 1),
-        (DILOCO, {"resume": True}, Way.COORDINATES, "diloco", 0),
-        (DILOCO, {"resume": True, "otherwise": 1}, Way.COORDINATES, "diloco", 0),
-        (DILOCO | {"cluster": {"num_workers": 4}}, {}, Way.COORDINATES, "diloco", 4),
-        (DILOCO | {"cluster": {"num_workers": 4}, "coordinator": {"trains": True}}, {}, Way.COORDINATES, "diloco", 5),
-        (DILOCO | {"engine": {"kind": "collectives"}, "launch": {"devices_per_node": 2}}, {}, Way.COORDINATES, "diloco", 1),
-        (DILOCO, {"invite": True}, Way.COORDINATES, "diloco", 0),
-        (DILOCO | {"coordinator": {"trains": True}}, {"invite": True}, Way.COORDINATES, "diloco", 1),
+        ({}, {}, StartMode.ALONE, "local", 0),
+        ({}, {"workers": 3}, StartMode.COORDINATES, "syncps", 3),
+        ({"engine": {"kind": "ddp"}}, {}, StartMode.RANKS, "local", 0),
+        (DILOCO, {"workers": 2}, StartMode.COORDINATES, "diloco", 2),
+        (DILOCO, {"default_workers": 1}, StartMode.COORDINATES, "diloco", 1),
+        (DILOCO, {"resume": True}, StartMode.COORDINATES, "diloco", 0),
+        (DILOCO, {"resume": True, "default_workers": 1}, StartMode.COORDINATES, "diloco", 0),
+        (DILOCO | {"cluster": {"num_workers": 4}}, {}, StartMode.COORDINATES, "diloco", 4),
+        (DILOCO | {"cluster": {"num_workers": 4}, "coordinator": {"trains": True}}, {}, StartMode.COORDINATES, "diloco", 5),
+        (DILOCO | {"engine": {"kind": "collectives"}, "launch": {"devices_per_node": 2}}, {}, StartMode.COORDINATES, "diloco", 1),
+        (DILOCO, {"invite": True}, StartMode.COORDINATES, "diloco", 0),
+        (DILOCO | {"coordinator": {"trains": True}}, {"invite": True}, StartMode.COORDINATES, "diloco", 1),
     ],
 )
 def test_the_plan_follows_from_settings_and_wishes(
-    settings: dict[str, Any], asked: dict[str, Any], way: Way, strategy: str, workers: int
+    settings: dict[str, Any], asked: dict[str, Any], way: StartMode, strategy: str, workers: int
 ) -> None:
     made = planned(settings, **asked)
-    assert (made.way, made.run.strategy.kind, made.workers) == (way, strategy, workers)
+    assert (made.mode, made.run.strategy.kind, made.workers) == (way, strategy, workers)
 
 
 def test_workers_that_need_live_objects_are_threads() -> None:

@@ -7,18 +7,17 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
-from tiny_slurm import tiny_slurm
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.launch import ssh_workers
-from shoal.launch.up_file import running
+from shoal.launch.up_file import running_process
 from shoal.version import __version__
+from tests.support.eventually import eventually
+from tests.support.small_slurm import tiny_slurm
 
 SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
 FLEET = SMALL + "strategy: {kind: syncps, round_timeout_s: 5}\ntransport: {kind: zmq, port: 0}\ncluster: {workers: [ann, bo]}\n"
@@ -30,14 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fleet.yaml").write_text(FLEET)
     return tmp_path
-
-
-def wait_until(true: object) -> None:
-    assert callable(true)
-    until = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -67,19 +58,19 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
     assert main(["up", "fleet.yaml", *more, *FOR_EVER, "--run-dir", "run", "--host", "127.0.0.1"]) == 0
     try:
         assert "shoal down run" in capsys.readouterr().out
-        assert running(Path("run")) is not None
+        assert running_process(Path("run")) is not None
         ledger = by_ssh / "run" / "coordinator" / "ledger.jsonl"
-        wait_until(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
-        wait_until(lambda: _has_a_receipt(by_ssh / "homes" / "ada@ann") and _has_a_receipt(by_ssh / "homes" / "bo"))
+        eventually(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
+        eventually(lambda: _has_a_receipt(by_ssh / "homes" / "ada@ann") and _has_a_receipt(by_ssh / "homes" / "bo"))
         killed = _process_in(by_ssh / "homes" / "bo")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: _process_in(by_ssh / "homes" / "bo") not in (0, killed))
-        wait_until(lambda: "bo was killed" in (by_ssh / "run" / "up.log").read_text())
+        eventually(lambda: _process_in(by_ssh / "homes" / "bo") not in (0, killed))
+        eventually(lambda: "bo was killed" in (by_ssh / "run" / "up.log").read_text())
         assert main(["up", "fleet.yaml", *more, "--run-dir", "run"]) == 2
         assert "is up already" in capsys.readouterr().err
     finally:
         main(["down", "run"])
-    assert running(Path("run")) is None
+    assert running_process(Path("run")) is None
     assert not _process_in(by_ssh / "homes" / "ada@ann")
     assert not (by_ssh / "homes" / "bo" / ".shoal").exists()
     assert main(["audit", "run"]) == 0
@@ -197,14 +188,14 @@ def test_kubernetes_gets_manifests_whose_parts_fit_each_other(folder: Path) -> N
 
 
 def test_a_coordinator_takes_the_secrets_that_its_manifests_were_written_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs.invitation import Secrets
+    from shoal.runs.invitation import CoordinatorSecrets
     from shoal.transports.keys import new_keys
 
     keys = new_keys()
     monkeypatch.setenv("SHOAL_TOKEN", "t" * 32)
-    assert Secrets.of(folder).token != "t" * 32, "a token alone is for joining"
+    assert CoordinatorSecrets.of(folder).token != "t" * 32, "a token alone is for joining"
     monkeypatch.setenv("SHOAL_SECRET_KEY", keys.secret)
-    assert (Secrets.of(folder).token, Secrets.of(folder).keys.public) == ("t" * 32, keys.public)
+    assert (CoordinatorSecrets.of(folder).token, CoordinatorSecrets.of(folder).keys.public) == ("t" * 32, keys.public)
 
 
 def test_launchers_settings_without_their_launcher_are_told_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.presets import find
@@ -20,10 +19,11 @@ from shoal.coordinator.audit.run import audit
 from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.launch.threads import WorkerThreads
 from shoal.runs.coordinator_setup import prepare
-from shoal.runs.live_objects import NOTHING
+from shoal.runs.live_objects import NO_LIVE_OBJECTS
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect, create_database
+from tests.support.processes import HANG_S
 
 SMALL = {
     "transport.kind": "in-process",
@@ -62,7 +62,7 @@ def coordinated(folder: Path, preset: str, workers: int, **settings: str) -> tup
 
 
 def staff(made: Any, folder: Path, names: list[str]) -> WorkerThreads:
-    threads = WorkerThreads(folder / "run" / "workers", made.invitation, names, NOTHING, lambda text: None)
+    threads = WorkerThreads(folder / "run" / "workers", made.invitation, names, NO_LIVE_OBJECTS, lambda text: None)
     threads.start()
     return threads
 

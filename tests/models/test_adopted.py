@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface.as_gpt import adopted
+from shoal.models.huggingface.as_gpt import gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
-from shoal.models.kernels.cpu_packing import Packed, pack
+from shoal.models.kernels.cpu_packing import PackedProduct, pack_matrices
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
@@ -40,7 +40,7 @@ def made(kind: str, **settings) -> HuggingFace:
 @torch.inference_mode()
 def test_our_layers_give_the_logits_of_the_models_own(kind, settings):
     model = made(kind, **settings)
-    found = adopted(model)
+    found = gpt_conversion(model)
     assert found is not None
     ours, ids_BL = found.whole(model.state_dict().__getitem__), torch.randint(0, 50, (2, 40))
     torch.testing.assert_close(ours(ids_BL), model(ids_BL), atol=2e-4, rtol=1e-4)
@@ -63,7 +63,7 @@ def test_our_layers_give_the_logits_of_the_models_own(kind, settings):
     ],
 )
 def test_a_model_that_computes_otherwise_keeps_its_own_layers(kind, settings):
-    assert adopted(made(kind, **settings)) is None
+    assert gpt_conversion(made(kind, **settings)) is None
 
 
 @torch.inference_mode()
@@ -78,9 +78,9 @@ def test_a_packed_product_is_the_plain_one_for_any_number_of_rows(monkeypatch):
         model = Gpt(settings, 60).eval()
         several, one = torch.randint(0, 60, (3, 5)), torch.tensor([[7]])
         plain = model(several), model(one)
-        assert not pack(model, room_bytes=1e4)
-        assert pack(model, room_bytes=1e9)
-        assert isinstance(model.packed_output, Packed)
+        assert not pack_matrices(model, room_bytes=1e4)
+        assert pack_matrices(model, room_bytes=1e9)
+        assert isinstance(model.packed_output, PackedProduct)
         torch.testing.assert_close((model(several), model(one)), plain, atol=1e-5, rtol=1e-5)
         assert list(model.state_dict()) == list(
             Gpt(schema.Gpt(hidden_size=32, num_layers=2, num_heads=4, tied_embeddings=tied), 60).state_dict()

@@ -12,12 +12,12 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.config.schema.model import CrossAttention, EpisodicMemory, Experts, Retrieval
 from shoal.models.cross_attention import ContextEncoder, WithCrossAttention
-from shoal.models.generation.batch_sampling import Sampled, sample
-from shoal.models.generation.decoding import draws_of_group
-from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
+from shoal.models.generation.batch_sampling import SampledAnswers, sample
+from shoal.models.generation.decoding import group_draws
+from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
 from shoal.models.moe import Moe
-from shoal.models.value_head import Scored
-from shoal.tasks.answer_logprobs import Text, as_text, as_used, given_to, log_probs
+from shoal.models.value_head import ScoreModel
+from shoal.tasks.answer_logprobs import PromptAnswers, as_text, as_used, given_to, log_probs
 
 CHUNK, LENGTH = 4, 13
 PROMPTS = [[5, 6, 7, 8, 9, 10], [9], [3, 4, 2], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]
@@ -60,21 +60,21 @@ def model_of(feature: str) -> Moe:
     return model
 
 
-def beside_of(feature: str, rows: Sequence[int] = range(4)) -> ReadBeside | None:
+def beside_of(feature: str, rows: Sequence[int] = range(4)) -> SideTexts | None:
     finder = Turned() if feature in ("retrieval", "all") else None
-    return read_beside(finder, [CONTEXTS[row] for row in rows] if feature in ("context", "all") else ())
+    return make_side_texts(finder, [CONTEXTS[row] for row in rows] if feature in ("context", "all") else ())
 
 
-def answers(model: Moe, beside: ReadBeside | None, rows: Sequence[int] = range(4), eos_id: int | None = 49, **more: Any) -> Sampled:
+def answers(model: Moe, beside: SideTexts | None, rows: Sequence[int] = range(4), eos_id: int | None = 49, **more: Any) -> SampledAnswers:
     """Answers to some of the prompts, each with the draws of its own."""
-    draws = draws_of_group(3, 0, PROMPTS, 1)
+    draws = group_draws(3, 0, PROMPTS, 1)
     prompts, own = [PROMPTS[row] for row in rows], [draws[row] for row in rows]
     return sample(model, prompts, max_new_tokens=LENGTH, temperature=0.7, draws=own, eos_id=eos_id, pad_id=0, beside=beside, **more)
 
 
-def text_of(drawn: Sampled, beside: ReadBeside | None) -> Text:
+def text_of(drawn: SampledAnswers, beside: SideTexts | None) -> PromptAnswers:
     text = as_text(*drawn[:4])
-    return text._replace(beside=columns_beside(beside, text.input_ids_BL, text.mask_BL))
+    return text._replace(beside=side_text_columns(beside, text.input_ids_BL, text.mask_BL))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -97,14 +97,14 @@ def test_tokens_are_as_probable_when_they_are_drawn_as_in_a_pass_over_them_and_a
 @pytest.mark.parametrize("feature", FEATURES)
 def test_scores_and_values_do_not_depend_on_padding(feature: str) -> None:
     model, beside = model_of(feature), beside_of(feature)
-    head = Scored(model).eval()
+    head = ScoreModel(model).eval()
     head.head.weight.data.normal_()
     text = text_of(answers(model, beside, eos_id=None), beside)
     with torch.no_grad():
         values = head(text.input_ids_BL, **given_to(head, text))
         for row, prompt in enumerate(PROMPTS):
             ids = text.input_ids_BL[row : row + 1, text.mask_BL[row].long().argmax() :]
-            columns = columns_beside(beside_of(feature, [row]), ids, torch.ones_like(ids, dtype=torch.bool))
+            columns = side_text_columns(beside_of(feature, [row]), ids, torch.ones_like(ids, dtype=torch.bool))
             alone = head(ids, beside=head.new_beside(**columns))
             torch.testing.assert_close(values[row, -LENGTH:], alone[0, len(prompt) - 1 :], rtol=0, atol=1e-4)
 
@@ -151,10 +151,10 @@ def test_rows_that_have_ended_look_nothing_up() -> None:
             return super().beside_texts(texts, own, starts)
 
     model = model_of("retrieval")
-    first = int(answers(model, read_beside(Counting()), [0], eos_id=None).answer_BT[0, 0])
+    first = int(answers(model, make_side_texts(Counting()), [0], eos_id=None).answer_BT[0, 0])
     assert max(asked) > len(PROMPTS[0]) + CHUNK
     asked.clear()
-    drawn = answers(model, read_beside(Counting()), [0, 3], eos_id=first)
+    drawn = answers(model, make_side_texts(Counting()), [0, 3], eos_id=first)
     assert int(drawn.real_BT[0].sum()) == 1
     looked_up_for_the_other = [length for length in range(11, 10 + LENGTH) if length % CHUNK == 1]
     assert len(asked) <= 1 + len(looked_up_for_the_other)

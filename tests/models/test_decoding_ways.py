@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema.serving import Decoding, Greedy, Sampling, TopK, TopKTopP, TopP
-from shoal.models.generation.decoding import Draws, Penalties, Warp, candidates, choose, draws_of_rows, penalised, warp_of
+from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, apply_penalties, candidates, choose, row_draws, warp_of
 
 WAYS = {
     "sampling": [Sampling(), Sampling(temperature=0.5), Sampling(temperature=3.0)],
@@ -44,7 +44,7 @@ def every_probability(scores: torch.Tensor, warp: Warp) -> torch.Tensor:
 
 
 def drawn(scores: torch.Tensor, decoding: Decoding, seed: int = 7) -> list[int]:
-    draws = Draws(seed, [1, 2])
+    draws = TokenDraws(seed, [1, 2])
     return choose(scores, [warp_of(decoding)] * len(scores), [draws.at(i) for i in range(len(scores))]).tolist()
 
 
@@ -74,8 +74,8 @@ def test_probabilities_are_those_of_transformers(seed, temperature, top_k, top_p
     theirs = theirs if top_k is None else process.TopKLogitsWarper(top_k)(seen, theirs)
     theirs = theirs if top_p is None else process.TopPLogitsWarper(top_p)(seen, theirs)
     theirs = theirs if min_p is None else process.MinPLogitsWarper(min_p)(seen, theirs)
-    penalties = Penalties(repetition=repetition)
-    ours = penalised(scores[0], penalties, seen[0, :5].tolist(), seen[0, 5:].tolist())[None]
+    penalties = LogitPenalties(repetition=repetition)
+    ours = apply_penalties(scores[0], penalties, seen[0, :5].tolist(), seen[0, 5:].tolist())[None]
     torch.testing.assert_close(every_probability(ours, Warp(temperature, top_k, top_p, min_p)), theirs.softmax(-1), atol=1e-9, rtol=0)
 
 
@@ -98,7 +98,7 @@ def test_fifty_thousand_draws_pass_a_chi_square_test():
 
 def test_a_draw_depends_on_seed_prompt_choice_and_position_and_on_nothing_else():
     def numbers(*key) -> list[float]:
-        return [Draws(*key).at(position) for position in (0, 1, 2)]
+        return [TokenDraws(*key).at(position) for position in (0, 1, 2)]
 
     first = numbers(1, [5, 6], 0)
     assert first == numbers(1, [5, 6], 0)
@@ -108,8 +108,8 @@ def test_a_draw_depends_on_seed_prompt_choice_and_position_and_on_nothing_else()
 
 
 def test_rows_are_drawn_as_if_they_were_alone_and_equal_prompts_are_choices_of_one():
-    together = draws_of_rows(4, [[1], [2], [1]])
-    assert [row.at(0) for row in together] == [Draws(4, [1], 0).at(0), Draws(4, [2], 0).at(0), Draws(4, [1], 1).at(0)]
+    together = row_draws(4, [[1], [2], [1]])
+    assert [row.at(0) for row in together] == [TokenDraws(4, [1], 0).at(0), TokenDraws(4, [2], 0).at(0), TokenDraws(4, [1], 1).at(0)]
 
 
 def test_each_row_is_chosen_in_its_own_way():
@@ -122,7 +122,7 @@ def test_each_row_is_chosen_in_its_own_way():
 
 def test_penalties_and_biases_are_those_of_the_chat_completions_api():
     scores = torch.zeros(5)
-    found = penalised(scores, Penalties(presence=0.5, frequency=0.25, bias={4: 3.0}), [0], [1, 2, 2])
+    found = apply_penalties(scores, LogitPenalties(presence=0.5, frequency=0.25, bias={4: 3.0}), [0], [1, 2, 2])
     assert found.tolist() == [0.0, -0.75, -1.0, 0.0, 3.0]
     assert scores.tolist() == [0.0] * 5
 

@@ -14,7 +14,7 @@ from shoal.models import generate
 from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.episodic_memory import EpisodicMemory as Memory
 from shoal.models.moe import Moe
-from shoal.models.step_state import kept
+from shoal.models.step_state import step_states
 from shoal.tasks.language import LanguageModelling
 
 SMALL = schema.Moe(hidden_size=32, num_layers=4, num_heads=4, intermediate_size=24, max_seq_len=32).replace(
@@ -48,7 +48,7 @@ def batch_of(rows: int = 4, length: int = 16, seed: int = 1) -> dict[str, Tensor
 def step(model: Moe, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What an engine does with a batch, without an optimizer."""
     task = LanguageModelling({"model": model.train()})
-    for one in kept(model):
+    for one in step_states(model):
         one.begin_step()
     (loss,) = task.losses(batch)
     loss.value.backward()  # type: ignore[no-untyped-call]
@@ -237,7 +237,7 @@ def test_a_replayed_token_counts_by_its_weight() -> None:
         found.append(model.token_embedding.weight.grad.clone())
     model = filled(replay_rate=0.5)
     model.zero_grad()
-    for one in kept(model):
+    for one in step_states(model):
         one.begin_step()
     torch.manual_seed(3)
     mixed, _ = memory_of(model).mixed(batch_of(seed=6))

@@ -14,12 +14,12 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.model import CrossAttention, Experts, MixtureOfActivations, MixtureOfHeads, Retrieval
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models import ReadBeside, generate
-from shoal.models.activations import ACTIVATIONS, blend
+from shoal.models import SideTexts, generate
 from shoal.models.cross_attention import WithCrossAttention
+from shoal.models.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.mixture_of_heads import MixtureOfHeads as RoutedHeads
 from shoal.models.moe import Moe
-from shoal.models.trunk import Sight
+from shoal.models.trunk import LayerInputs
 
 SMALL = schema.Moe(hidden_size=32, num_layers=3, num_heads=4, intermediate_size=24, max_seq_len=32).replace(
     experts=Experts(count=4, capacity_factor=None)
@@ -72,7 +72,7 @@ def test_all_heads_with_uniform_gates_are_plain_attention() -> None:
 
 def test_a_token_uses_the_shared_heads_and_a_share_of_the_others() -> None:
     part = next(one for one in model_of(**HEADS).modules() if isinstance(one, RoutedHeads))
-    weighed, _ = part.weigh(torch.ones(2, 4, 5, 8), torch.randn(2, 5, 32), Sight(None, None, True, torch.zeros(2, 5)))
+    weighed, _ = part.weigh(torch.ones(2, 4, 5, 8), torch.randn(2, 5, 32), LayerInputs(None, None, True, torch.zeros(2, 5)))
     gates = weighed[..., 0]
     assert (gates[:, 0] == 1).all()
     assert ((gates != 0).sum(1) == 3).all()
@@ -151,8 +151,8 @@ def test_changing_a_token_leaves_earlier_logits_unchanged(features: dict[str, An
         assert (first[:, place:] - second[:, place:]).abs().max() > 1e-4
 
 
-def beside_of(features: dict[str, Any]) -> ReadBeside | None:
-    return ReadBeside(lambda rows, texts, starts: columns_of(torch.tensor(texts)), 4) if "retrieval" in features else None
+def beside_of(features: dict[str, Any]) -> SideTexts | None:
+    return SideTexts(lambda rows, texts, starts: columns_of(torch.tensor(texts)), 4) if "retrieval" in features else None
 
 
 @pytest.mark.parametrize("features", [READING, HEADS, BLENDED, {**READING, **HEADS, **BLENDED}])

@@ -20,9 +20,9 @@ from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models import build, generate
 from shoal.models.generation.batch_sampling import sample
-from shoal.models.generation.decoding import draws_of_group
-from shoal.models.value_head import Scored
-from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.models.generation.decoding import group_draws
+from shoal.models.value_head import ScoreModel
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import build as build_task
 from shoal.tasks.answer_logprobs import as_text, as_used, log_probs
 
@@ -327,7 +327,7 @@ def test_a_score_is_read_from_the_hidden_states_and_exported_as_a_classifier(sha
     assert torch.allclose(network.inner.get_output_embeddings()(hidden), network(ids), atol=1e-5)
     padded, mask = torch.tensor([[1, 1, 5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
     assert torch.allclose(network.hidden(padded, attention_mask=mask)[:, 2:], hidden, atol=1e-4)
-    model = Scored(network)
+    model = ScoreModel(network)
     torch.nn.init.normal_(model.head.weight)
     score = model(ids)[0, -1]
     model.save(tmp_path / "classifier")
@@ -339,7 +339,7 @@ def test_a_score_is_read_from_the_hidden_states_and_exported_as_a_classifier(sha
 def test_answers_of_prompts_of_unequal_length_are_scored_as_they_were_drawn(shapes, folder: Path) -> None:
     network = built(shapes, folder)
     prompts = [[5, 6, 7], [8]]
-    draws = draws_of_group(0, 0, prompts, 1)
+    draws = group_draws(0, 0, prompts, 1)
     drawn = sample(network, prompts, max_new_tokens=4, temperature=0.8, draws=draws, eos_id=None, pad_id=0)
     with as_used(network), torch.no_grad():
         assert torch.allclose(log_probs(network, as_text(*drawn[:4]), 0.8)[:, -4:], drawn.log_probs_BT, atol=1e-4)
@@ -361,7 +361,7 @@ def test_a_policy_with_lora_learns_in_its_adapters_and_is_its_own_reference(shap
     task: Any = build_task(run, players, shapes(vocab_size=40))
     below = {name: value.clone() for name, value in players["model"].named_parameters() if not value.requires_grad}
     engine = SingleEngine(run, task, torch.device("cpu"), 4)
-    asked = [Asked([5, 6, 7], "a"), Asked([8], "b")]
+    asked = [RolloutPrompt([5, 6, 7], "a"), RolloutPrompt([8], "b")]
     feed = RolloutFeed(run, task, Numbers(), asked, asked, lambda some: [float(len(one.text)) for one in some], engine)
     before = feed.answered(asked, 0).drawn.log_probs_BT
     for _ in range(2):

@@ -15,11 +15,11 @@ from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import Experts, grouped_linear
+from shoal.models.expert_layer import ExpertLayer, grouped_linear
 from shoal.models.mixtral import as_mixtral
 from shoal.models.moe import Moe
-from shoal.models.routers import Routes, router
-from shoal.models.trunk import Sight
+from shoal.models.routers import Routes, build_router
+from shoal.models.trunk import LayerInputs
 from shoal.tasks.language import LanguageModelling
 
 ROUTERS = ["switch", "gshard", "hash", "stochastic", "sigmoid-bias"]
@@ -59,7 +59,7 @@ def loss_of(model: Moe, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_is_the_sum_of_its_experts_by_their_gates(feed_forward, bias):
     settings = schema.Moe(**SIZES, feed_forward=feed_forward, bias=bias, experts=schema.Experts(count=4, capacity_factor=None))
-    layer = Experts(settings, 31).double()
+    layer = ExpertLayer(settings, 31).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()
@@ -71,7 +71,7 @@ def test_a_layer_is_the_sum_of_its_experts_by_their_gates(feed_forward, bias):
             inner = layer.up[expert] @ x.flatten(0, 1)[token] + (layer.up_bias[expert] if bias else 0)
             inner = F.silu(inner[:8]) * inner[8:] if feed_forward == "swiglu" else F.gelu(inner, approximate="tanh")
             wanted[token] += gate * (layer.down[expert] @ inner + (layer.down_bias[expert] if bias else 0))
-    torch.testing.assert_close(layer(x, Sight(None, None, True, ids))[0].flatten(0, 1), wanted)
+    torch.testing.assert_close(layer(x, LayerInputs(None, None, True, ids))[0].flatten(0, 1), wanted)
 
 
 def test_grouped_products_and_the_loop_agree_and_give_idle_experts_no_gradient():
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_differences_in_float64(kind):
 
 def test_room_is_the_share_of_an_expert_times_the_factor_and_what_finds_none_is_counted():
     settings = schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=1, capacity_factor=1.1))
-    layer = Experts(settings, 31)
+    layer = ExpertLayer(settings, 31)
     routes = Routes(torch.zeros(10, 1, dtype=torch.long), torch.ones(10, 1))
     counted = torch.tensor([False] * 4 + [True] * 6)
     visits = layer.visits(routes, counted)
@@ -121,9 +121,9 @@ def test_room_is_the_share_of_an_expert_times_the_factor_and_what_finds_none_is_
 
 
 def test_what_finds_no_room_adds_nothing_to_the_stream():
-    layer = Experts(schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=1, capacity_factor=0.4, router="hash")), 31)
+    layer = ExpertLayer(schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=1, capacity_factor=0.4, router="hash")), 31)
     layer.router.table_VK.zero_()
-    out, _ = layer(torch.randn(1, 10, 16), Sight(None, None, True, torch.zeros(1, 10, dtype=torch.long)))
+    out, _ = layer(torch.randn(1, 10, 16), LayerInputs(None, None, True, torch.zeros(1, 10, dtype=torch.long)))
     assert out[0].any(1).tolist() == [True] + [False] * 9
 
 
@@ -215,14 +215,14 @@ def test_tokens_that_do_not_count_are_not_balanced():
 def test_gates_are_the_probability_of_one_and_the_shares_of_several():
     x = torch.randn(20, 16)
     for per_token in (1, 3):
-        switch = router(schema.Experts(count=4, per_token=per_token), 16, 31)
+        switch = build_router(schema.Experts(count=4, per_token=per_token), 16, 31)
         routes = switch(x, torch.zeros(20, dtype=torch.long))
         probabilities = F.linear(x, switch.weight).softmax(1).topk(per_token).values
         torch.testing.assert_close(routes.gates_TK, probabilities if per_token == 1 else probabilities / probabilities.sum(1, keepdim=True))
 
 
 def test_routers_compute_in_32_bits_also_under_autocast():
-    switch = router(schema.Experts(count=4), 16, 31)
+    switch = build_router(schema.Experts(count=4), 16, 31)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routes = switch(torch.randn(5, 16, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.long))
     assert {routes.gates_TK.dtype, routes.logits_TE.dtype} == {torch.float32}
@@ -230,7 +230,7 @@ def test_routers_compute_in_32_bits_also_under_autocast():
 
 def scores_of(kind: str, logits: Tensor, tokens: int, **settings: Any) -> Any:
     """A router that gives every token the same logits."""
-    made = router(schema.Experts(count=len(logits), router=kind, **settings), 1, 31)
+    made = build_router(schema.Experts(count=len(logits), router=kind, **settings), 1, 31)
     made.weight.data = logits.view(-1, 1)
     return made, torch.ones(tokens, 1), torch.zeros(tokens, dtype=torch.long)
 
@@ -247,7 +247,7 @@ def test_gshard_visits_the_second_with_twice_its_gate_and_leaves_the_first_gate_
 
 
 def test_skipped_second_experts_take_no_room_and_are_not_computed():
-    layer = Experts(schema.Moe(**SIZES, experts=schema.Experts(count=4, router="gshard", capacity_factor=1.0)), 31)
+    layer = ExpertLayer(schema.Moe(**SIZES, experts=schema.Experts(count=4, router="gshard", capacity_factor=1.0)), 31)
     experts = torch.tensor([[0, 1]] * 4)
     taken = torch.tensor([[True, False]] * 3 + [[True, True]])
     visits = layer.visits(Routes(experts, torch.full((4, 2), 0.5), taken), torch.ones(4, dtype=torch.bool))
@@ -271,7 +271,7 @@ def test_stochastic_draws_without_putting_back_by_probability():
 
 
 def test_hash_gives_each_token_id_its_own_different_experts():
-    made = router(schema.Experts(count=4, per_token=3, router="hash"), 16, 31)
+    made = build_router(schema.Experts(count=4, per_token=3, router="hash"), 16, 31)
     ids = torch.arange(31)
     routes = made(torch.randn(31, 16), ids)
     assert all(len(set(row)) == 3 for row in routes.experts_TK.tolist())
@@ -292,13 +292,13 @@ def test_biases_choose_and_scores_are_the_gates():
 # --- with an engine ------------------------------------------------------------------------------------
 
 
-def engine_of(router: str = "switch", optimizer: dict[str, Any] | None = None, **experts: Any) -> SingleEngine:
+def engine_of(build_router: str = "switch", optimizer: dict[str, Any] | None = None, **experts: Any) -> SingleEngine:
     data = {
-        "model": {"kind": "moe", **SIZES, "experts": {"count": 4, "router": router, **experts}},
+        "model": {"kind": "moe", **SIZES, "experts": {"count": 4, "router": build_router, **experts}},
         "training": {"batch_size": 3, "optimizer": optimizer or {"learning_rate": 0.01}},
     }
     run = resolve_data(data, name="test", dialect="shoal", environ={}).run
-    return SingleEngine(run, LanguageModelling({"model": mixture(router=router, **experts)}), torch.device("cpu"), 100)
+    return SingleEngine(run, LanguageModelling({"model": mixture(router=build_router, **experts)}), torch.device("cpu"), 100)
 
 
 def batch(seed: int = 1) -> dict[str, Tensor]:

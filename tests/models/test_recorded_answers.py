@@ -11,10 +11,10 @@ from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.generation import batch_sampling as sampling
 from shoal.models.generation import cuda_graph_decoding as recorded
-from shoal.models.generation.batch_sampling import Sampled, sample
-from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.batch_sampling import SampledAnswers, sample
+from shoal.models.generation.decoding import group_draws
 from shoal.models.gpt import Gpt
-from shoal.models.value_head import add_value
+from shoal.models.value_head import add_value_head
 
 VOCABULARY, LONGEST = 50, 64
 PROMPTS = [[5, 6, 7, 8], [9], [3, 4], [1, 2, 3]]
@@ -29,18 +29,18 @@ def gpt(value: bool = False, **sizes: Any) -> Gpt:
         for parameter in model.parameters():
             parameter.mul_(4.0)
     if value:
-        add_value(model, "head")
+        add_value_head(model, "head")
         torch.nn.init.normal_(model.value_head.weight)
         model.value_head.double()
     return model
 
 
-def answers(model: Gpt, prompts: list[list[int]] = PROMPTS, tokens: int = 40, eos_id: int | None = None) -> Sampled:
-    draws = draws_of_group(3, 0, prompts, 1)
+def answers(model: Gpt, prompts: list[list[int]] = PROMPTS, tokens: int = 40, eos_id: int | None = None) -> SampledAnswers:
+    draws = group_draws(3, 0, prompts, 1)
     return sample(model, prompts, max_new_tokens=tokens, temperature=0.9, draws=draws, eos_id=eos_id, pad_id=0)
 
 
-def same(one: Sampled, other: Sampled) -> None:
+def same(one: SampledAnswers, other: SampledAnswers) -> None:
     assert torch.equal(one.answer_BT, other.answer_BT)
     assert torch.equal(one.real_BT, other.real_BT)
     assert torch.equal(one.stopped_B, other.stopped_B)
@@ -59,7 +59,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def both(model: Gpt, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> tuple[Sampled, Sampled]:
+def both(model: Gpt, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> tuple[SampledAnswers, SampledAnswers]:
     """The same answers, from a cache that grows and from one of a fixed width."""
     monkeypatch.setattr(sampling, "can_record", lambda *_: False)
     plain = answers(model, **asked)

@@ -12,8 +12,9 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
-from shoal.models.stages import cut, depth, ends_of, fill, needed, skeleton, stage_of
-from shoal.models.trunk import Beside
+from shoal.models.split_model import cut_into_stages, layer_count, make_ends, make_stage
+from shoal.models.stages import load_tensors, required_tensors, without_weights
+from shoal.models.trunk import SideChannel
 
 VOCABULARY = 40
 BOUNDS = ([0, 4], [0, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4])
@@ -79,7 +80,7 @@ def test_a_model_in_pieces_gives_the_logits_of_the_whole_to_the_bit(kind):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
     for bounds in BOUNDS:
-        stages, ends = cut(model, bounds), ends_of(model)
+        stages, ends = cut_into_stages(model, bounds), make_ends(model)
         assert [(stage.first, stage.last) for stage in stages] == list(pairwise(bounds))
         assert torch.equal(logits(stages, ends, ids), model(ids))
         assert torch.equal(logits(stages, ends, ids, mask=mask), model(ids, attention_mask=mask))
@@ -91,32 +92,32 @@ def test_a_model_in_pieces_gives_the_logits_of_the_whole_to_the_bit(kind):
 @pytest.mark.parametrize("kind", ["learned", "rotary", "hash", "gpt2", "llama", "qwen2"])
 def test_pieces_have_the_names_of_the_whole_model_and_can_be_filled_from_it(kind):
     model, ids = make(kind), torch.randint(0, VOCABULARY, (1, 6))
-    with skeleton():
+    with without_weights():
         bones = OWN[kind]() if kind in OWN else hugging_face(kind)
     assert all(parameter.is_meta for parameter in bones.parameters())
-    pieces = [stage_of(bones, 0, 1), stage_of(bones, 1, 4), ends_of(bones)]
-    names = [name for piece in pieces for name in needed(piece)]
+    pieces = [make_stage(bones, 0, 1), make_stage(bones, 1, 4), make_ends(bones)]
+    names = [name for piece in pieces for name in required_tensors(piece)]
     whole = model.state_dict()
     assert len(names) == len(set(names))
     assert {whole[name].data_ptr() for name in names} == {tensor.data_ptr() for tensor in whole.values()}
     for piece in pieces:
-        fill(piece.eval(), {name: whole[name] for name in needed(piece)})
+        load_tensors(piece.eval(), {name: whole[name] for name in required_tensors(piece)})
     *stages, ends = pieces
     with torch.no_grad():
         assert torch.equal(logits(stages, ends, ids), model(ids))
     with pytest.raises(ShoalError, match="is missing"):
-        fill(stage_of(bones, 0, 1), {})
+        load_tensors(make_stage(bones, 0, 1), {})
 
 
 @pytest.mark.parametrize("kind", ["learned", "rotary", "gpt2", "llama"])
 def test_the_two_ends_can_be_apart_and_together_have_all_their_names(kind):
     model, ids = make(kind), torch.randint(0, VOCABULARY, (1, 6))
-    entry, exit = ends_of(model, exit=False), ends_of(model, entry=False)
-    both = set(ends_of(model).state_dict())
+    entry, exit = make_ends(model, after=False), make_ends(model, before=False)
+    both = set(make_ends(model).state_dict())
     assert set(entry.state_dict()) | set(exit.state_dict()) == both
     assert len(entry.state_dict()) < len(both)
     x_BLD = entry.embed(ids)
-    for stage in cut(model, [0, 2, 4]):
+    for stage in cut_into_stages(model, [0, 2, 4]):
         x_BLD = stage(x_BLD, ids)
     assert torch.equal(exit.logits(x_BLD), model(ids))
 
@@ -125,13 +126,13 @@ def test_the_two_ends_can_be_apart_and_together_have_all_their_names(kind):
 def test_gradients_through_pieces_are_those_of_the_whole_model(kind):
     model, ids = make(kind), torch.randint(0, VOCABULARY, (2, 8))
     counted = torch.ones(2, 8, dtype=torch.bool)
-    besides = [Beside(counted) for _ in range(3)] if kind in OWN else [None] * 3
+    besides = [SideChannel(counted) for _ in range(3)] if kind in OWN else [None] * 3
     given = {"beside": besides[0]} if kind in OWN else {}
     whole = model(ids, **given).square().mean() + auxiliary(besides[:1])
     whole.backward()
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    ends, stages = ends_of(model), cut(model, [0, 1, 4])
+    ends, stages = make_ends(model), cut_into_stages(model, [0, 1, 4])
     x_BLD = ends.embed(ids)
     for stage, beside in zip(stages, besides[1:], strict=True):
         x_BLD = stage(x_BLD, ids, beside=beside)
@@ -161,11 +162,11 @@ def test_a_model_that_differs_in_pieces_is_refused_by_name(monkeypatch):
     )
     model = HuggingFace(transformers.AutoModelForCausalLM.from_config(config))
     with pytest.raises(ShoalError, match="GPT2LMHeadModel does not compute the same in pieces"):
-        stage_of(model, 0, 2)
+        make_stage(model, 0, 2)
 
 
 def test_what_cannot_be_cut_says_so():
     with pytest.raises(ShoalError, match="Lstm cannot be cut"):
-        depth(Lstm(schema.Lstm(hidden_size=8, num_layers=2), VOCABULARY))
+        layer_count(Lstm(schema.Lstm(hidden_size=8, num_layers=2), VOCABULARY))
     with pytest.raises(ShoalError, match="begin at layer 0 and end at 4"):
-        cut(make("learned"), [0, 3])
+        cut_into_stages(make("learned"), [0, 3])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from story_models import load_story_model
 
+from benchmarks.story_models import load_story_model
 from shoal.config.schema.serving import Decoding
 from shoal.models import generate
 

@@ -7,17 +7,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.config import Run
-from shoal.coordinator import Barrier, Discounted
-from shoal.models.data_shapes import Shapes
-from shoal.plugins import Aggregation, Codec, Model, PositiveFloat, PositiveInt, PositiveShare, Strategy, Task, builds
-from shoal.protocol.frames import expect_frames, frame_of, values_of
-from shoal.strategies import Policies
-from shoal.strategies.run_length import in_updates
-from shoal.tasks import Batch, Loss, TaskInfo
-from shoal.tasks.classification import Classification
-from shoal.updates.codecs.base import Coder
-from shoal.updates.rules.mixing import Contributions
+from shoal.plugins import (
+    Aggregation,
+    Barrier,
+    Batch,
+    ClassificationTask,
+    Codec,
+    Coder,
+    Contributions,
+    DataShapes,
+    Discounted,
+    Loss,
+    Model,
+    Policies,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Run,
+    Strategy,
+    Task,
+    TaskInfo,
+    builds,
+    expect_frames,
+    frame_of,
+    in_updates,
+    values_of,
+)
 
 
 class Patient(Strategy):
@@ -86,7 +101,7 @@ class Margin(Task):
 
 
 @builds(Margin)
-class MarginTask(Classification):
+class MarginTask(ClassificationTask):
     def __init__(self, settings: Margin, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> None:
         super().__init__(players)
         self.loss = nn.MultiMarginLoss(margin=settings.margin)
@@ -111,7 +126,7 @@ class Sine(nn.Module):
 
 
 @builds(Waves)
-def waves(settings: Waves, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def waves(settings: Waves, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     pixels = int(np.prod(shapes.image_shape))
     layers = (nn.Flatten(), nn.Linear(pixels, settings.width), Sine(), nn.Linear(settings.width, shapes.num_classes))
     return {"model": nn.Sequential(*layers)}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from commands import HANG_S, Processes, processes_in
+import shoal.plugins
 from shoal.cli.main import main
 from shoal.config import plugins
 from shoal.config.load import ConfigFile, LoadedConfig, resolve, resolve_data
@@ -19,6 +21,9 @@ from shoal.config.reference import json_schema, settings_page
 from shoal.config.schema.task import Gan
 from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
+from tests.support.processes import HANG_S, Processes, processes_in
+
+pytestmark = pytest.mark.whole
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "plugins"
@@ -148,6 +153,39 @@ def test_the_documentation_shows_the_examples_as_they_are() -> None:
     shown = dict(re.findall(r"<!-- (examples/\S+) -->\n```python\n(.*?)```\n", page, re.DOTALL))
     assert shown == {f"examples/plugins/{file.name}": file.read_text(encoding="utf-8") for file in EXAMPLES.glob("*.py")}, "run `make docs`"
     assert len(shown) == len(FAMILIES), "one example for each kind of part"
+
+
+def shoal_imports(text: str) -> set[str]:
+    """The modules of Shoal that Python text imports."""
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    return {name for name in imported if name.split(".")[0] == "shoal"}
+
+
+def test_plugins_import_nothing_of_shoal_but_shoal_plugins() -> None:
+    for file in [*EXAMPLES.glob("*.py"), HERE / "my_parts.py"]:
+        assert shoal_imports(file.read_text(encoding="utf-8")) == {"shoal.plugins"}, file
+    page = (HERE.parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"(?:from|import) (shoal(?:\.\w+)*)", page)) == {"shoal.plugins"}
+
+
+def test_every_name_for_plugins_is_there_and_has_a_type_for_type_checkers() -> None:
+    tree = ast.parse(Path(shoal.plugins.__file__).read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.asname: f"{node.module}.{alias.name}" for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert typed == shoal.plugins._IMPORTED_ON_USE
+    assert all(hasattr(shoal.plugins, name) for name in shoal.plugins.__all__)
+
+
+def test_importing_shoal_plugins_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, shoal.plugins; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=HANG_S).returncode == 0
 
 
 # --- settings -----------------------------------------------------------------------------------------

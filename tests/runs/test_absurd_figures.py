@@ -16,7 +16,7 @@ from shoal.config.schema.cluster import Zmq
 from shoal.protocol.messages import Contribute
 from shoal.reporters.sinks import LossCurve
 from shoal.runs.coordinator_setup import prepare
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
 SETTINGS: dict[str, Any] = {
     "model": {"kind": "mlp", "hidden_sizes": [4]},
@@ -47,7 +47,7 @@ def test_a_metric_of_1e308_breaks_neither_records_nor_the_picture_nor_the_end(
     coordinating = prepare(loaded, run_dir=str(run), resume=False, reporters=[LossCurve()], workers=1, transport=transport)
     training = threading.Thread(target=coordinating.loop.train, daemon=True)
     training.start()
-    worker = Joined(Way(*coordinating.invitation, name="eve", state=tmp_path / "eve"), lambda text: None)
+    worker = JoinedWorker(JoinOptions(*coordinating.invitation, name="eve", state=tmp_path / "eve"), lambda text: None)
     worker.prepare()
     honest, sent = worker.protocol.contribute, []
 

@@ -14,11 +14,11 @@ from torch.utils.data import IterableDataset
 
 from shoal import train
 from shoal.cli.main import main
-from shoal.data import Data, Info, fingerprint, kept_fingerprint
+from shoal.data import Data, Info, fingerprint, local_fingerprint
 from shoal.data.text.context_text import Origins
 from shoal.data.text.samples import PackedText
-from shoal.data.user_data import OwnSamples
-from shoal.runs.coordinator_run import SharedData
+from shoal.data.user_data import UserSamples
+from shoal.runs.coordinator_run import SharedDataProgress
 
 NAMELESS = Origins([], torch.zeros(0, 2).long())
 TEXT = """\
@@ -68,7 +68,9 @@ def test_one_token_in_the_middle_makes_other_data() -> None:
     other[2501, 3] += 1
     assert fingerprint(data_of(PackedText(tokens, tokens, NAMELESS))) == fingerprint(data_of(PackedText(tokens.clone(), tokens, NAMELESS)))
     assert fingerprint(data_of(PackedText(tokens, tokens, NAMELESS))) != fingerprint(data_of(PackedText(other, tokens, NAMELESS)))
-    assert kept_fingerprint(data_of(PackedText(tokens, tokens, NAMELESS))) != kept_fingerprint(data_of(PackedText(other, tokens, NAMELESS)))
+    assert local_fingerprint(data_of(PackedText(tokens, tokens, NAMELESS))) != local_fingerprint(
+        data_of(PackedText(other, tokens, NAMELESS))
+    )
 
 
 def test_samples_that_are_new_each_time_are_known_by_their_number() -> None:
@@ -82,9 +84,9 @@ def test_samples_that_are_new_each_time_are_known_by_their_number() -> None:
         def __getitem__(self, number: int) -> torch.Tensor:
             return torch.rand(2)
 
-    first, again, more = (data_of(OwnSamples(Noise(count), lambda rows: {"x": torch.stack(list(rows))}), "own") for count in (9, 9, 10))
-    assert kept_fingerprint(first) == kept_fingerprint(again)
-    assert kept_fingerprint(first) != kept_fingerprint(more)
+    first, again, more = (data_of(UserSamples(Noise(count), lambda rows: {"x": torch.stack(list(rows))}), "own") for count in (9, 9, 10))
+    assert local_fingerprint(first) == local_fingerprint(again)
+    assert local_fingerprint(first) != local_fingerprint(more)
 
 
 # --- epochs of a stream ------------------------------------------------------------------------------------
@@ -117,13 +119,13 @@ def test_a_stream_that_ends_is_read_as_often_as_the_epochs_say(tmp_path: Path, w
 
 def test_an_epoch_of_a_stream_is_over_when_every_seat_has_begun_the_next() -> None:
     places = {"0": [0, 5], "1": [0, 4]}
-    shared = SharedData(None, places.values)
+    shared = SharedDataProgress(None, places.values)
     for place, over in (([1, 1], False), ([1, 2], False)):
         places["0"] = place
-        shared.look()
+        shared.update()
         assert shared.at_epoch_end is over
     places["1"] = [1, 1]
-    shared.look()
+    shared.update()
     assert (shared.at_epoch_end, shared.epochs) == (True, 1)
-    shared.look()
+    shared.update()
     assert not shared.at_epoch_end

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as module
-from shoal.runs.folder.checkpoint import Checkpoints, find, read
+from shoal.runs.folder.checkpoint import Checkpoints, find_checkpoint, read_checkpoint
 from shoal.updates.state_packing import packed, unpacked
 
 STATE: dict[str, Any] = {"a": torch.arange(3), "b": {0: (1, [torch.ones(2), None]), "x": "y"}, "c": 0.5}
@@ -28,7 +28,7 @@ def saved(tmp_path: Path, *steps: int, keep: int = 9) -> Checkpoints:
 
 def test_what_is_saved_is_read(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 5)
-    found = read(checkpoints.all()[0])
+    found = read_checkpoint(checkpoints.all()[0])
     assert found.step == 5
     assert torch.equal(found.weights["model.w"], torch.tensor([5.0, 5.0]))
     assert torch.equal(found.state["a"], STATE["a"])
@@ -46,7 +46,7 @@ def test_a_copied_checkpoint_holds_what_there_was_whenever_it_is_written(tmp_pat
     moment.zero_()
     counts["x"] = 2
     assert checkpoints.all() == []
-    found = read(write())
+    found = read_checkpoint(write())
     assert torch.equal(found.weights["model.w"], torch.ones(2))
     assert torch.equal(found.state["moment"], torch.ones(2))
     assert found.state["counts"] == {"x": 1}
@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
 
 def test_find_takes_a_run_or_a_checkpoint(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1, 2)
-    assert find(str(tmp_path), lambda text: None).step == 2
-    assert find(str(checkpoints.all()[0]), lambda text: None).step == 1
+    assert find_checkpoint(str(tmp_path), lambda text: None).step == 2
+    assert find_checkpoint(str(checkpoints.all()[0]), lambda text: None).step == 1
     with pytest.raises(ShoalError, match="no checkpoint"):
-        find(str(tmp_path / "nowhere"), lambda text: None)
+        find_checkpoint(str(tmp_path / "nowhere"), lambda text: None)

@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.trained_model import open_run
 from shoal.runs.training.train_alone import prepare
-from shoal.tasks.answer_logprobs import Text, as_used, log_probs
+from shoal.tasks.answer_logprobs import PromptAnswers, as_used, log_probs
 
 pytest.importorskip("faiss", reason="retrieval needs faiss-cpu (shoal[rag])")
 
@@ -138,7 +138,7 @@ def test_a_planted_fact_can_be_rewarded_only_while_it_is_indexed(folder: Path) -
     for index in ("facts.txt", "others.txt"):
         loaded = policy_run({"retrieval": RETRIEVAL | {"passages": index}}, **rlhf)
         feed: Any = prepare(loaded, run_dir=index[:-4], resume=False, reporters=[]).feed
-        (judged,) = feed.judged()
+        (judged,) = feed.answers_to_held_out()
         scores[index] = float(judged["score"].mean())
     assert scores["facts.txt"] == pytest.approx(score)
     assert score > scores["others.txt"] + 0.2
@@ -158,7 +158,7 @@ def test_what_a_policy_reads_is_in_its_probabilities_and_values_and_survives_a_b
     assert float(loss.metrics["approximate_kl"]) == pytest.approx(0, abs=1e-5), "the first mini-batch is as probable as when it was drawn"
     assert float(loss.metrics["clip_share"]) == 0
     assert {"passage_ids", "passage_from", "context_ids"} <= set(batch)
-    text = Text.of(batch)
+    text = PromptAnswers.of(batch)
     with as_used(task.players["model"]), torch.no_grad():
         seen = log_probs(task.players["model"], text)
         for name in ("passage_ids", "context_ids"):
@@ -189,7 +189,7 @@ def test_each_answer_of_a_pair_reads_its_own_passages_and_the_context_of_both(ta
     model = run.engine.task.players["model"]
     slopes = [part.cross.key_value.weight.grad for part in model.modules() if hasattr(part, "cross")]
     assert task == "reward" or any(slope is not None and bool(slope.any()) for slope in slopes)
-    texts = [Text.of(batch, side) for side in ("chosen_", "rejected_")]
+    texts = [PromptAnswers.of(batch, side) for side in ("chosen_", "rejected_")]
     assert all(set(text.beside) == {"context_ids", "passage_ids", "passage_from"} for text in texts)
     summary = run.train()
     assert summary["status"] == "completed"
@@ -271,7 +271,7 @@ def test_a_reward_model_scores_answers_with_what_it_reads() -> None:
     score = started(loaded, "policy").feed.reward
     batch = next(run.feed)
     with as_used(run.engine.task.players["model"]), torch.no_grad():
-        wanted = run.engine.task.score(Text.of(batch, "chosen_"))
+        wanted = run.engine.task.score(PromptAnswers.of(batch, "chosen_"))
     by_text = {row["prompt"] + row["chosen"]: row for row in rows}
     for row_L, mask_L, one in zip(batch["chosen_input_ids"], batch["chosen_attention_mask"], wanted, strict=True):
         row = by_text[bytes(row_L[mask_L].tolist()).decode()]

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from commands import run_python
 from shoal.cli.main import main
+from tests.support.processes import run_python
+
+pytestmark = pytest.mark.whole
 
 pytest.importorskip("faiss", reason="retrieval needs faiss-cpu (shoal[rag])")
 

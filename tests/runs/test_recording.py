@@ -13,16 +13,16 @@ import shoal
 from shoal.cli.output import contributions
 from shoal.config.load import resolve_data
 from shoal.engines import StepResult
-from shoal.runs.coordinator_run import SharedData
+from shoal.runs.coordinator_run import SharedDataProgress
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.monitoring.traffic_totals import added
+from shoal.runs.monitoring.status import added
 
 
 def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:
     run = resolve_data({}, name="test", dialect="shoal", environ={}).run
     engine: Any = SimpleNamespace(step_count=0, total_steps=total_steps, task=SimpleNamespace(headline="loss", higher_is_better=False))
-    return Recorder(run, engine, SharedData(4, tuple), RunDirectory(folder), [])
+    return Recorder(run, engine, SharedDataProgress(4, tuple), RunDirectory(folder), [])
 
 
 def take_step(recorder: Recorder) -> None:
@@ -34,11 +34,11 @@ def test_a_judgement_that_comes_late_tells_the_samples_of_the_weights_it_is_abou
     recorder = recorder_in(tmp_path)
     for _ in range(2):
         take_step(recorder)
-    recorder.begin_judging()
+    recorder.begin_evaluation()
     for _ in range(3):
         take_step(recorder)
-    recorder.judged({"loss": 1.0}, 2)
-    recorder.judged({"loss": 0.5}, 5)
+    recorder.record_evaluation({"loss": 1.0}, 2)
+    recorder.record_evaluation({"loss": 0.5}, 5)
     first, second = recorder.directory.metrics()
     assert (first["step"], first["samples"], first["epoch"]) == (2, 32, 0.5)
     assert (second["step"], second["samples"], second["epoch"]) == (5, 80, 1.25)

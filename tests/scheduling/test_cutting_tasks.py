@@ -10,9 +10,9 @@ import torch
 from shoal import models
 from shoal.config import Run
 from shoal.config.load import ConfigFile, resolve
-from shoal.data.interfaces import Info
+from shoal.data.loaded_data import Info
 from shoal.errors import ShoalError
-from shoal.runs.task_split import Extent, listed_workers, tasks_of
+from shoal.runs.task_split import SplitInput, listed_workers, split_into_tasks
 from shoal.scheduling import memory_estimate
 
 
@@ -23,17 +23,17 @@ def run_of(folder: Path, text: str) -> Run:
     return loaded.run
 
 
-def extent(batches: int, workers: int = 2, grain: int = 1) -> Extent:
-    return Extent(batches, grain, workers, 1_000_000, 256, 1.0)
+def extent(batches: int, workers: int = 2, grain: int = 1) -> SplitInput:
+    return SplitInput(batches, grain, workers, 1_000_000, 256, 1.0)
 
 
-def spans(run: Run, of: Extent) -> list[tuple[str, int, int]]:
-    return [(task.id, task.first, task.end) for task in tasks_of(run, of).tasks.tasks]
+def spans(run: Run, of: SplitInput) -> list[tuple[str, int, int]]:
+    return [(task.id, task.first, task.end) for task in split_into_tasks(run, of).tasks.tasks]
 
 
 def test_what_the_tasks_leave_is_cut_into_further_ones_like_them_with_a_note(tmp_path: Path) -> None:
     tasks = "[{id: a, data_share: 0.25, model_share: 0.5, required_flops: 100, priority: 2}, {id: b, data_share: 0.25, model_share: 0.5}]"
-    cut = tasks_of(run_of(tmp_path, f"scheduler: {{kind: capability, tasks: {tasks}}}\n"), extent(40))
+    cut = split_into_tasks(run_of(tmp_path, f"scheduler: {{kind: capability, tasks: {tasks}}}\n"), extent(40))
     found = cut.tasks.tasks
     assert [(task.id, task.first, task.end) for task in found] == [("a", 0, 10), ("b", 10, 20), ("rest-1", 20, 30), ("rest-2", 30, 40)]
     assert cut.note == "the tasks listed have 50% of the data; what they leave is cut into rest-1 to rest-2"
@@ -63,7 +63,7 @@ def test_data_is_cut_by_itself_so_that_all_of_it_is_covered(tmp_path: Path, batc
 def test_more_tasks_than_contributions_are_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path, "scheduler: {tasks: [{id: a}, {id: b}, {id: c}]}\n")
     with pytest.raises(ShoalError, match="3 tasks are to share 2 contributions of an epoch"):
-        tasks_of(run, extent(2))
+        split_into_tasks(run, extent(2))
 
 
 def test_listed_workers_are_told_with_their_place(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_memory_of_training_is_estimated_within_a_factor_of_two_of_what_is_k
         logits = network(ids)
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1])[:, :256], ids.reshape(-1))
     assert loss.requires_grad
-    estimate = memory_estimate.of_training(run, parameters, 256)
+    estimate = memory_estimate.training_memory(run, parameters, 256)
     assert 0.5 < estimate.activations / sum(kept.values()) < 2.0
     assert estimate.optimizer == 8 * parameters  # AdamW keeps two numbers
     assert estimate.gb == pytest.approx((16 * parameters + estimate.activations) / 1e9)

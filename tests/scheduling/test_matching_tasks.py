@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 
-from shoal.scheduling import KINDS, Burden, Job, Machine, Match, Theft, lacking, worth_stealing
-from shoal.scheduling.matching import capability, gale_shapley, priority
-from shoal.scheduling.speeds import believed
+from shoal.scheduling import KINDS, Match, PendingTask, RemainingWork, StolenShare, WorkerSpec, lacking, worth_stealing
+from shoal.scheduling.matching import capability, estimate_speeds, gale_shapley, priority
 
-FAST, SLOW = Machine("fast", speed=10.0, memory_gb=8.0), Machine("slow", speed=1.0, memory_gb=4.0)
+FAST, SLOW = WorkerSpec("fast", speed=10.0, memory_gb=8.0), WorkerSpec("slow", speed=1.0, memory_gb=4.0)
 
 
-def random_instance(seed: int) -> tuple[list[Job], list[Machine]]:
+def random_instance(seed: int) -> tuple[list[PendingTask], list[WorkerSpec]]:
     """Many ties, tasks that fit few machines or none, machines with room for several, and more of one side than of the other."""
     draw = random.Random(seed)
     machines = [
-        Machine(
+        WorkerSpec(
             f"m{number}",
             speed=draw.choice([0.5, 1.0, 2.0, draw.uniform(0.1, 9.0)]),
             memory_gb=draw.choice([None, 1.0, 4.0, draw.uniform(0.5, 8.0)]),
@@ -27,7 +26,7 @@ def random_instance(seed: int) -> tuple[list[Job], list[Machine]]:
         for number in range(draw.randint(1, 6))
     ]
     jobs = [
-        Job(
+        PendingTask(
             f"j{number}",
             draw.choice([1.0, 5.0, draw.uniform(0.1, 9.0)]),
             draw.choice([0.0, 2.0, 9.0]),
@@ -42,19 +41,19 @@ def random_instance(seed: int) -> tuple[list[Job], list[Machine]]:
 # --- a checker that shares no code with the matching ------------------------------------------------------
 
 
-def time_for(job: Job, machine: Machine) -> float:
+def time_for(job: PendingTask, machine: WorkerSpec) -> float:
     network = job.megabits / machine.bandwidth_mbps if machine.bandwidth_mbps and not machine.measured else 0.0
     return job.work / machine.speed + network
 
 
-def job_prefers(job: Job, one: Machine, other: Machine | None) -> bool:
+def job_prefers(job: PendingTask, one: WorkerSpec, other: WorkerSpec | None) -> bool:
     if other is None:
         return True
     free = [-(machine.memory_gb or 0.0) for machine in (one, other)]
     return (time_for(job, one), free[0], one.name) < (time_for(job, other), free[1], other.name)
 
 
-def machine_prefers(one: Job, other: Job) -> bool:
+def machine_prefers(one: PendingTask, other: PendingTask) -> bool:
     if one.priority != other.priority:
         return one.priority > other.priority
     if one.memory_gb != other.memory_gb:
@@ -62,7 +61,7 @@ def machine_prefers(one: Job, other: Job) -> bool:
     return one.work > other.work if one.work != other.work else one.id < other.id
 
 
-def blocking_pairs(jobs: list[Job], machines: list[Machine], match: Match) -> list[tuple[str, str]]:
+def blocking_pairs(jobs: list[PendingTask], machines: list[WorkerSpec], match: Match) -> list[tuple[str, str]]:
     """Pairs that fit and would both rather have each other."""
     by_id = {job.id: job for job in jobs}
     owner = {job: machine for machine in machines for job in match.get(machine.name, [])}
@@ -78,7 +77,7 @@ def blocking_pairs(jobs: list[Job], machines: list[Machine], match: Match) -> li
     return found
 
 
-def is_allowed(jobs: list[Job], machines: list[Machine], match: Match) -> bool:
+def is_allowed(jobs: list[PendingTask], machines: list[WorkerSpec], match: Match) -> bool:
     by_id, given = {job.id: job for job in jobs}, [job for held in match.values() for job in held]
     room = all(len(match.get(machine.name, [])) <= machine.capacity for machine in machines)
     memory = all(
@@ -98,7 +97,7 @@ def test_gale_shapley_leaves_no_pair_that_would_rather_have_each_other_in_ten_th
 
 
 def test_the_checker_finds_a_pair_that_was_torn_apart() -> None:
-    jobs = [Job("large", 9.0), Job("small", 1.0)]
+    jobs = [PendingTask("large", 9.0), PendingTask("small", 1.0)]
     assert blocking_pairs(jobs, [FAST, SLOW], {"fast": ["large"], "slow": ["small"]}) == []
     assert blocking_pairs(jobs, [FAST, SLOW], {"fast": ["small"], "slow": ["large"]}) == [("large", "fast")]
 
@@ -132,24 +131,24 @@ def test_every_way_gives_each_task_once_and_only_where_it_fits() -> None:
 
 
 def test_by_priority_the_most_urgent_task_takes_the_first_worker_that_it_fits() -> None:
-    jobs = [Job("later", 1.0), Job("urgent", 1.0, memory_gb=6.0, priority=5)]
+    jobs = [PendingTask("later", 1.0), PendingTask("urgent", 1.0, memory_gb=6.0, priority=5)]
     assert priority(jobs, [SLOW, FAST]) == {"fast": ["urgent"], "slow": ["later"]}
-    assert priority([Job("first", 1.0), Job("second", 1.0)], [SLOW]) == {"slow": ["first"]}
+    assert priority([PendingTask("first", 1.0), PendingTask("second", 1.0)], [SLOW]) == {"slow": ["first"]}
 
 
 def test_by_capability_speed_bandwidth_and_free_memory_make_the_score() -> None:
-    job = [Job("one", 1.0, memory_gb=2.0)]
+    job = [PendingTask("one", 1.0, memory_gb=2.0)]
     assert capability(job, [SLOW, FAST]) == {"fast": ["one"]}
-    wide, narrow = Machine("wide", bandwidth_mbps=100.0), Machine("narrow", bandwidth_mbps=5.0)
+    wide, narrow = WorkerSpec("wide", bandwidth_mbps=100.0), WorkerSpec("narrow", bandwidth_mbps=5.0)
     assert capability(job, [narrow, wide]) == {"wide": ["one"]}
-    roomy, tight = Machine("roomy", memory_gb=64.0), Machine("tight", memory_gb=2.1)
+    roomy, tight = WorkerSpec("roomy", memory_gb=64.0), WorkerSpec("tight", memory_gb=2.1)
     assert capability(job, [tight, roomy]) == {"roomy": ["one"]}
 
 
 def test_a_task_that_fits_nobody_says_what_it_lacks() -> None:
-    assert lacking(Job("huge", 1.0, memory_gb=32.0), [SLOW, FAST]) == "needs 32 GB of memory, and fast, which has the most, has 8"
-    assert lacking(Job("small", 1.0, memory_gb=1.0), [SLOW, FAST]) == ""
-    assert lacking(Job("any", 1.0, memory_gb=99.0), [SLOW, Machine("unknown")]) == ""
+    assert lacking(PendingTask("huge", 1.0, memory_gb=32.0), [SLOW, FAST]) == "needs 32 GB of memory, and fast, which has the most, has 8"
+    assert lacking(PendingTask("small", 1.0, memory_gb=1.0), [SLOW, FAST]) == ""
+    assert lacking(PendingTask("any", 1.0, memory_gb=99.0), [SLOW, WorkerSpec("unknown")]) == ""
 
 
 # --- speeds and thefts ------------------------------------------------------------------------------------
@@ -157,19 +156,19 @@ def test_a_task_that_fits_nobody_says_what_it_lacks() -> None:
 
 def test_claims_count_until_they_are_measured_and_are_scaled_by_what_others_turned_out_to_be() -> None:
     claims = {"a": 100.0, "b": 200.0, "c": None}
-    assert believed(claims, {}) == {"a": 100.0, "b": 200.0, "c": 150.0}
-    assert believed(claims, {"a": 5.0}) == {"a": 5.0, "b": 10.0, "c": 7.5}
-    assert believed(claims, {"a": 5.0, "b": 2.0, "c": 3.0}) == {"a": 5.0, "b": 2.0, "c": 3.0}
-    assert believed({"x": None}, {}) == {"x": 1.0}
+    assert estimate_speeds(claims, {}) == {"a": 100.0, "b": 200.0, "c": 150.0}
+    assert estimate_speeds(claims, {"a": 5.0}) == {"a": 5.0, "b": 10.0, "c": 7.5}
+    assert estimate_speeds(claims, {"a": 5.0, "b": 2.0, "c": 3.0}) == {"a": 5.0, "b": 2.0, "c": 3.0}
+    assert estimate_speeds({"x": None}, {}) == {"x": 1.0}
 
 
 def test_an_idle_worker_takes_so_much_of_the_last_one_that_both_are_done_together() -> None:
-    burdens = [Burden("short", 10, 1.0), Burden("long", 30, 2.0)]
-    assert worth_stealing(burdens, 1.0) == Theft("long", keep=10)  # 10 × 2 s here, 20 × 1 s there
-    assert worth_stealing(burdens, 2.0) == Theft("long", keep=15)
+    burdens = [RemainingWork("short", 10, 1.0), RemainingWork("long", 30, 2.0)]
+    assert worth_stealing(burdens, 1.0) == StolenShare("long", keep=10)  # 10 × 2 s here, 20 × 1 s there
+    assert worth_stealing(burdens, 2.0) == StolenShare("long", keep=15)
 
 
 def test_nothing_is_taken_that_would_not_be_done_sooner() -> None:
-    assert worth_stealing([Burden("nearly done", 2, 1.0)], 1.0) is None
-    assert worth_stealing([Burden("three", 3, 1.0)], 100.0) is None
+    assert worth_stealing([RemainingWork("nearly done", 2, 1.0)], 1.0) is None
+    assert worth_stealing([RemainingWork("three", 3, 1.0)], 100.0) is None
     assert worth_stealing([], 1.0) is None

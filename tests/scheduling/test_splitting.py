@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.layer_split import MachineSpec, split
 
-MACHINE = st.builds(Hands, st.floats(0.1, 4), st.sampled_from([float("inf"), 6.0, 3.0]), st.sampled_from([0.0, 1.0]))
+MACHINE = st.builds(MachineSpec, st.floats(0.1, 4), st.sampled_from([float("inf"), 6.0, 3.0]), st.sampled_from([0.0, 1.0]))
 
 
-def slowest(bounds: list[int], costs: list[float], machines: list[Hands], before: float, after: float) -> float:
+def slowest(bounds: list[int], costs: list[float], machines: list[MachineSpec], before: float, after: float) -> float:
     """The time of the slowest machine; infinite where one has no room for its layers. Layers are as large as they are costly."""
     found = 0.0
     for (first, last), machine in zip(pairwise(bounds), machines, strict=True):
@@ -44,15 +44,15 @@ def test_no_other_split_is_quicker(data: st.DataObject) -> None:
 
 def test_memory_is_a_cap_and_a_model_that_fits_nowhere_is_refused() -> None:
     costs = [1.0] * 6
-    assert split(costs, [Hands(10.0, 6.0), Hands(1.0, 6.0), Hands(1.0, 6.0)], sizes=costs) == [0, 4, 5, 6]
-    assert split(costs, [Hands(10.0, 2.0), Hands(1.0, 6.0), Hands(1.0, 6.0)], sizes=costs) == [0, 2, 4, 6]
+    assert split(costs, [MachineSpec(10.0, 6.0), MachineSpec(1.0, 6.0), MachineSpec(1.0, 6.0)], sizes=costs) == [0, 4, 5, 6]
+    assert split(costs, [MachineSpec(10.0, 2.0), MachineSpec(1.0, 6.0), MachineSpec(1.0, 6.0)], sizes=costs) == [0, 2, 4, 6]
     with pytest.raises(ShoalError, match="does not fit the memory"):
-        split(costs, [Hands(1.0, 2.0), Hands(1.0, 2.0)], sizes=costs)
+        split(costs, [MachineSpec(1.0, 2.0), MachineSpec(1.0, 2.0)], sizes=costs)
     with pytest.raises(ShoalError, match="the model has 2"):
-        split([1.0, 1.0], [Hands(1.0)] * 3)
+        split([1.0, 1.0], [MachineSpec(1.0)] * 3)
 
 
 def test_a_weak_machine_is_left_out_where_that_is_allowed() -> None:
     costs = [1.0] * 12
-    assert split(costs, [Hands(1.0), Hands(0.01), Hands(1.0)], leave_out=True) == [0, 6, 6, 12]
-    assert split([1.0], [Hands(1.0), Hands(1.0)], leave_out=True)[-1] == 1
+    assert split(costs, [MachineSpec(1.0), MachineSpec(0.01), MachineSpec(1.0)], leave_out=True) == [0, 6, 6, 12]
+    assert split([1.0], [MachineSpec(1.0), MachineSpec(1.0)], leave_out=True)[-1] == 1

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shoal.config.schema.cluster import ScheduledTask
 from shoal.errors import ShoalError
-from shoal.scheduling import KINDS, Job, Machine
-from shoal.scheduling.task_stages import bounds_by_share, parts_of, placed
+from shoal.scheduling import KINDS, PendingTask, WorkerSpec
+from shoal.scheduling.task_stages import bounds_by_share, match_stages, stage_shares
 
 
 def tasks(*shares: float) -> list[ScheduledTask]:
@@ -17,14 +17,14 @@ def tasks(*shares: float) -> list[ScheduledTask]:
 
 
 def test_what_the_tasks_leave_of_the_model_is_cut_into_stages_no_larger_than_the_largest() -> None:
-    parts = parts_of(tasks(0.2, 0.3))
+    parts = stage_shares(tasks(0.2, 0.3))
     assert [part.id for part in parts] == ["t0", "t1", "rest-1", "rest-2"]
     assert [part.share for part in parts] == pytest.approx([0.2, 0.3, 0.25, 0.25])
     assert parts[-1].priority == 0, "no more urgent than any task"
 
 
 def test_shares_that_were_rounded_are_all_of_the_model() -> None:
-    assert [part.share for part in parts_of(tasks(0.33, 0.33, 0.33))] == pytest.approx([1 / 3] * 3)
+    assert [part.share for part in stage_shares(tasks(0.33, 0.33, 0.33))] == pytest.approx([1 / 3] * 3)
 
 
 def test_bounds_lie_where_the_weights_come_nearest_to_the_shares() -> None:
@@ -46,41 +46,41 @@ def test_every_stage_has_a_layer_and_every_layer_a_stage(sizes: list[float], sha
     assert bounds == sorted(set(bounds))
 
 
-LARGE, SMALL = Job("large", 7.0, 8.0), Job("small", 3.0, 2.0)
+LARGE, SMALL = PendingTask("large", 7.0, 8.0), PendingTask("small", 3.0, 2.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_goes_to_a_machine_that_has_the_memory(kind: str) -> None:
-    machines = [Machine("fast", 100.0, 4.0), Machine("roomy", 1.0, 16.0)]
-    assert placed([SMALL, LARGE], machines, KINDS[kind]) == {"small": "fast", "large": "roomy"}
+    machines = [WorkerSpec("fast", 100.0, 4.0), WorkerSpec("roomy", 1.0, 16.0)]
+    assert match_stages([SMALL, LARGE], machines, KINDS[kind]) == {"small": "fast", "large": "roomy"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_urgent_stage_gives_its_machine_up_where_another_fits_nowhere_else(kind: str) -> None:
     urgent = SMALL._replace(priority=9.0)
-    machines = [Machine("roomy", 100.0, 16.0), Machine("small", 1.0, 4.0)]
-    assert placed([LARGE, urgent], machines, KINDS[kind]) == {"large": "roomy", "small": "small"}
+    machines = [WorkerSpec("roomy", 100.0, 16.0), WorkerSpec("small", 1.0, 4.0)]
+    assert match_stages([LARGE, urgent], machines, KINDS[kind]) == {"large": "roomy", "small": "small"}
 
 
 @pytest.mark.parametrize("kind", ["capability", "gale-shapley"])
 def test_the_larger_stage_has_the_faster_of_two_machines_that_it_fits(kind: str) -> None:
-    machines = [Machine("slow", 1.0, 16.0), Machine("fast", 2.0, 16.0), Machine("slowest", 0.5, 16.0)]
-    assert placed([SMALL, LARGE], machines, KINDS[kind]) == {"small": "slow", "large": "fast"}
+    machines = [WorkerSpec("slow", 1.0, 16.0), WorkerSpec("fast", 2.0, 16.0), WorkerSpec("slowest", 0.5, 16.0)]
+    assert match_stages([SMALL, LARGE], machines, KINDS[kind]) == {"small": "slow", "large": "fast"}
 
 
 def test_a_stage_without_a_machine_is_named_with_what_it_lacks() -> None:
-    machines = [Machine("a", 1.0, 4.0), Machine("b", 1.0, 6.0)]
+    machines = [WorkerSpec("a", 1.0, 4.0), WorkerSpec("b", 1.0, 6.0)]
     with pytest.raises(ShoalError, match="stage `large`: it needs 8 GB of memory, and b, which has the most, has 6"):
-        placed([SMALL, LARGE], machines, KINDS["priority"])
+        match_stages([SMALL, LARGE], machines, KINDS["priority"])
     with pytest.raises(ShoalError, match="`second`: it needs 8 GB of memory, and b, which has so much, has another stage"):
-        placed([LARGE, LARGE._replace(id="second")], [machines[0], Machine("b", 1.0, 9.0)], KINDS["priority"])
+        match_stages([LARGE, LARGE._replace(id="second")], [machines[0], WorkerSpec("b", 1.0, 9.0)], KINDS["priority"])
     with pytest.raises(ShoalError, match="2 stages need a machine each, and there are 1: none is left for `large`"):
-        placed([SMALL, LARGE], [Machine("a")], KINDS["priority"])
+        match_stages([SMALL, LARGE], [WorkerSpec("a")], KINDS["priority"])
 
 
 def test_a_machine_that_must_have_a_stage_has_the_smallest_that_nobody_else_gave_it() -> None:
-    machines = [Machine("keeper", 0.1, 4.0), Machine("a", 1.0), Machine("b", 1.0)]
-    assert set(placed([SMALL, LARGE], machines, KINDS["gale-shapley"]).values()) == {"a", "b"}
-    found = placed([SMALL, LARGE], machines, KINDS["gale-shapley"], must_have="keeper")
+    machines = [WorkerSpec("keeper", 0.1, 4.0), WorkerSpec("a", 1.0), WorkerSpec("b", 1.0)]
+    assert set(match_stages([SMALL, LARGE], machines, KINDS["gale-shapley"]).values()) == {"a", "b"}
+    found = match_stages([SMALL, LARGE], machines, KINDS["gale-shapley"], must_have="keeper")
     assert found["small"] == "keeper"
     assert found["large"] in ("a", "b")

@@ -11,16 +11,15 @@ import pytest
 pytest.importorskip("fastapi", reason="serving needs fastapi: pip install 'shoal[serve]'")
 pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal[serve]'")
 
-from serving import running, small_served
-
-from commands import HANG_S
 from shoal.serve.nodes import placement as fleet
 from shoal.serve.nodes import server as hub
-from shoal.serve.server import Service
+from shoal.serve.server import ModelServer
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_served
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def service() -> Iterator[ModelServer]:
     with running(small_served(), ports=2) as one:
         yield one
 
@@ -50,7 +49,7 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="pages are tested by playwright")
     chromium = shutil.which("chromium")
     if chromium is None:
-        pytest.skip("there is no chromium here")
+        pytest.skip("needs chromium: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
         sync_api.expect.set_options(timeout=HANG_S * 1000)

@@ -14,36 +14,36 @@ from itertools import pairwise
 
 import httpx
 import pytest
-from fuzzing import fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import running, small_model, small_served
 
-from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp
 from shoal.serve.api.completion import warp_for
 from shoal.serve.api.requests import RefusedError, read_chat, read_completion, read_json
-from shoal.serve.backend import OneNode
-from shoal.serve.server import Service, refuse_open_door
+from shoal.serve.backend import LocalBackend
+from shoal.serve.server import ModelServer, require_key
+from tests.support.http_fuzzing import fuzz
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_model, small_served
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 5}
 
 
-def url(service: Service, port: int = 0) -> str:
+def url(service: ModelServer, port: int = 0) -> str:
     return f"http://127.0.0.1:{service.ports[port]}"
 
 
-def chat(service: Service, **fields) -> httpx.Response:
+def chat(service: ModelServer, **fields) -> httpx.Response:
     return httpx.post(f"{url(service)}/v1/chat/completions", json=ASK | fields, timeout=HANG_S)
 
 
-def get(service: Service, path: str, **headers: str) -> httpx.Response:
+def get(service: ModelServer, path: str, **headers: str) -> httpx.Response:
     return httpx.get(f"{url(service)}{path}", headers=headers, timeout=HANG_S)
 
 
-def post(service: Service, body: bytes, kind: str = "application/json") -> httpx.Response:
+def post(service: ModelServer, body: bytes, kind: str = "application/json") -> httpx.Response:
     return httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=HANG_S)
 
 
@@ -52,7 +52,7 @@ def text_of(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-def free(service: Service) -> bool:
+def free(service: ModelServer) -> bool:
     """Whether every place is free again, soon: the engine's thread gives them back one after the other."""
     end = time.monotonic() + HANG_S
     while not (freed := _is_free(service)) and time.monotonic() < end:
@@ -60,7 +60,7 @@ def free(service: Service) -> bool:
     return freed
 
 
-def _is_free(service: Service) -> bool:
+def _is_free(service: ModelServer) -> bool:
     return not service.engine.busy and service.engine.stages.rows.requests == set(service.engine.prefixes.texts)
 
 
@@ -125,7 +125,7 @@ def test_langchain_chats_and_streams(service):
 def test_curl_prints_the_words_as_they_come(service):
     curl = shutil.which("curl")
     if curl is None:
-        pytest.skip("there is no curl here")
+        pytest.skip("needs curl: apt-get install curl")
     words = [curl, "-sN", "-H", "Content-Type: application/json", "-d", json.dumps(ASK | {"stream": True})]
     words.append(f"{url(service)}/v1/chat/completions")
     told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
@@ -205,7 +205,7 @@ def test_a_model_that_does_not_work_is_not_ready(monkeypatch):
     def broken(self, work):
         raise RuntimeError("a machine is gone")
 
-    monkeypatch.setattr(OneNode, "_read", broken)
+    monkeypatch.setattr(LocalBackend, "_read", broken)
     with running(small_served()) as service:
         assert get(service, "/ready").status_code == 503
         assert get(service, "/health").status_code == 200
@@ -293,14 +293,14 @@ def test_a_client_that_hangs_up_frees_its_place(service):
 
 
 def test_a_full_queue_says_when_to_come_again(monkeypatch):
-    come, read, asked = threading.Event(), OneNode._read, itertools.count()
+    come, read, asked = threading.Event(), LocalBackend._read, itertools.count()
 
     def after_all_have_come(self, work):
         if next(asked):  # the first answer has begun, and does not end before the others have asked
             come.wait(HANG_S)
         return read(self, work)
 
-    monkeypatch.setattr(OneNode, "_read", after_all_have_come)
+    monkeypatch.setattr(LocalBackend, "_read", after_all_have_come)
     with running(small_served(max_running=1, max_waiting=1)) as service, contextlib.ExitStack() as ending:
         ending.callback(come.set)
         body = ASK | {"max_tokens": 200, "stream": True}
@@ -336,9 +336,9 @@ def test_with_a_key_only_its_holder_may_ask():
 def test_without_a_key_nobody_from_elsewhere_is_let_in(service):
     for host in ("0.0.0.0", "192.168.1.5", "::"):
         with pytest.raises(ShoalError, match="a key is needed"):
-            refuse_open_door(host, None)
+            require_key(host, None)
     with pytest.raises(ShoalError, match="16 letters"):
-        refuse_open_door("0.0.0.0", "short")
+        require_key("0.0.0.0", "short")
     answer = get(service, "/v1/models", host="evil.example:8080")
     assert answer.status_code == 403
     assert answer.headers["content-security-policy"].startswith("default-src 'self'")

@@ -15,15 +15,15 @@ from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import generate
 from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.generation.kv_cache import KeyValueCache
-from shoal.models.generation.side_texts import ReadBeside
+from shoal.models.generation.side_texts import SideTexts
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
-from shoal.serve.backend import OneNode
-from shoal.serve.batching import Ended, Engine, FullError, Job
-from shoal.serve.nodes.distributed_model import Spread
+from shoal.serve.backend import LocalBackend
+from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, QueueFullError
+from shoal.serve.nodes.distributed_model import DistributedModel
 
 VOCABULARY = 40
 
@@ -69,23 +69,25 @@ class Heard:
 
     def __call__(self, heard) -> bool:
         assert not self.end, "nothing comes after the end"
-        if isinstance(heard, Ended):
+        if isinstance(heard, Finished):
             self.end = heard.reason
         else:
             self.tokens.append(heard.token)
         return False
 
 
-def job(prompt: list[int], heard: Heard, tokens: int = 12, **more) -> Job:
-    return Job(prompt, tokens, Draws(3, prompt), heard, more.pop("warp", Warp(1.0)), **more)
+def job(prompt: list[int], heard: Heard, tokens: int = 12, **more) -> GenerationJob:
+    return GenerationJob(prompt, tokens, TokenDraws(3, prompt), heard, more.pop("warp", Warp(1.0)), **more)
 
 
-def engine(model: torch.nn.Module, **limits) -> Engine:
+def engine(model: torch.nn.Module, **limits) -> BatchingEngine:
     ticks = iter(range(1_000_000))
-    return Engine(OneNode(model), most_running=limits.get("running", 4), most_waiting=limits.get("waiting", 100), clock=lambda: next(ticks))
+    return BatchingEngine(
+        LocalBackend(model), most_running=limits.get("running", 4), most_waiting=limits.get("waiting", 100), clock=lambda: next(ticks)
+    )
 
 
-def finish(one: Engine) -> None:
+def finish(one: BatchingEngine) -> None:
     while one.busy:
         one.step()
 
@@ -145,7 +147,7 @@ def test_a_long_prompt_is_read_in_pieces_beside_the_others():
     assert second.tokens == alone(one.stages.model, list(range(40)), 3)
 
 
-class Priced(OneNode):
+class Priced(LocalBackend):
     """A model whose time is computed: a second to go through its weights, and a twentieth for each token."""
 
     now = 0.0
@@ -157,9 +159,9 @@ class Priced(OneNode):
 
 def test_tokens_take_less_than_twice_as_long_while_a_long_prompt_is_read():
     came: list[float] = []
-    one = Engine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
+    one = BatchingEngine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
     one.submit(*(job([1], Heard(), 500) for _ in range(3)))
-    one.submit(Job([1], 500, Draws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
+    one.submit(GenerationJob([1], 500, TokenDraws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
     while len(came) < 20:
         one.step()
     second = Heard()
@@ -175,8 +177,8 @@ def test_tokens_take_less_than_twice_as_long_while_a_long_prompt_is_read():
 
 def test_where_many_prompts_wait_for_one_that_writes_each_counts_as_much_as_it():
     came: list[float] = []
-    one = Engine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
-    one.submit(Job([1], 500, Draws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
+    one = BatchingEngine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
+    one.submit(GenerationJob([1], 500, TokenDraws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
     while len(came) < 20:
         one.step()
     many = [Heard() for _ in range(6)]
@@ -186,7 +188,7 @@ def test_where_many_prompts_wait_for_one_that_writes_each_counts_as_much_as_it()
     assert came[-1] - came[19] < 220, "with the share of one prompt, all would wait for 271 s until the last of them is read"
 
 
-class TwoGroups(OneNode):
+class TwoGroups(LocalBackend):
     """As many groups as two machines would want; one work after the other is finished."""
 
     groups = 2
@@ -206,7 +208,7 @@ def test_requests_stay_in_their_groups_and_their_caches_are_joined_once(monkeypa
     model, heard = make_model("rotary"), [Heard() for _ in range(8)]
     stages = TwoGroups(model)
     stages.sizes = []
-    piped = Engine(stages, most_running=8, most_waiting=8, clock=itertools.count().__next__)
+    piped = BatchingEngine(stages, most_running=8, most_waiting=8, clock=itertools.count().__next__)
     for i, one in enumerate(heard):
         piped.submit(job([i + 1] * (i + 2), one, 40))
         piped.step()
@@ -240,7 +242,7 @@ def test_prompts_of_one_length_that_come_together_are_read_together(kind):
 def test_more_requests_than_may_wait_are_refused_whole():
     one = engine(make_model("learned"), running=1, waiting=1)
     one.submit(job([1], Heard()), job([2], Heard()))
-    with pytest.raises(FullError):
+    with pytest.raises(QueueFullError):
         one.submit(job([3], Heard()))
     assert len(one.waiting) == 2
 
@@ -266,7 +268,7 @@ def test_the_end_of_text_ends_a_request_and_is_not_told():
 def test_probabilities_of_tokens_are_those_of_the_model():
     model, found = make_model("rotary"), []
     one = engine(model)
-    one.submit(Job([4, 5], 3, Draws(1, []), lambda heard: bool(found.append(heard)), Warp(0.0), top_logprobs=2))
+    one.submit(GenerationJob([4, 5], 3, TokenDraws(1, []), lambda heard: bool(found.append(heard)), Warp(0.0), top_logprobs=2))
     finish(one)
     with torch.no_grad():
         exact = model(torch.tensor([[4, 5]]))[0, -1].log_softmax(-1)
@@ -300,8 +302,8 @@ def passages_beside(ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 BESIDE = {
-    "cross_attention": ReadBeside(lambda rows, texts, starts: {"context_ids": torch.tensor([[[5, 6, 7]]])}, None),
-    "retrieval": ReadBeside(lambda rows, texts, starts: passages_beside(torch.tensor(texts)), 4),
+    "cross_attention": SideTexts(lambda rows, texts, starts: {"context_ids": torch.tensor([[[5, 6, 7]]])}, None),
+    "retrieval": SideTexts(lambda rows, texts, starts: passages_beside(torch.tensor(texts)), 4),
     "episodic_memory": None,
 }
 
@@ -311,7 +313,7 @@ def test_a_served_model_reads_what_it_reads_when_it_writes_alone(feature: str) -
     """Prompts are read in pieces, beside others that write meanwhile."""
     model, beside = reading_model(feature), BESIDE[feature]
     prompts, heard = [list(range(1, 20)), [3, 4, 5, 6, 7]], [Heard(), Heard()]
-    one = Engine(OneNode(model, beside), most_running=2, most_waiting=2, clock=itertools.count().__next__)
+    one = BatchingEngine(LocalBackend(model, beside), most_running=2, most_waiting=2, clock=itertools.count().__next__)
     for prompt, listener in zip(prompts, heard, strict=True):
         one.submit(job(prompt, listener, 14, warp=Warp(0.0)))
         one.step()
@@ -329,4 +331,4 @@ def test_a_served_model_reads_what_it_reads_when_it_writes_alone(feature: str) -
 def test_a_model_that_reads_is_not_spread_over_machines() -> None:
     served: Any = SimpleNamespace(model=reading_model("episodic_memory"))
     with pytest.raises(ShoalError, match="is served by one machine: --nodes 1"):
-        Spread(served, None, print)  # type: ignore[arg-type]
+        DistributedModel(served, None, print)  # type: ignore[arg-type]

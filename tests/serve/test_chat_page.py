@@ -6,24 +6,24 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from serving import running, small_model, small_served
-from test_nodes import wait_for
 
-from commands import HANG_S
-from shoal.serve.server import Service
+from shoal.serve.server import ModelServer
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_model, small_served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
 
 
 @pytest.fixture(scope="module")
-def slow_service() -> Iterator[Service]:
+def slow_service() -> Iterator[ModelServer]:
     """Its answers may take many minutes, so that they can be stopped however long that takes."""
     with running(small_served(small_model(1 << 16), max_new_tokens=60)) as one:
         yield one
 
 
 @pytest.fixture
-def page(browser: sync_api.Browser, slow_service: Service) -> Iterator[sync_api.Page]:
+def page(browser: sync_api.Browser, slow_service: ModelServer) -> Iterator[sync_api.Page]:
     """The page; at its end nothing must have gone wrong in it."""
     context = browser.new_context()
     opened, faults = context.new_page(), []
@@ -91,7 +91,7 @@ def test_escape_stops_an_answer_and_frees_its_place(page, slow_service):
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#state")).to_have_text("stopped")
     page.wait_for_function("() => fetch('v1/status').then((answer) => answer.json()).then((told) => told.running === 0)")
-    wait_for(lambda: not slow_service.engine.busy)
+    eventually(lambda: not slow_service.engine.busy)
 
 
 def test_an_error_in_the_middle_of_an_answer_is_shown_and_what_came_is_kept(page):

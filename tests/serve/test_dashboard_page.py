@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from commands import HANG_S
 from shoal.coordinator.durable.ledger import FileLedger
-from shoal.dashboard.server import WatchServer
+from shoal.dashboard.server import DashboardServer
 from shoal.runs.folder.run_reader import RunFolder
-from shoal.runs.invitation import keep_line
+from shoal.runs.invitation import write_join_command
+from tests.support.processes import HANG_S
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\x1b[31m\u202eevil'
@@ -84,14 +84,14 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
         {"version": 1, "batches": 1, "from": [["ann", 0, 0, 1.0, 30, 0, 0, 1, 1], ["zoe", 0, 0, 1.0, 10, 1, 0, 1, 1]], "dropped": ["zoe"]}
     )
     ledger.close()
-    keep_line(path, "shoal join tcp://192.0.2.1:65432 --token secret")
+    write_join_command(path, "shoal join tcp://192.0.2.1:65432 --token secret")
     return RunFolder(path)
 
 
 @contextmanager
 def shown(folder: RunFolder, token: str | None = None, public: bool = False, word: str | None = None) -> Iterator[str]:
     """The page's address. `word`: the owner's, where it is given; else nobody has it."""
-    server = WatchServer([folder], "127.0.0.1", [0], token, public)
+    server = DashboardServer([folder], "127.0.0.1", [0], token, public)
     if word is not None:
         word = server.word
     thread = threading.Thread(target=server.run)
@@ -208,8 +208,10 @@ def answered(page: Any) -> AbstractContextManager[Any]:
 
 def test_the_owner_pauses_and_evicts_and_others_see_no_button(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, given = write_run(tmp_path / "run"), list[tuple[str, str | None]]()
-    monkeypatch.setattr("shoal.dashboard.app.owner_in", lambda path: path)
-    monkeypatch.setattr("shoal.dashboard.app.order", lambda owner, action, name: given.append((action, name)) or f"the owner: {HOSTILE}")
+    monkeypatch.setattr("shoal.dashboard.app.read_owner_file", lambda path: path)
+    monkeypatch.setattr(
+        "shoal.dashboard.app.send_command", lambda owner, action, name: given.append((action, name)) or f"the owner: {HOSTILE}"
+    )
     with shown(folder, word="") as address:
         home, _, word = address.partition("#")
         with opened(browser, home, f"#{word}") as page:

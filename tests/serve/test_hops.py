@@ -8,19 +8,20 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread, wait_for
 
-from commands import HANG_S
 from shoal.errors import ShoalError
-from shoal.serve.batching import Engine
-from shoal.serve.kv_caches import Rows
+from shoal.serve.batching import BatchingEngine
+from shoal.serve.kv_caches import KvCaches
 from shoal.serve.nodes import peer_links as hops
-from shoal.serve.nodes.layer_host import Held, Holder, Place, Reading
-from shoal.serve.nodes.messages import order_from, order_message, packed, unpacked
-from shoal.serve.nodes.peer_links import Handing, Seen, open_inbox
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange, LoadedLayers, TokenBatch
+from shoal.serve.nodes.messages import command_from, command_message, pack_hidden_states, unpack_hidden_states
+from shoal.serve.nodes.peer_links import PeerSender, ReadHistory, open_receiver
 from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.routes import Door, Onward, Order
+from shoal.serve.nodes.routes import NextHop, NodeCommand, PeerEndpoint
 from shoal.transports import Message, new_keys
+from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,11 @@ def patient_hands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def layers_as_told() -> Iterator[set[tuple[str, Place]]]:
+def layers_as_told() -> Iterator[set[tuple[str, LayerRange]]]:
     """Which layers machines have loaded, as they tell."""
-    loaded, held = set[tuple[str, Place]](), Pipeline.held
+    loaded, held = set[tuple[str, LayerRange]](), Pipeline.held
 
-    def noted(self: Pipeline, name: str, place: Place) -> None:
+    def noted(self: Pipeline, name: str, place: LayerRange) -> None:
         loaded.add((name, place))
         held(self, name, place)
 
@@ -50,17 +51,17 @@ def layers_as_told() -> Iterator[set[tuple[str, Place]]]:
 
 
 @contextmanager
-def three(*names: str) -> Iterator[tuple[Engine, Machines, torch.nn.Module, Counter]]:
+def three(*names: str) -> Iterator[tuple[BatchingEngine, Machines, torch.nn.Module, Counter]]:
     """A server and machines over encrypted TCP, and a count of the readings that the server itself gave to each. All have loaded their
     layers: whoever has not yet cannot use what another machine hands to it."""
     model, described = make("gpt")
     with layers_as_told() as loaded, spread(model, described, list(names), keys=new_keys()) as (engine, machines):
         even_stops(engine, 3)
-        wait_for(lambda: {(stop.name, stop.place) for stop in engine.stages.fleet.current.stops} <= loaded)
+        eventually(lambda: {(stop.name, stop.place) for stop in engine.stages.fleet.current.stops} <= loaded)
         brought: Counter[str] = Counter()
         send = engine.stages.fleet.send
 
-        def noted(name: str, order: Order) -> None:
+        def noted(name: str, order: NodeCommand) -> None:
             brought[name] += order.kind == "read"
             send(name, order)
 
@@ -68,7 +69,7 @@ def three(*names: str) -> Iterator[tuple[Engine, Machines, torch.nn.Module, Coun
         yield engine, machines, model, brought
 
 
-def write(engine: Engine, heard: list[Heard], after_each_step=lambda: None) -> list[list[int]]:
+def write(engine: BatchingEngine, heard: list[Heard], after_each_step=lambda: None) -> list[list[int]]:
     for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
         engine.submit(job(prompt, one, length))
     finish(engine, after_each_step)
@@ -79,29 +80,29 @@ def listeners() -> list[Heard]:
     return [Heard() for _ in PROMPTS]
 
 
-def names(engine: Engine) -> list[str]:
+def names(engine: BatchingEngine) -> list[str]:
     """The machines in the order of their layers; which of them joined first is chance."""
     return [stop.name for stop in engine.stages.fleet.current.stops]
 
 
-def straight(engine: Engine) -> bool:
+def straight(engine: BatchingEngine) -> bool:
     return any(engine.stages.fleet.direct.values())
 
 
 @pytest.mark.usefixtures("patient_hands")
 def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keeps_it() -> None:
     with three("pi1", "pi2") as (engine, _, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert brought[names(engine)[1]] > 20
         assert brought[names(engine)[2]] == 0
-        wait_for(lambda: not engine.stages._trailing and not engine.stages._trips)
+        eventually(lambda: not engine.stages._trailing and not engine.stages._trips)
 
 
 @pytest.mark.parametrize("end", [1, 2])
 def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
     with three("pi1", "pi2", "pi3") as (engine, machines, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         heard, before = listeners(), names(engine)
         lost = before[end]
 
@@ -116,15 +117,15 @@ def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
 
 
 def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, say = Counter(), Handing._say
+    taken, say = Counter(), PeerSender._say
 
     def deaf_after_five(self, door, message, timeout_s):
         taken[message.header["kind"]] += 1
         return taken["pass"] <= 5 and say(self, door, message, timeout_s)
 
-    monkeypatch.setattr(Handing, "_say", deaf_after_five)
+    monkeypatch.setattr(PeerSender, "_say", deaf_after_five)
     with three("pi1", "pi2") as (engine, _, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert taken["pass"] <= 5 + engine.stages.groups + 1, "after the first refusal nothing more is handed on"
         assert brought[names(engine)[2]] > 10
@@ -132,7 +133,7 @@ def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(mon
 
 def test_a_machine_that_cannot_be_reached_is_served_through_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hops, "_PROBE_S", 0.1)
-    monkeypatch.setattr(hops.Inbox, "_accept", lambda self, message: False)
+    monkeypatch.setattr(hops.PeerReceiver, "_accept", lambda self, message: False)
     with three("pi1", "pi2") as (engine, _, model, brought):
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert brought[names(engine)[2]] > 10
@@ -141,28 +142,28 @@ def test_a_machine_that_cannot_be_reached_is_served_through_the_server(monkeypat
 
 @pytest.mark.usefixtures("patient_hands")
 def test_what_a_machine_cannot_use_yet_is_brought_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    can_read, asked = Seen.can_read, Counter()
+    can_read, asked = ReadHistory.can_read, Counter()
 
     def every_third(self, order, holder):
         asked["times"] += 1
         return asked["times"] % 3 != 0 and can_read(self, order, holder)
 
-    monkeypatch.setattr(Seen, "can_read", every_third)
+    monkeypatch.setattr(ReadHistory, "can_read", every_third)
     with three("pi1", "pi2") as (engine, _, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert 0 < brought[names(engine)[2]] < brought[names(engine)[1]]
 
 
-def read(trip: int, request: int = 7, position: int = 0) -> Order:
-    return Order("read", Place(0, 1), trip, Reading([request], [position], [[1]]), torch.zeros(1, 1, 4))
+def read(trip: int, request: int = 7, position: int = 0) -> NodeCommand:
+    return NodeCommand("read", LayerRange(0, 1), trip, TokenBatch([request], [position], [[1]]), torch.zeros(1, 1, 4))
 
 
 def test_what_comes_late_or_twice_is_not_read_again() -> None:
-    seen = Seen()
+    seen = ReadHistory()
     seen.note(read(5))
     assert [seen.is_stale(read(trip)) for trip in (4, 5, 6, -1)] == [True, True, False, False]
-    seen.note(Order("release", requests=(7,)))
+    seen.note(NodeCommand("release", requests=(7,)))
     assert not seen.is_stale(read(4))
     assert 7 in seen._ended
 
@@ -170,22 +171,22 @@ def test_what_comes_late_or_twice_is_not_read_again() -> None:
 @pytest.mark.usefixtures("patient_hands")
 def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hops, "needs_keys", lambda settings, hosts: True)
-    got: list[Order] = []
-    inbox = open_inbox("tcp://127.0.0.1:9", 1 << 20, got.append, print)
-    handing = Handing(1 << 20)
+    got: list[NodeCommand] = []
+    inbox = open_receiver("tcp://127.0.0.1:9", 1 << 20, got.append, print)
+    handing = PeerSender(1 << 20)
     try:
         assert inbox.door.key, "what travels is encrypted"
-        order = read(3)._replace(onward=(Onward("pi2", Place(1, 2), inbox.door),))
-        strange = order._replace(onward=(Onward("pi2", Place(1, 2), Door(inbox.door.address, "another", inbox.door.key)),))
+        order = read(3)._replace(onward=(NextHop("pi2", LayerRange(1, 2), inbox.door),))
+        strange = order._replace(onward=(NextHop("pi2", LayerRange(1, 2), PeerEndpoint(inbox.door.address, "another", inbox.door.key)),))
         assert not handing.probe(strange.onward[0].door)
         assert not handing.pass_on(strange, False)
         assert not handing.pass_on(order, False), "nobody is handed anything who was not reached before"
         assert handing.probe(inbox.door)
         assert handing.pass_on(order, False)
-        wait_for(lambda: bool(got))
-        assert (got[0].place, got[0].trip, got[0].onward) == (Place(1, 2), 3, ())
-        assert not handing.pass_on(order._replace(reading=Reading([7, 8], [0, 0], [[1], [1]])), False), "a row for each request"
-        assert open_inbox("https://example.org/", 1 << 20, got.append, print) is None
+        eventually(lambda: bool(got))
+        assert (got[0].place, got[0].trip, got[0].onward) == (LayerRange(1, 2), 3, ())
+        assert not handing.pass_on(order._replace(reading=TokenBatch([7, 8], [0, 0], [[1], [1]])), False), "a row for each request"
+        assert open_receiver("https://example.org/", 1 << 20, got.append, print) is None
     finally:
         handing.close()
         inbox.close()
@@ -209,14 +210,14 @@ def mutated(value) -> Iterator:
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_message_with_nonsense_in_it_is_refused_or_harmless(int8: bool) -> None:
-    holder, seen = Holder(lambda: None, lambda name: torch.zeros(1), torch.device("cpu")), Seen()
-    holder.held[Place(0, 1)] = Held(torch.nn.Identity(), Rows(lambda tokens: None, True, torch.device("cpu")))
-    order = Order("read", Place(0, 1), 3, Reading([7, 8], [0, 0], [[1], [2]]), torch.zeros(2, 1, 4), onward=(onward,))
-    right, frames = order_message(order, int8)
+    holder, seen = LayerHost(lambda: None, lambda name: torch.zeros(1), torch.device("cpu")), ReadHistory()
+    holder.held[LayerRange(0, 1)] = LoadedLayers(torch.nn.Identity(), KvCaches(lambda tokens: None, True, torch.device("cpu")))
+    order = NodeCommand("read", LayerRange(0, 1), 3, TokenBatch([7, 8], [0, 0], [[1], [2]]), torch.zeros(2, 1, 4), onward=(onward,))
+    right, frames = command_message(order, int8)
     taken = Counter()
     for header in mutated(right):
         try:
-            found = order_from(header, frames)
+            found = command_from(header, frames)
             seen.is_stale(found)
             seen.can_read(found, holder)
             taken["harmless"] += 1
@@ -226,24 +227,24 @@ def test_a_message_with_nonsense_in_it_is_refused_or_harmless(int8: bool) -> Non
     assert taken["harmless"] < 150, "another number, a name or a door of text is an order, too"
 
 
-onward = Onward("pi2", Place(1, 2), Door("tcp://127.0.0.1:9", "token", None))
+onward = NextHop("pi2", LayerRange(1, 2), PeerEndpoint("tcp://127.0.0.1:9", "token", None))
 
 
 @pytest.mark.usefixtures("patient_hands")
 def test_a_machine_goes_on_to_take_what_others_hand_to_it_after_something_went_wrong() -> None:
     got, told = list[int](), list[str]()
 
-    def carry_out(order: Order) -> None:
+    def carry_out(order: NodeCommand) -> None:
         got.append(order.trip)
         if order.trip == 3:
             raise TypeError("nobody thought of this")
 
-    inbox, handing = open_inbox("tcp://127.0.0.1:9", 1 << 20, carry_out, told.append), Handing(1 << 20)
+    inbox, handing = open_receiver("tcp://127.0.0.1:9", 1 << 20, carry_out, told.append), PeerSender(1 << 20)
     try:
         assert handing.probe(inbox.door)
         for trip in (3, 4):
             assert handing.pass_on(read(trip)._replace(onward=(onward._replace(door=inbox.door),)), False)
-        wait_for(lambda: got == [3, 4])
+        eventually(lambda: got == [3, 4])
         assert "nobody thought of this" in told[0]
     finally:
         handing.close()
@@ -291,16 +292,16 @@ def test_the_words_of_a_machine_cannot_steer_the_servers_terminal(monkeypatch: p
 def test_hidden_states_travel_exactly_or_off_by_a_254th_of_a_tokens_largest_number(kind: torch.dtype) -> None:
     x_BLD = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]).to(kind)
     x_BLD[0, 0] = 0
-    about, frame = packed(x_BLD, False)
-    assert torch.equal(unpacked(frame, about), x_BLD)
-    about, small = packed(x_BLD, True)
+    about, frame = pack_hidden_states(x_BLD, False)
+    assert torch.equal(unpack_hidden_states(frame, about), x_BLD)
+    about, small = pack_hidden_states(x_BLD, True)
     assert len(small) == 3 * 5 * (64 + 4)
-    found = unpacked(small, about)
+    found = unpack_hidden_states(small, about)
     allowed = x_BLD.float().abs().amax(-1, keepdim=True) * (1 / 254 + (2**-8 if kind == torch.bfloat16 else 1e-6))
     assert found.dtype == kind
     assert ((found.float() - x_BLD.float()).abs() <= allowed).all()
     if kind == torch.float32:
-        assert torch.equal(unpacked(packed(found, True)[1], about), found), "what was rounded once stays as it is"
+        assert torch.equal(unpack_hidden_states(pack_hidden_states(found, True)[1], about), found), "what was rounded once stays as it is"
 
 
 def test_int8_travels_only_where_it_is_asked_for() -> None:

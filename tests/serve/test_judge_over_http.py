@@ -6,9 +6,7 @@ import math
 
 import httpx
 import pytest
-from serving import running, small_served
 
-from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.config.schema import Run
 from shoal.config.schema.rlhf import JudgeReward
@@ -16,6 +14,8 @@ from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards import http as asking
 from shoal.runs.rlhf.rewards.http import verdict
 from shoal.runs.rlhf.rewards.interface import Answer
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_served
 
 
 def said(*words: tuple[str, float], text: str = "?") -> dict:

@@ -10,28 +10,29 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from serving import small_served
 
-from commands import HANG_S
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
-from shoal.serve.backend import OneNode
-from shoal.serve.batching import Ended, Engine, Job
-from shoal.serve.nodes.distributed_model import Spread
-from shoal.serve.nodes.layer_host import Holder, Place
-from shoal.serve.nodes.model_description import described_hugging_face, described_own
-from shoal.serve.nodes.node import NodeProcess, Reached
-from shoal.serve.nodes.routes import HERE, Node, Planner, Stop, spares
-from shoal.serve.nodes.server import Hub
-from shoal.serve.nodes.weights import Fetched
+from shoal.serve.backend import LocalBackend
+from shoal.serve.batching import BatchingEngine, Finished, GenerationJob
+from shoal.serve.nodes.distributed_model import DistributedModel
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange
+from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model
+from shoal.serve.nodes.node import NodeProcess, ServerAddress
+from shoal.serve.nodes.routes import HERE, LayerPlanner, NodeState, RouteStage, spare_nodes
+from shoal.serve.nodes.server import NodeServer
+from shoal.serve.nodes.weights import RemoteWeights
 from shoal.transports import Message, Refused, Server
 from shoal.transports.connect import serve
 from shoal.transports.in_process import InProcessServer
 from shoal.transports.interface import Unreachable
 from shoal.transports.keys import Keys, new_keys, new_token
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S
+from tests.support.small_service import small_served
 
 VOCABULARY = 40
 SIZES = {"hidden_size": 24, "num_layers": 6, "num_heads": 4, "max_seq_len": 96}
@@ -58,7 +59,7 @@ def make(kind: str) -> tuple[torch.nn.Module, dict]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
-    return model.eval(), described_hugging_face(model) if hasattr(model, "inner") else described_own(settings, model)
+    return model.eval(), describe_huggingface_model(model) if hasattr(model, "inner") else describe_own_model(settings, model)
 
 
 class Heard:
@@ -67,22 +68,22 @@ class Heard:
         self.end = ""
 
     def __call__(self, heard) -> bool:
-        if isinstance(heard, Ended):
+        if isinstance(heard, Finished):
             self.end = heard.reason
         else:
             self.tokens.append(heard.token)
         return False
 
 
-def job(prompt: list[int], heard: Heard, tokens: int) -> Job:
-    return Job(prompt, tokens, Draws(3, prompt), heard, Warp(1.0))
+def job(prompt: list[int], heard: Heard, tokens: int) -> GenerationJob:
+    return GenerationJob(prompt, tokens, TokenDraws(3, prompt), heard, Warp(1.0))
 
 
 class Machines:
     """Threads of this process that hold layers, each with a server's invitation."""
 
     def __init__(self, server: Server, token: str, key: str | None) -> None:
-        self.server, self.reached = server, Reached(server.address, token, key)
+        self.server, self.reached = server, ServerAddress(server.address, token, key)
         self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
         self.problems: list[Exception] = []
 
@@ -98,7 +99,7 @@ class Machines:
         except Exception as problem:  # the test has ended, or pulled the plug, or something is wrong
             self.problems.append(problem)
 
-    def unplug(self, name: str, hub: Hub) -> None:
+    def unplug(self, name: str, hub: NodeServer) -> None:
         """As when its process is killed: it says nothing more, and whoever started it notices."""
         node, thread = self.running.pop(name)
         node.session = ""
@@ -111,35 +112,28 @@ class Machines:
 @contextmanager
 def spread(
     model, described, names: list[str], expected: int | None = None, keys: Keys | None = None, **settings
-) -> Iterator[tuple[Engine, Machines]]:
+) -> Iterator[tuple[BatchingEngine, Machines]]:
     """`keys`: machines come over TCP, encrypted; else without any network."""
     token = new_token()
     server: Server = InProcessServer(token=token, max_frame_bytes=1 << 24)
     if keys is not None:
         server = serve(Zmq(port=0), token=token, keys=keys, max_frame_bytes=1 << 24, hosts=("127.0.0.1",))
     served = small_served(model, **settings)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
-    stages, machines = Spread(served, server, lambda text: None), Machines(server, token, keys and keys.public)
+    stages, machines = DistributedModel(served, server, lambda text: None), Machines(server, token, keys and keys.public)
     try:
         for name in names:
             machines.join(name)
-        wait_for(lambda: machines.problems or len([one for one in stages.machines() if one.alive]) == 1 + len(names))
+        eventually(lambda: machines.problems or len([one for one in stages.machines() if one.alive]) == 1 + len(names))
         if machines.problems:
             raise machines.problems[0]
-        yield Engine(stages, most_running=4, most_waiting=100, clock=time.monotonic), machines
+        yield BatchingEngine(stages, most_running=4, most_waiting=100, clock=time.monotonic), machines
     finally:
         stages.close()
         for _, thread in machines.running.values():
             thread.join()
 
 
-def wait_for(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < until, "it did not happen within five minutes"
-        time.sleep(0.002)
-
-
-def finish(engine: Engine, after_each_step: Callable[[], None] = lambda: None) -> None:
+def finish(engine: BatchingEngine, after_each_step: Callable[[], None] = lambda: None) -> None:
     while engine.busy:
         engine.step()
         after_each_step()
@@ -148,7 +142,7 @@ def finish(engine: Engine, after_each_step: Callable[[], None] = lambda: None) -
 def alone(model, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
     found = []
     for prompt, length in zip(prompts, lengths, strict=True):
-        engine, heard = Engine(OneNode(model), most_running=1, most_waiting=1, clock=time.monotonic), Heard()
+        engine, heard = BatchingEngine(LocalBackend(model), most_running=1, most_waiting=1, clock=time.monotonic), Heard()
         engine.submit(job(prompt, heard, length))
         finish(engine)
         found.append(heard.tokens)
@@ -186,7 +180,7 @@ def test_over_encrypted_tcp_a_machine_without_the_files_receives_its_layers_and_
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     model, described = make("gpt")
     received = []
-    monkeypatch.setattr(Fetched, "_receive", lambda self, name, *rest: received.append(name) or original(self, name, *rest))
+    monkeypatch.setattr(RemoteWeights, "_receive", lambda self, name, *rest: received.append(name) or original(self, name, *rest))
     with spread(model, described, ["pi1"], keys=new_keys()) as (engine, machines):
         even_stops(engine, 2)
         heard = Heard()
@@ -195,16 +189,16 @@ def test_over_encrypted_tcp_a_machine_without_the_files_receives_its_layers_and_
         assert [heard.tokens] == alone(model, [[3, 1, 4]], [12])
         assert received
         assert all(name.startswith("blocks.") for name in received)
-        stranger = Reached(machines.server.address, "another token", new_keys().public).client()
+        stranger = ServerAddress(machines.server.address, "another token", new_keys().public).client()
         with pytest.raises((Unreachable, Refused)):
             stranger.call(Message({"kind": "node"}), 0.3)
         stranger.close()
 
 
-original = Fetched._receive
+original = RemoteWeights._receive
 
 
-def even_stops(engine: Engine, machines: int) -> None:
+def even_stops(engine: BatchingEngine, machines: int) -> None:
     """Machines of equal speed: a split that uses all of them, whatever was measured in this moment."""
     stages = engine.stages
     with stages._changed:
@@ -216,12 +210,14 @@ def even_stops(engine: Engine, machines: int) -> None:
 
 
 def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
-    planner, stops = Planner([10] * 4, 1, 0), (Stop("pi1", 0, 2), Stop("pi2", 2, 3), Stop("pi3", 3, 4))
-    assert planner.reserve(stops, Node("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]
-    assert planner.reserve(stops, Node("pi4", 1.0, 20)) == [(0, 2)]
-    assert planner.reserve(stops, Node("pi4", 1.0, 19)) == [(2, 3)]
-    ready = Node("pi5", 1.0, 40, holds={Place(2, 3)})
-    assert planner.replaced(stops, "pi2", [Node("pi4", 1.0, 40), ready]) == (stops[0], Stop("pi5", 2, 3), stops[2]), "it need not load"
+    planner, stops = LayerPlanner([10] * 4, 1, 0), (RouteStage("pi1", 0, 2), RouteStage("pi2", 2, 3), RouteStage("pi3", 3, 4))
+    assert planner.reserve(stops, NodeState("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]
+    assert planner.reserve(stops, NodeState("pi4", 1.0, 20)) == [(0, 2)]
+    assert planner.reserve(stops, NodeState("pi4", 1.0, 19)) == [(2, 3)]
+    ready = NodeState("pi5", 1.0, 40, holds={LayerRange(2, 3)})
+    assert planner.replaced(stops, "pi2", [NodeState("pi4", 1.0, 40), ready]) == (stops[0], RouteStage("pi5", 2, 3), stops[2]), (
+        "it need not load"
+    )
 
 
 @pytest.mark.parametrize("spare", [False, True])
@@ -232,7 +228,7 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
         stages = engine.stages
         lost = stages.fleet.current.stops[1].name
         wanted = {stop.place for stop in stages.fleet.current.stops if stop.name != HERE}
-        reserves = [node.holds for node in spares(stages.fleet.current.stops, stages.fleet.alive())]
+        reserves = [node.holds for node in spare_nodes(stages.fleet.current.stops, stages.fleet.alive())]
         assert [wanted <= held for held in reserves] == [True] * spare, "a spare has loaded them beforehand"
         heard = [Heard() for _ in PROMPTS]
         for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
@@ -253,7 +249,7 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
 @pytest.fixture
 def nothing_fits(monkeypatch):
     """The machines of these names load one layer, to measure it before they join, and none afterwards."""
-    names, hold = set[str](), Holder.hold
+    names, hold = set[str](), LayerHost.hold
 
     def refuse(self, place):
         if threading.current_thread().name in names and place not in self.held and hasattr(self, "joined"):
@@ -261,15 +257,15 @@ def nothing_fits(monkeypatch):
         self.joined = True
         return hold(self, place)
 
-    monkeypatch.setattr(Holder, "hold", refuse)
+    monkeypatch.setattr(LayerHost, "hold", refuse)
     return names
 
 
-def holds_nothing(stages: Spread, name: str) -> bool:
+def holds_nothing(stages: DistributedModel, name: str) -> bool:
     """Whether a machine has not even two layers, and is not asked to load any. While it says so itself, half of that is written down."""
     with stages._changed:
         node = stages.fleet.nodes.get(name)
-        return node is not None and node.memory_bytes < stages.fleet.planner.bytes_of(Place(0, 2)) and not node.holds
+        return node is not None and node.memory_bytes < stages.fleet.planner.bytes_of(LayerRange(0, 2)) and not node.holds
 
 
 def test_a_spare_machine_that_could_not_load_takes_nobodys_place(nothing_fits):
@@ -279,7 +275,7 @@ def test_a_spare_machine_that_could_not_load_takes_nobodys_place(nothing_fits):
         stages, heard = engine.stages, Heard()
         nothing_fits.add("pi3")
         machines.join("pi3")
-        wait_for(lambda: holds_nothing(stages, "pi3"))
+        eventually(lambda: holds_nothing(stages, "pi3"))
         assert stages.fleet.coming is None
         engine.submit(job([3, 1, 4], heard, 20))
         while len(heard.tokens) < 5:
@@ -315,7 +311,7 @@ def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_und
         last = stages.fleet.current.stops[-1].name
         stages.fleet.nodes[last].orders = Deaf()  # the others have read the next token, and this machine has not heard of it
         engine._start()
-        wait_for(lambda: any(2 in trip.given for trip in stages._trips.values()))
+        eventually(lambda: any(2 in trip.given for trip in stages._trips.values()))
         machines.unplug(last, stages.hub)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4, 1, 5, 9, 2, 6]], [20]))
@@ -371,7 +367,7 @@ def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
         for _ in range(3):
             engine.step()
         machines.join("pi1")
-        wait_for(lambda: engine.stages.fleet.current.goes_through("pi1"))
+        eventually(lambda: engine.stages.fleet.current.goes_through("pi1"))
         assert [stop.name for stop in engine.stages.fleet.current.stops] == ["pi1"]
         assert engine.stages.groups == 2, "the server embeds and chooses tokens meanwhile"
         engine.submit(job([4, 4], second, 5))
@@ -396,7 +392,7 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
         while len(first.tokens) < 40:
             engine.step()
         assert stages._route_of(number) == before, "what is under way stays where its caches are"
-        wait_for(lambda: stages.fleet.current != before)
+        eventually(lambda: stages.fleet.current != before)
         layers = {stop.name: stop.last - stop.first for stop in stages.fleet.current.stops}
         assert layers["server"] == 5
         engine.submit(job([4, 4], second, 20))
@@ -430,7 +426,7 @@ def test_requests_that_end_early_are_forgotten_on_all_machines():
         assert (left.end, kept.end) == ("cancelled", "length")
         assert [kept.tokens] == alone(model, [[5]], [20])
         own = engine.stages.layers
-        wait_for(lambda: not own.node.orders and all(held.rows.empty for held in own.holder.held.values()))
+        eventually(lambda: not own.node.orders and all(held.rows.empty for held in own.holder.held.values()))
 
 
 def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():

@@ -6,24 +6,24 @@ import itertools
 
 import httpx
 import pytest
-from serving import running, small_served
-from test_batching import Heard, alone, finish, job, make_model
-from test_nodes import alone as alone_whole
-from test_nodes import even_stops, make, spread
 
-from commands import HANG_S
-from shoal.serve.backend import OneNode, Work
-from shoal.serve.batching import Engine
-from shoal.serve.prefix_cache import SHORTEST, Prefixes
+from shoal.serve.backend import ForwardBatch, LocalBackend
+from shoal.serve.batching import BatchingEngine
+from shoal.serve.prefix_cache import SHORTEST, PrefixCache
+from tests.serve.test_batching import Heard, alone, finish, job, make_model
+from tests.serve.test_nodes import alone as alone_whole
+from tests.serve.test_nodes import even_stops, make, spread
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_served
 
 BEGINNING = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 
 
-def keeping(model, tokens: int = 200) -> Engine:
-    return Engine(OneNode(model), most_running=3, most_waiting=20, clock=itertools.count().__next__, kept_tokens=tokens)
+def keeping(model, tokens: int = 200) -> BatchingEngine:
+    return BatchingEngine(LocalBackend(model), most_running=3, most_waiting=20, clock=itertools.count().__next__, kept_tokens=tokens)
 
 
-def asked(engine: Engine, prompt: list[int], tokens: int = 8) -> list[int]:
+def asked(engine: BatchingEngine, prompt: list[int], tokens: int = 8) -> list[int]:
     heard = Heard()
     engine.submit(job(prompt, heard, tokens))
     finish(engine)
@@ -80,7 +80,7 @@ def test_nothing_is_kept_of_a_model_that_cannot_forget_or_where_nobody_wants_it(
 
 
 def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
-    prefixes = Prefixes(100)
+    prefixes = PrefixCache(100)
     text = tuple(range(40))
     assert prefixes.add(1, text[:20]) == []
     assert prefixes.add(2, text) == [1]
@@ -100,7 +100,7 @@ def test_several_machines_share_beginnings_also_after_one_was_lost(spare: bool, 
         first = asked(engine, BEGINNING)
         if lost is not None:
             machines.unplug(engine.stages.fleet.current.stops[lost].name, engine.stages.hub)
-        longer, started, start = [*BEGINNING, *first, 7, 7], list[Work](), engine.stages.start
+        longer, started, start = [*BEGINNING, *first, 7, 7], list[ForwardBatch](), engine.stages.start
         engine.stages.start = lambda work: started.append(work) or start(work)
         assert [asked(engine, longer)] == alone_whole(model, [longer], [8])
         assert started[0].ids == ((first[-1], 7, 7),)

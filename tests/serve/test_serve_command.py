@@ -8,9 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import running, small_served
 
-from commands import HANG_S, processes_in, wait_for
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.errors import ShoalError
@@ -18,9 +16,11 @@ from shoal.launch.start import address_of_first
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.api.chat_format import template_in
 from shoal.serve.load_model import open_served
-from shoal.serve.nodes.distributed_model import door, own_door
-from shoal.serve.server import Service
+from shoal.serve.nodes.distributed_model import open_local_server, open_server
+from shoal.serve.server import ModelServer
 from shoal.transports.addresses import free_port
+from tests.support.processes import HANG_S, processes_in, wait_for_line
+from tests.support.small_service import running, small_served
 
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=16"]
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cpu"]
@@ -52,12 +52,12 @@ def test_a_run_is_served_as_a_process_and_writes_what_generate_writes(folder):
     expected = "".join(generate_text(trained, "the ", max_new_tokens=8, seed=4))
     with processes_in(folder) as processes:
         process = processes.start("serve", "run", "--port", "0")
-        port = int(wait_for(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
+        port = int(wait_for_line(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
         assert complete(port, "run", "the ") == expected
 
 
 def test_whoever_comes_as_soon_as_the_address_is_known_is_let_in():
-    service = Service(small_served(), "127.0.0.1", [0, 0], lambda text: None)
+    service = ModelServer(small_served(), "127.0.0.1", [0, 0], lambda text: None)
     for port, listening in zip(service.ports, service.sockets, strict=True):
         with listening, socket.create_connection(("127.0.0.1", port), timeout=10):
             pass
@@ -169,12 +169,12 @@ def test_machines_join_where_the_clusters_file_says(tmp_path):
     served = small_served()._replace(run=run, nodes=2)
     hosts = address_of_first(run, "--node-host")
     assert hosts == ("127.0.0.1",)  # mini2's entry is an address of mini2's own
-    server, invitation = door(served, hosts)
+    server, invitation = open_server(served, hosts)
     assert invitation.address == f"tcp://127.0.0.1:{port}"
     with pytest.raises(ShoalError, match=f"port {port}"):
-        door(served._replace(name="another"), hosts)
+        open_server(served._replace(name="another"), hosts)
     server.close()
-    server, invitation = own_door(served)  # for processes of this machine
+    server, invitation = open_local_server(served)  # for processes of this machine
     assert not invitation.address.endswith(f":{port}")
     server.close()
     with pytest.raises(ShoalError, match="start it on mini1, or say --node-host"):

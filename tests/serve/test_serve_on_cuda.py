@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_batching import VOCABULARY, Heard, engine, finish, hugging_face, job, make_model
-from test_nodes import LENGTHS, PROMPTS, make, spread
-from test_nodes import alone as one_by_one
-from test_serve_command import SMALL, TEXT, complete
 
-from commands import processes_in, wait_for
-from shoal.models.huggingface.as_gpt import adopted
+from shoal.models.huggingface.as_gpt import gpt_conversion
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.load_model import open_served
-from shoal.serve.nodes.weights import Tensors
+from shoal.serve.nodes.weights import WeightStore
+from tests.serve.test_batching import VOCABULARY, Heard, engine, finish, hugging_face, job, make_model
+from tests.serve.test_nodes import LENGTHS, PROMPTS, make, spread
+from tests.serve.test_nodes import alone as one_by_one
+from tests.serve.test_serve_command import SMALL, TEXT, complete
+from tests.support.processes import processes_in, wait_for_line
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cuda"]
@@ -45,9 +45,9 @@ def test_our_own_layers_compute_a_model_of_hugging_face_on_a_gpu(kind: str) -> N
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
-    own = adopted(model)
+    own = gpt_conversion(model)
     assert own is not None
-    made = own.whole(Tensors(model.state_dict()).get).cuda()
+    made = own.whole(WeightStore(model.state_dict()).get).cuda()
     assert written(made.double()) == written(model.double())
 
 
@@ -88,5 +88,5 @@ def test_a_run_is_served_from_a_gpu_as_a_user_starts_it(folder: Path, nodes: str
     expected = "".join(generate_text(trained, "the ", max_new_tokens=8, seed=4))
     with processes_in(folder) as processes:
         process = processes.start("serve", "run", "--port", "0", "--nodes", nodes)
-        port = int(wait_for(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
+        port = int(wait_for_line(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
         assert complete(port, "run", "the ") == expected

@@ -9,21 +9,21 @@ import time
 
 import httpx
 import pytest
-from serving import running, small_model, small_served
 
-from commands import HANG_S
 from shoal.serve.api.app import Api
-from shoal.serve.backend import OneNode
-from shoal.serve.batching import Engine
-from shoal.serve.server import Service
+from shoal.serve.backend import LocalBackend
+from shoal.serve.batching import BatchingEngine
+from shoal.serve.server import ModelServer
 from shoal.web import connection_limits as crowds
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_model, small_served
 
 
-def address(service: Service) -> tuple[str, int]:
+def address(service: ModelServer) -> tuple[str, int]:
     return "127.0.0.1", service.ports[0]
 
 
-def is_healthy(service: Service) -> bool:
+def is_healthy(service: ModelServer) -> bool:
     return httpx.get(f"http://127.0.0.1:{service.ports[0]}/health", timeout=HANG_S).status_code == 200
 
 
@@ -59,7 +59,7 @@ def test_who_asked_something_keeps_its_connection(monkeypatch: pytest.MonkeyPatc
 
 
 def test_however_many_ask_whether_the_server_is_ready_one_token_is_written_for_them() -> None:
-    engine = Engine(OneNode(small_model(), None), most_running=1, most_waiting=2, clock=time.monotonic)
+    engine = BatchingEngine(LocalBackend(small_model(), None), most_running=1, most_waiting=2, clock=time.monotonic)
     api = Api(small_served(), engine)
 
     async def ask() -> list[int]:

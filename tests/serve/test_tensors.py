@@ -7,7 +7,7 @@ import torch
 
 from shoal.errors import ShoalError
 from shoal.serve.nodes import weights as module
-from shoal.serve.nodes.weights import Fetched, Tensors
+from shoal.serve.nodes.weights import RemoteWeights, WeightStore
 
 WEIGHTS = {"a": torch.arange(1000, dtype=torch.float32), "half": torch.ones(3, 2, dtype=torch.bfloat16)}
 
@@ -19,7 +19,7 @@ def small_pieces(monkeypatch, tmp_path):
 
 
 def test_tensors_arrive_in_pieces_and_are_kept_for_the_next_time():
-    first, second = Fetched(Tensors(WEIGHTS).answer), Fetched(Tensors(WEIGHTS).answer)
+    first, second = RemoteWeights(WeightStore(WEIGHTS).answer), RemoteWeights(WeightStore(WEIGHTS).answer)
     for fetched in (first, second):
         for name, tensor in WEIGHTS.items():
             assert torch.equal(fetched.get(name), tensor)
@@ -32,37 +32,37 @@ def test_two_machines_that_share_a_folder_may_keep_the_same_tensor_at_once(monke
 
     def while_another_does_the_same(source, target):
         monkeypatch.setattr(module.os, "replace", rename)
-        assert torch.equal(Fetched(Tensors(WEIGHTS).answer).get("a"), WEIGHTS["a"])
+        assert torch.equal(RemoteWeights(WeightStore(WEIGHTS).answer).get("a"), WEIGHTS["a"])
         rename(source, target)
 
     monkeypatch.setattr(module.os, "replace", while_another_does_the_same)
-    first = Fetched(Tensors(WEIGHTS).answer)
+    first = RemoteWeights(WeightStore(WEIGHTS).answer)
     assert torch.equal(first.get("a"), WEIGHTS["a"])
     assert len(list(first.folder.iterdir())) == 1
 
 
 def test_what_was_damaged_on_the_way_is_refused_and_not_kept():
-    served = Tensors(WEIGHTS)
+    served = WeightStore(WEIGHTS)
 
     def damaging(header):
         answer, frames = served.answer(header)
         return answer, tuple(bytes(len(frame)) for frame in frames)
 
     with pytest.raises(ShoalError, match="its digest differs"):
-        Fetched(damaging).get("a")
-    assert not list(Fetched(damaging).folder.glob("*"))
+        RemoteWeights(damaging).get("a")
+    assert not list(RemoteWeights(damaging).folder.glob("*"))
     with pytest.raises(ShoalError, match="only 0 of 4000 bytes"):
-        Fetched(lambda header: (served.answer(header)[0], ())).get("a")
+        RemoteWeights(lambda header: (served.answer(header)[0], ())).get("a")
 
 
 def test_what_was_damaged_on_the_disk_is_received_again():
-    Fetched(Tensors(WEIGHTS).answer).get("a")
-    (kept,) = Fetched(Tensors(WEIGHTS).answer).folder.glob("*")
+    RemoteWeights(WeightStore(WEIGHTS).answer).get("a")
+    (kept,) = RemoteWeights(WeightStore(WEIGHTS).answer).folder.glob("*")
     kept.write_bytes(b"\0" * 4000)
-    again = Fetched(Tensors(WEIGHTS).answer)
+    again = RemoteWeights(WeightStore(WEIGHTS).answer)
     assert torch.equal(again.get("a"), WEIGHTS["a"])
     assert again.received_bytes == 4000
-    assert Fetched(Tensors(WEIGHTS).answer)._kept(kept, kept.name) is not None
+    assert RemoteWeights(WeightStore(WEIGHTS).answer)._kept(kept, kept.name) is not None
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_what_was_damaged_on_the_disk_is_received_again():
     ],
 )
 def test_what_a_server_says_of_a_tensor_is_checked_before_anything_is_received(lie):
-    served = Tensors(WEIGHTS)
+    served = WeightStore(WEIGHTS)
 
     def lying(header):
         answer, frames = served.answer(header)
         return ({**answer, **lie} if "digest" in answer else answer), frames
 
     with pytest.raises(ShoalError):
-        Fetched(lying).get("a")
+        RemoteWeights(lying).get("a")
 
 
 def test_a_machine_that_sees_the_very_file_reads_it_itself(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(WEIGHTS, tmp_path / "model.safetensors")
-    fetched = Fetched(Tensors.of_folder(tmp_path, "inner.").answer)
+    fetched = RemoteWeights(WeightStore.of_folder(tmp_path, "inner.").answer)
     assert torch.equal(fetched.get("inner.a"), WEIGHTS["a"])
     assert fetched.received_bytes == 0

@@ -13,15 +13,15 @@ from fastapi.testclient import TestClient
 
 from shoal.cli.main import main
 from shoal.coordinator.durable.ledger import FileLedger
-from shoal.dashboard.app import make_watch_app, qr_rows
+from shoal.dashboard.app import make_dashboard_app, qr_rows
 from shoal.dashboard.ledger_digest import LedgerDigest
-from shoal.dashboard.runs import Place, Watch, WatchedRun
-from shoal.dashboard.server import GUARDED, refuse_open_window
+from shoal.dashboard.runs import StreamPosition, WatchedRun, WatchedRuns
+from shoal.dashboard.server import GUARDED, require_token
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
-from shoal.runs.invitation import keep_line
+from shoal.runs.invitation import write_join_command
 from shoal.runs.monitoring.prometheus import exposition
-from shoal.web.auth import Doors
+from shoal.web.auth import AuthMiddleware
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e"
 LOCAL = "http://localhost"
@@ -40,7 +40,7 @@ def folder_with(path: Path, records: int = 20, **status: Any) -> RunFolder:
 
 
 def client(folder: RunFolder, token: str | None = None, public: bool = False) -> TestClient:
-    app: Any = Doors(make_watch_app(Watch([folder]), shows_invitation=not public), token, GUARDED)
+    app: Any = AuthMiddleware(make_dashboard_app(WatchedRuns([folder]), shows_invitation=not public), token, GUARDED)
     return TestClient(app, base_url=LOCAL)
 
 
@@ -48,7 +48,7 @@ def test_a_reader_hears_everything_once_and_then_what_is_new(tmp_path: Path) -> 
     folder = folder_with(tmp_path / "run")
     run = WatchedRun(folder)
     run.look()
-    first, place = run.since(Place())
+    first, place = run.since(StreamPosition())
     assert (first["reset"], len(first["records"])) == (True, 20)
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "split": "eval", "loss": 0.1, "wall_s": 11.0}\n')
@@ -70,7 +70,7 @@ def test_a_hundred_thousand_records_are_thinned_and_evaluations_kept(tmp_path: P
     run = WatchedRun(folder)
     for _ in range(3):
         run.look()
-    told, _ = run.since(Place())
+    told, _ = run.since(StreamPosition())
     steps = [one["step"] for one in told["records"]]
     assert 1500 <= len(steps) <= 4000
     assert 77_777 in steps
@@ -103,7 +103,7 @@ def test_the_stream_and_the_files_are_there_and_what_is_hostile_is_cleaned(tmp_p
 
 def test_whoever_only_watches_needs_the_token_and_never_learns_how_to_join(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run")
-    keep_line(folder.path, "shoal join tcp://127.0.0.1:1 --token secret")
+    write_join_command(folder.path, "shoal join tcp://127.0.0.1:1 --token secret")
     assert (folder.path / "invitation.json").stat().st_mode & 0o77 == 0
     token = "a" * 20
     with client(folder, token, public=True) as asks:
@@ -122,13 +122,13 @@ def test_orders_need_the_owners_word_and_a_page_for_watching_has_no_way_to_give_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, given = folder_with(tmp_path / "run"), list[tuple[str, str | None]]()
-    monkeypatch.setattr("shoal.dashboard.app.owner_in", lambda path: path)
-    monkeypatch.setattr("shoal.dashboard.app.order", lambda owner, action, name: given.append((action, name)) or "done")
+    monkeypatch.setattr("shoal.dashboard.app.read_owner_file", lambda path: path)
+    monkeypatch.setattr("shoal.dashboard.app.send_command", lambda owner, action, name: given.append((action, name)) or "done")
     word = {"x-shoal-owner": "a" * 20}
     with client(folder) as asks:  # nobody gave this one the owner's word
         assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=word).status_code == 405
         assert asks.get("/api/owner", headers=word).status_code == 404
-    app: Any = Doors(make_watch_app(Watch([folder]), shows_invitation=True, word="a" * 20), None, GUARDED)
+    app: Any = AuthMiddleware(make_dashboard_app(WatchedRuns([folder]), shows_invitation=True, word="a" * 20), None, GUARDED)
     with TestClient(app, base_url=LOCAL) as asks:
         for wrong in ({}, {"x-shoal-owner": ""}, {"x-shoal-owner": "b" * 20}):
             assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=wrong).status_code == 403
@@ -147,9 +147,9 @@ def test_orders_need_the_owners_word_and_a_page_for_watching_has_no_way_to_give_
 def test_nobody_else_may_look_without_a_token() -> None:
     for host, token in (("0.0.0.0", None), ("192.0.2.1", None), ("127.0.0.1", "short")):
         with pytest.raises(ShoalError):
-            refuse_open_window(host, token)
-    refuse_open_window("127.0.0.1", None)
-    refuse_open_window("0.0.0.0", "a" * 20)
+            require_token(host, token)
+    require_token("127.0.0.1", None)
+    require_token("0.0.0.0", "a" * 20)
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shoal.config import Run
 from shoal.config.load import ConfigFile, Override, resolve
-from shoal.runs.live_objects import NOTHING, players_of, task_of
-from shoal.simulate import Machine, Report, simulate
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for, task_for
+from shoal.simulate import SimulatedMachine, SimulationReport, simulate
 from shoal.simulate import batched_workers as together
-from shoal.simulate.batched_workers import Ahead, TaughtEngine, Together, why_alone
+from shoal.simulate.batched_workers import BatchedEngine, BatchedSteps, PrefetchedFeed, reason_not_batched
 from shoal.simulate.meta_model import data_of
 from shoal.tasks import Batch
 
@@ -42,10 +42,10 @@ def run_of(file: str, **settings: str) -> Run:
     return loaded.run
 
 
-def engine_of(run: Run, seed: int = 0) -> TaughtEngine:
+def engine_of(run: Run, seed: int = 0) -> BatchedEngine:
     """An engine whose weights no other has."""
     info = data_of(run).info
-    engine = TaughtEngine(run, task_of(run, NOTHING, players_of(run, NOTHING, info), info), 100)
+    engine = BatchedEngine(run, task_for(run, NO_LIVE_OBJECTS, players_for(run, NO_LIVE_OBJECTS, info), info), 100)
     if seed:
         engine.vector.add_(torch.randn(engine.vector.shape, generator=torch.Generator().manual_seed(seed)), alpha=0.01)
         engine.changed()
@@ -57,8 +57,8 @@ def batches_of(run: Run, sizes: list[int]) -> list[Batch]:
     return [samples.batch(range(10 * number, 10 * number + size)) for number, size in enumerate(sizes)]
 
 
-def simulated(run: Run, count: int = 6) -> Report:
-    there = [Machine(f"w{number}", 1.0 + 0.1 * number) for number in range(count)]
+def simulated(run: Run, count: int = 6) -> SimulationReport:
+    there = [SimulatedMachine(f"w{number}", 1.0 + 0.1 * number) for number in range(count)]
     return simulate(run, there, hours=0.01, seed=3, learns=True)
 
 
@@ -71,9 +71,9 @@ def test_gradients_of_a_group_are_those_that_each_computes_by_itself(name: str, 
     engines = [engine_of(run, 0 if shared else seed) for seed in range(1, 5)]
     batches = batches_of(run, [4, 4, 4, 3, 4, 4, 4, 4])
     pairs = [batches[at : at + 2] for at in range(0, 8, 2)]
-    all_of_them = Together(run, engine_of(run), 300, leased=False)
+    all_of_them = BatchedSteps(run, engine_of(run), 300, leased=False)
     for engine, pair in zip(engines, pairs, strict=True):
-        all_of_them.begin(engine, Ahead(iter(pair)), 0)
+        all_of_them.begin(engine, PrefetchedFeed(iter(pair)), 0)
     all_of_them.finish(engines[2])
     assert all_of_them.reason == ""
     assert all_of_them.computed == 8
@@ -95,7 +95,7 @@ def test_workers_that_learn_together_learn_what_they_would_alone(name: str, stra
     assert (first.digest, first.losses) == (again.digest, again.losses), "the same seed gives the same"
     calls = int(first.gradients.split(" in ")[1].split(" ")[0])
     assert calls < first.judged, "several are in a call"
-    monkeypatch.setattr(together, "why_alone", lambda *_: "as the test wants it")
+    monkeypatch.setattr(together, "reason_not_batched", lambda *_: "as the test wants it")
     alone = simulated(run)
     assert alone.gradients == "one by one: as the test wants it"
     assert (alone.digest, alone.outcomes, alone.samples) == (first.digest, first.outcomes, first.samples)
@@ -125,16 +125,16 @@ def test_what_cannot_be_computed_together_is_computed_one_by_one_and_says_why(fi
 def test_a_model_that_a_group_gets_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """No batch is lost: the engines get theirs back."""
     run = run_of("starter", **MLP)
-    mapped = Together._mapped
+    mapped = BatchedSteps._mapped
 
-    def wrong(self: Together, rows: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def wrong(self: BatchedSteps, rows: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
         gradients, metrics = mapped(self, rows)
         return 1.5 * gradients, metrics
 
-    monkeypatch.setattr(Together, "_mapped", wrong)
+    monkeypatch.setattr(BatchedSteps, "_mapped", wrong)
     engine, (batch,) = engine_of(run), batches_of(run, [4])
-    assert why_alone(run, engine, leased=False) == ""
-    group, feed = Together(run, engine_of(run), 0, leased=False), Ahead(iter([batch]))
+    assert reason_not_batched(run, engine, leased=False) == ""
+    group, feed = BatchedSteps(run, engine_of(run), 0, leased=False), PrefetchedFeed(iter([batch]))
     group.begin(engine, feed, 0)
     group.finish(engine)
     assert group.told() == "one by one: mapped over workers this model gives other gradients"
@@ -144,9 +144,9 @@ def test_a_model_that_a_group_gets_wrong_is_found_out(monkeypatch: pytest.Monkey
 def test_what_a_worker_began_in_a_seat_that_it_lost_is_not_computed() -> None:
     run = run_of("starter", **MLP)
     one, other = engine_of(run), engine_of(run)
-    group = Together(run, engine_of(run), 0, leased=False)
+    group = BatchedSteps(run, engine_of(run), 0, leased=False)
     for engine, batch in zip((one, other), batches_of(run, [4, 4]), strict=True):
-        group.begin(engine, Ahead(iter([batch])), 0)
+        group.begin(engine, PrefetchedFeed(iter([batch])), 0)
     group.drop(other)
     group.finish(one)
     assert group.computed == 1

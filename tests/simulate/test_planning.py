@@ -18,7 +18,7 @@ from shoal.config.schema.strategy import DiLoCo, Strategy
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 from shoal.simulate import planning
-from shoal.simulate.meta_model import fitting, sketch, what_would_fit
+from shoal.simulate.meta_model import build_meta_model, machines_that_fit, ways_to_fit
 from shoal.simulate.planning import Candidate, Planned, Prediction, chosen, plan, reason_for
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
@@ -36,7 +36,7 @@ def starter(settings: dict[str, Any] | None = None) -> LoadedConfig:
 
 
 def planned(kinds: dict[str, MachineKind], **settings: Any) -> Planned:
-    return plan(sketch(starter(settings).run), kinds, lambda changed: starter(settings | dict(changed)), lambda *_: None)
+    return plan(build_meta_model(starter(settings).run), kinds, lambda changed: starter(settings | dict(changed)), lambda *_: None)
 
 
 def prediction(rate: float, apart: float, codec: str = "none", order: int = 0) -> Prediction:
@@ -158,12 +158,12 @@ def test_a_model_that_fits_only_a_few_machines_leaves_the_others_out_or_takes_a_
 def test_what_would_fit_is_said() -> None:
     settings = {"model.kind": "gpt", "model.num_layers": 6, "model.hidden_size": 128, "model.num_heads": 4, "training.batch_size": 32}
     loaded = resolve([ConfigFile("demo-gpt")], [Override(path, str(value), path) for path, value in settings.items()])
-    run, found = loaded.run, sketch(loaded.run)
+    run, found = loaded.run, build_meta_model(loaded.run)
     whole = found.memory(run).gb
-    assert not fitting(found, run, {"m": FAST.replace(memory_gb=0.9 * whole)})
-    assert what_would_fit(found, run, 0.9 * whole)[0].startswith("training.batch_size=16: ")
-    assert what_would_fit(found, run, 0.9 * whole)[1].startswith("training.gradient_checkpointing=true and training.batch_size=")
-    shared = what_would_fit(found, run, 0.5 * found.memory(run.replace(training=run.training.replace(batch_size=1))).gb)
+    assert not machines_that_fit(found, run, {"m": FAST.replace(memory_gb=0.9 * whole)})
+    assert ways_to_fit(found, run, 0.9 * whole)[0].startswith("training.batch_size=16: ")
+    assert ways_to_fit(found, run, 0.9 * whole)[1].startswith("training.gradient_checkpointing=true and training.batch_size=")
+    shared = ways_to_fit(found, run, 0.5 * found.memory(run.replace(training=run.training.replace(batch_size=1))).gb)
     assert re.match(r"engine.kind=fsdp over \d devices", shared[-2]) or "gradient_checkpointing" in shared[0]
     assert found.parts.single.vector.device.type == "meta", "no numbers are kept of a model that may be larger than this machine"
 
@@ -214,7 +214,7 @@ def test_a_machine_is_timed_without_the_data_where_its_size_is_given(capsys: pyt
 def test_machines_of_several_devices_are_planned_with_an_engine_that_fits_them() -> None:
     """Where each device holds all of the weights, less is exchanged; where it cannot, the devices share them."""
     settings = {"model.hidden_sizes": [512, 512], "strategy.kind": "async"}
-    found = sketch(starter(settings).run)
+    found = build_meta_model(starter(settings).run)
     whole = found.memory(found.run).gb
     for memory_gb, engine in ((2 * whole, "ddp"), (0.6 * whole, "fsdp")):
         first = planned({"box": MachineKind(count=2, steps_per_s=20.0, devices=2, memory_gb=memory_gb)}, **settings).first

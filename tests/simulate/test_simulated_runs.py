@@ -13,12 +13,12 @@ import pytest
 from shoal.cli.main import main
 from shoal.config import Run
 from shoal.config.load import ConfigFile, Override, resolve
-from shoal.simulate import Machine, Report, listed, simulate, weather_named
-from shoal.simulate.event_queue import Timeline
+from shoal.simulate import SimulatedMachine, SimulationReport, simulate, weather_named, weather_of
+from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Cores, Link
 from shoal.simulate.meta_model import data_of
 from shoal.simulate.simulation import agreed_for, scenario_of
-from shoal.simulate.virtual_run import World
+from shoal.simulate.virtual_run import VirtualRun
 from shoal.transports.netem import PROFILES
 from shoal.transports.netem.profiles import Profile
 
@@ -39,11 +39,11 @@ def run_of(**settings: str) -> Run:
     return loaded.run
 
 
-def machines(count: int, **other: object) -> list[Machine]:
-    return [Machine(f"w{number}", 1.0 + 0.3 * number, PROFILES["cellular"], **other) for number in range(count)]
+def machines(count: int, **other: object) -> list[SimulatedMachine]:
+    return [SimulatedMachine(f"w{number}", 1.0 + 0.3 * number, PROFILES["cellular"], **other) for number in range(count)]
 
 
-def key_figures(report: Report) -> tuple[object, ...]:
+def key_figures(report: SimulationReport) -> tuple[object, ...]:
     return report.digest, report.samples, report.outcomes, report.received_bytes, report.hours
 
 
@@ -75,7 +75,7 @@ def test_false_workers_spoil_the_mean() -> None:
 
 
 def test_a_machine_that_disappears_and_comes_back_is_taken_for_dead_and_goes_on() -> None:
-    there = [*machines(2), Machine("guest", 1.0, stays=((0.0, 60.0), (150.0, 1e9)))]
+    there = [*machines(2), SimulatedMachine("guest", 1.0, stays=((0.0, 60.0), (150.0, 1e9)))]
     report = simulate(run_of(**STRATEGIES["syncps"], **{"strategy.round_timeout_s": "20"}), there, hours=0.08)
     assert any("guest is taken for dead" in note for note in report.notes)
     assert sum("guest joined" in note for note in report.notes) == 2
@@ -83,14 +83,14 @@ def test_a_machine_that_disappears_and_comes_back_is_taken_for_dead_and_goes_on(
 
 
 def test_a_site_that_goes_dark_is_silent_until_the_light_is_back() -> None:
-    weather = listed([Machine("here", 1.0), Machine("there", 1.0, site="s")])._replace(dark={"s": ((60.0, 120.0),)})
+    weather = weather_of([SimulatedMachine("here", 1.0), SimulatedMachine("there", 1.0, site="s")])._replace(dark={"s": ((60.0, 120.0),)})
     report = simulate(run_of(**STRATEGIES["async"]), weather, hours=0.06)
     assert any("there is taken for dead" in note for note in report.notes)
     assert report.violations == []
 
 
 def test_slower_links_make_slower_runs_and_fewer_bytes_help() -> None:
-    slow = [Machine(f"w{number}", 0.1, PROFILES["degraded"]) for number in range(3)]
+    slow = [SimulatedMachine(f"w{number}", 0.1, PROFILES["degraded"]) for number in range(3)]
     run = run_of(**STRATEGIES["async"], **{"model.hidden_sizes": "[100, 100]"})
     short = run_of(**STRATEGIES["async"], **{"model.hidden_sizes": "[100, 100]", "updates.codec.kind": "int8"})
     plain, encoded, calm = simulate(run, slow, hours=0.02), simulate(short, slow, hours=0.02), simulate(run, 3, hours=0.002)
@@ -100,7 +100,7 @@ def test_slower_links_make_slower_runs_and_fewer_bytes_help() -> None:
 
 
 def test_computations_that_share_cores_take_longer() -> None:
-    timeline, done = Timeline(), list[tuple[str, float]]()
+    timeline, done = EventQueue(), list[tuple[str, float]]()
     cores = Cores(timeline, 2)
     for name, work_s in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         cores.compute(work_s, lambda name=name: done.append((name, timeline.now)))
@@ -129,8 +129,8 @@ def test_the_mixed_weather_has_everything_that_makes_the_world_hard() -> None:
 def test_tasks_are_given_out_in_virtual_time_and_no_batch_is_learned_from_twice() -> None:
     """One of five machines disappears in the middle of its task, and links are slow enough for workers to compute while they send."""
     run = run_of(**STRATEGIES["async"], **{"scheduler.kind": "gale-shapley", "training.epochs": "2"})
-    there = [*machines(4), Machine("gone", 1.0, PROFILES["cellular"], stays=((0.0, 20.0),))]
-    world = World(scenario_of(run, agreed_for(run, 5, data_of(run), learns=False), learns=False), listed(there), 1.0, 0)
+    there = [*machines(4), SimulatedMachine("gone", 1.0, PROFILES["cellular"], stays=((0.0, 20.0),))]
+    world = VirtualRun(scenario_of(run, agreed_for(run, 5, data_of(run), learns=False), learns=False), weather_of(there), 1.0, 0)
     learned: Counter[tuple[int, int]] = Counter()
     append = world.store.ledger.append
 
@@ -149,7 +149,7 @@ def test_tasks_are_given_out_in_virtual_time_and_no_batch_is_learned_from_twice(
 
 
 def test_things_in_line_and_others_happen_in_the_order_of_their_times() -> None:
-    timeline, seen = Timeline(), list[tuple[str, float]]()
+    timeline, seen = EventQueue(), list[tuple[str, float]]()
 
     def see(name: str) -> None:
         seen.append((name, timeline.now))
@@ -221,7 +221,7 @@ def test_workers_of_one_machine_share_its_cores_and_may_be_slower(capsys: pytest
 
 
 def test_other_peoples_processes_take_their_part_of_the_cores() -> None:
-    timeline, done = Timeline(), list[float]()
+    timeline, done = EventQueue(), list[float]()
     Cores(timeline, 2, others=3).compute(1.0, lambda: done.append(timeline.now))
     timeline.run(100.0)
     assert done == [pytest.approx(2.0)], "one of four gets half a core"
@@ -240,6 +240,6 @@ def test_a_long_message_waits_for_the_piece_that_jitters_most() -> None:
 
 def test_the_lag_that_most_do_not_exceed_is_found_among_many_lags() -> None:
     """Ten thousand workers have a hundred thousand different lags in an hour. To add them up again for each took longer than the hour."""
-    report = Report(1, 1.0, 0, "edp", "none", False)
+    report = SimulationReport(1, 1.0, 0, "edp", "none", False)
     report.lags.update({lag: 1 + lag % 3 for lag in range(100_000)})
     assert report.lag_below(0.95) == pytest.approx(95_000, abs=5)

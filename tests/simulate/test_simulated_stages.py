@@ -12,17 +12,17 @@ from shoal.cli.main import main
 from shoal.config import Run
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.machines import MachineKind
-from shoal.engines.pipeline.split import Layers
+from shoal.engines.pipeline.split import LayerSizes
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
-from shoal.runs.stage_placement import cut_at
-from shoal.simulate.machines import CALM, Machine
-from shoal.simulate.meta_model import sketch
-from shoal.simulate.pipeline_plans import Staged, machines_needed, staged_plans
-from shoal.simulate.pipeline_timing import Step, held_by, step_of
+from shoal.runs.stage_placement import stages_between
+from shoal.simulate.machines import CALM, SimulatedMachine
+from shoal.simulate.meta_model import build_meta_model
+from shoal.simulate.pipeline_plans import PipelineCandidate, machines_needed, pipeline_plans
+from shoal.simulate.pipeline_timing import PipelineStep, stages_on, time_step
 from shoal.simulate.planning import plan
 
-LAYERS = Layers([100] * 4, 0, 0, 0, [1.0] * 4, 0.0)
+LAYERS = LayerSizes([100] * 4, 0, 0, 0, [1.0] * 4, 0.0)
 AT_ONCE = CALM._replace(round_trip_ms=0.0, mbit_per_s=0)
 SETTINGS: dict[str, Any] = {
     "model": {"kind": "gpt", "hidden_size": 32, "num_layers": 6, "num_heads": 2, "max_seq_len": 16},
@@ -40,16 +40,16 @@ def run_with(**engine: Any) -> Run:
     return loaded(engine={"kind": "pipeline", **engine}).run
 
 
-def step(run: Run, machines: list[Machine], layers: Layers = LAYERS) -> Step:
+def step(run: Run, machines: list[SimulatedMachine], layers: LayerSizes = LAYERS) -> PipelineStep:
     count = len(machines)
     bounds = [len(layers.sizes) * number // count for number in range(count + 1)]
-    return step_of(run, layers, held_by(run, layers, cut_at(run, layers, 10, bounds), machines))
+    return time_step(run, layers, stages_on(run, layers, stages_between(run, layers, 10, bounds), machines))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_equal_stages_wait_for_the_share_of_the_time_that_the_page_says(schedule: str, stages: int) -> None:
-    found = step(run_with(micro_batches=8, schedule=schedule), [Machine(f"m{number}", 1.0, AT_ONCE) for number in range(stages)])
+    found = step(run_with(micro_batches=8, schedule=schedule), [SimulatedMachine(f"m{number}", 1.0, AT_ONCE) for number in range(stages)])
     assert found.seconds == pytest.approx((8 + stages - 1) / 8 / stages)
     assert 1 - found.utilisation == pytest.approx((stages - 1) / (8 + stages - 1))
 
@@ -57,27 +57,27 @@ def test_equal_stages_wait_for_the_share_of_the_time_that_the_page_says(schedule
 def test_a_link_that_takes_longer_than_computing_decides() -> None:
     """Eight micro-batches, each a stream of 2,048 bytes that takes a second on the way, and as long on the way back."""
     slow = AT_ONCE._replace(mbit_per_s=8 * 2048 / 1e6)
-    found = step(run_with(micro_batches=8, schedule="gpipe"), [Machine("a", 1e-6, slow), Machine("b", 1e-6, slow)])
+    found = step(run_with(micro_batches=8, schedule="gpipe"), [SimulatedMachine("a", 1e-6, slow), SimulatedMachine("b", 1e-6, slow)])
     assert found.seconds == pytest.approx(16, rel=1e-4)
     assert found.bytes == 2 * 8 * 2048
 
 
 def test_1f1b_waits_for_a_far_machine_where_all_forward_passes_first_do_not() -> None:
-    far = [Machine("a", 1.0, AT_ONCE), Machine("b", 1.0, AT_ONCE._replace(round_trip_ms=1000.0))]
+    far = [SimulatedMachine("a", 1.0, AT_ONCE), SimulatedMachine("b", 1.0, AT_ONCE._replace(round_trip_ms=1000.0))]
     kept, ahead = (step(run_with(micro_batches=8, schedule=schedule), far) for schedule in ("1f1b", "gpipe"))
     assert kept.seconds > ahead.seconds + 1.0
 
 
 def test_a_matrix_that_both_ends_use_travels_there_and_back() -> None:
-    machines = [Machine("a", 1.0, AT_ONCE), Machine("b", 1.0, AT_ONCE)]
+    machines = [SimulatedMachine("a", 1.0, AT_ONCE), SimulatedMachine("b", 1.0, AT_ONCE)]
     alike = step(run_with(), machines)
     assert step(run_with(), machines, LAYERS._replace(copied=50)).bytes == alike.bytes + 2 * 4 * 50
 
 
 def test_the_first_stages_keep_more_micro_batches_than_the_last() -> None:
     run = run_with(micro_batches=8)
-    first, *_, last = cut_at(run, LAYERS, 10, [0, 1, 2, 3, 4])
-    ahead = cut_at(run_with(micro_batches=8, schedule="gpipe"), LAYERS, 10, [0, 1, 2, 3, 4])[0]
+    first, *_, last = stages_between(run, LAYERS, 10, [0, 1, 2, 3, 4])
+    ahead = stages_between(run_with(micro_batches=8, schedule="gpipe"), LAYERS, 10, [0, 1, 2, 3, 4])[0]
     assert first.memory.activations > last.memory.activations
     assert ahead.memory.activations == 2 * first.memory.activations, "eight under way, and not four"
     assert first.memory.weights == 4 * 100
@@ -148,16 +148,16 @@ def varied(changed: Any) -> LoadedConfig:
 
 def test_the_stages_of_a_plan_stay_where_it_puts_them() -> None:
     kinds = {"fast": MachineKind(memory_gb=4.0, steps_per_s=40.0), "slow": MachineKind(count=3, memory_gb=1.0, steps_per_s=10.0)}
-    found = sketch(loaded().run)
-    plans = staged_plans(found, kinds, varied)
+    found = build_meta_model(loaded().run)
+    plans = pipeline_plans(found, kinds, varied)
     assert [len(one.stages) for one in plans] == [2, 3, 4]
     for one in plans:
-        assert isinstance(one.candidate, Staged)
+        assert isinstance(one.candidate, PipelineCandidate)
         run = one.loaded.run
-        layers, vocabulary = stage_placement.outlined(run)
+        layers, vocabulary = stage_placement.layers_and_vocabulary(run)
         stages = stage_placement.stages_of(run, layers, vocabulary)
         assert [(stage.first, stage.last) for stage in stages] == [(stage.first, stage.last) for stage in one.stages]
-        assert list(stage_placement.placed_on(run, stages, stage_placement.listed(run), must_have="fast").values()) == list(
+        assert list(stage_placement.place_stages(run, stages, stage_placement.listed_machines(run), must_have="fast").values()) == list(
             one.candidate.machines
         )
         assert one.candidate.machines[0] == "fast"
@@ -167,12 +167,12 @@ def test_the_stages_of_a_plan_stay_where_it_puts_them() -> None:
 
 def test_a_model_that_is_not_cut_has_no_such_plan() -> None:
     run = loaded(model={"kind": "lstm", "hidden_size": 8}).run
-    assert staged_plans(sketch(run), {"a": MachineKind(count=2, steps_per_s=1.0)}, varied) == []
-    assert machines_needed(sketch(run), run, 1.0) is None
+    assert pipeline_plans(build_meta_model(run), {"a": MachineKind(count=2, steps_per_s=1.0)}, varied) == []
+    assert machines_needed(build_meta_model(run), run, 1.0) is None
 
 
 def test_so_many_machines_are_needed_that_each_holds_its_stage() -> None:
-    found = sketch(loaded().run)
+    found = build_meta_model(loaded().run)
     whole = found.memory(found.run).gb
     assert machines_needed(found, found.run, whole) == (2, 8)
     few, more = (machines_needed(found, found.run, share * whole) for share in (0.4, 0.2))
@@ -184,9 +184,9 @@ def test_so_many_machines_are_needed_that_each_holds_its_stage() -> None:
 
 def test_where_no_machine_holds_the_model_only_pipelines_are_planned() -> None:
     kinds = {name: MachineKind(**given) for name, given in NOBODY_HOLDS_IT.items()}
-    found = plan(sketch(loaded().run), kinds, varied, lambda *_: None)
+    found = plan(build_meta_model(loaded().run), kinds, varied, lambda *_: None)
     assert found.alone is None
-    assert all(isinstance(one.candidate, Staged) for one in found.predictions)
+    assert all(isinstance(one.candidate, PipelineCandidate) for one in found.predictions)
     assert found.first.memory_gb <= 0.0012
     with pytest.raises(ShoalError, match="the model does not fit the memory of these machines"):
-        plan(sketch(loaded().run), {"tiny": MachineKind(count=2, memory_gb=1e-5, steps_per_s=1.0)}, varied, lambda *_: None)
+        plan(build_meta_model(loaded().run), {"tiny": MachineKind(count=2, memory_gb=1e-5, steps_per_s=1.0)}, varied, lambda *_: None)

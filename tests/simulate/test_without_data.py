@@ -16,8 +16,8 @@ from shoal.config import Run
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.schema.data import Builtin, HubDataset, Images, Mixture, MixturePart, Text, Wikitext
 from shoal.errors import ShoalError
-from shoal.simulate import Machine, simulate
-from shoal.simulate.meta_model import data_of, sketch
+from shoal.simulate import SimulatedMachine, simulate
+from shoal.simulate.meta_model import build_meta_model, data_of
 
 LARGE = """\
 model: {kind: gpt, hidden_size: 4096, num_layers: 32, num_heads: 32, max_seq_len: 2048, vocab_size: 50257}
@@ -41,8 +41,8 @@ def run_of(file: str, **settings: Any) -> Run:
 def test_billions_of_parameters_are_simulated_without_numbers_and_without_data(large: str) -> None:
     """Weights of 27 GB take minutes over a fast link, and a worker waits for them as long as a real one would."""
     run = run_of(large)
-    assert sketch(run, data_of(run, 1000)).parts.single.vector.device.type == "meta"
-    report = simulate(run, [Machine(f"w{number}", 2.0) for number in range(3)], hours=1.0, samples=100_000)
+    assert build_meta_model(run, data_of(run, 1000)).parts.single.vector.device.type == "meta"
+    report = simulate(run, [SimulatedMachine(f"w{number}", 2.0) for number in range(3)], hours=1.0, samples=100_000)
     assert report.versions > 2
     assert report.samples == report.versions * 3 * 50 * 4
     assert report.judged <= report.received_bytes / (4 * PARAMETERS) <= report.judged + 3.01, "of each worker one may be under way"
@@ -51,7 +51,7 @@ def test_billions_of_parameters_are_simulated_without_numbers_and_without_data(l
 
 
 def test_data_that_is_not_here_is_asked_about_and_never_downloaded(large: str) -> None:
-    there = [Machine("w1", 2.0), Machine("w2", 2.0)]
+    there = [SimulatedMachine("w1", 2.0), SimulatedMachine("w2", 2.0)]
     with pytest.raises(ShoalError, match=r"nowhere/text is not on this machine.*--samples N, or set training.max_steps"):
         simulate(run_of(large), there)
     endless = run_of(large, **{"training.max_steps": 100})
@@ -68,11 +68,11 @@ def test_data_that_is_not_here_is_asked_about_and_never_downloaded(large: str) -
 def test_which_sources_are_here(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Shoal.\n")
     here, gone = Text(path=str(tmp_path / "text.txt")), Text(path=str(tmp_path / "gone.txt"))
-    assert [data.is_here(source) for source in (Builtin(), here, gone)] == [True, True, False]
-    assert not data.is_here(Mixture(parts=(MixturePart(source=here), MixturePart(source=gone))))
+    assert [data.is_local(source) for source in (Builtin(), here, gone)] == [True, True, False]
+    assert not data.is_local(Mixture(parts=(MixturePart(source=here), MixturePart(source=gone))))
     of_the_hub = HubDataset(name="squad"), HubDataset(name=str(tmp_path)), Wikitext()
-    assert [data.is_here(source) for source in of_the_hub] == [False, True, False]
-    assert not data.is_here(Images(path=str(tmp_path / "images")))
+    assert [data.is_local(source) for source in of_the_hub] == [False, True, False]
+    assert not data.is_local(Images(path=str(tmp_path / "images")))
 
 
 @pytest.mark.parametrize(
@@ -85,34 +85,34 @@ def test_which_sources_are_here(tmp_path: Path) -> None:
 )
 def test_the_number_of_samples_is_known_where_the_source_or_the_settings_say_it(settings: dict[str, Any], count: int) -> None:
     run = run_of("starter", **settings)
-    supposed = data.suppose(run, None)
+    supposed = data.make_fake_data(run, None)
     assert isinstance(supposed.train, data.Samples)
     assert len(supposed.train) == count
     batch = supposed.train.batch([0, 1, 2])
     assert batch["image"].shape == (3, 1, 28, 28)
     assert int(batch["label"].max()) < 10
-    assert sketch(run, supposed).parameters == 28 * 28 * 128 + 3 * 128 + 128 * 10 + 10
+    assert build_meta_model(run, supposed).parameters == 28 * 28 * 128 + 3 * 128 + 128 * 10 + 10
 
 
 def test_a_shape_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
     images = {"data.source.kind": "images", "data.source.path": str(tmp_path / "gone")}
     with pytest.raises(ShoalError, match=r"set model.input_dim"):
-        data.suppose(run_of("starter", **images), 10)
+        data.make_fake_data(run_of("starter", **images), 10)
     with pytest.raises(ShoalError, match=r"set model.output_dim"):
-        data.suppose(run_of("starter", **images, **{"model.input_dim": 12}), 10)
-    known = data.suppose(run_of("starter", **images, **{"model.input_dim": 12, "model.output_dim": 4}), 10)
+        data.make_fake_data(run_of("starter", **images, **{"model.input_dim": 12}), 10)
+    known = data.make_fake_data(run_of("starter", **images, **{"model.input_dim": 12, "model.output_dim": 4}), 10)
     assert (known.info.image_shape, known.info.num_classes) == ((1, 1, 12), 4)
-    faces = data.suppose(run_of("classroom/quick-testing"), 10)
+    faces = data.make_fake_data(run_of("classroom/quick-testing"), 10)
     assert faces.info.image_shape == (3, 64, 64)
     with pytest.raises(ShoalError, match=r"set model.vocab_size"):
-        data.suppose(run_of("demo-gpt", **{"data.tokenizer": "bpe"}), 10)
+        data.make_fake_data(run_of("demo-gpt", **{"data.tokenizer": "bpe"}), 10)
 
 
 def test_a_model_of_the_hub_is_laid_out_from_its_configuration_alone(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=300, n_positions=64).save_pretrained(tmp_path)
     settings = {"model.kind": "huggingface", "model.pretrained": tmp_path, "data.tokenizer": "bytes", "data.sequence_length": 16}
-    found = sketch(run_of("demo-gpt", **settings))
+    found = build_meta_model(run_of("demo-gpt", **settings))
     assert found.parts.single.vector.device.type == "meta"
     with torch.device("meta"):
         whole = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
@@ -120,7 +120,7 @@ def test_a_model_of_the_hub_is_laid_out_from_its_configuration_alone(tmp_path: P
     assert found.parameters == size
     pytest.importorskip("peft")
     run = run_of("demo-gpt", **settings, **{"model.lora.rank": 2})
-    small = sketch(run)
+    small = build_meta_model(run)
     assert (small.parts.frozen, small.parameters < size / 10) == (size, True)
     assert small.memory(run).weights == 4 * (size + small.parameters)
     assert small.memory(run).gradients == 4 * small.parameters
@@ -129,10 +129,10 @@ def test_a_model_of_the_hub_is_laid_out_from_its_configuration_alone(tmp_path: P
 
 def test_a_token_takes_the_operations_of_the_experts_that_it_visits() -> None:
     one, two = (run_of("demo-gpt", **{"model.kind": "moe", "model.experts.per_token": visited}) for visited in (1, 2))
-    inner = sum(value.numel() for value in sketch(one).parts.single.task.players["model"].parameters() if value.dim() == 3)
+    inner = sum(value.numel() for value in build_meta_model(one).parts.single.task.players["model"].parameters() if value.dim() == 3)
     assert inner
     batch = (one.training.batch_size or 1) * (one.data.sequence_length or 0)
-    assert sketch(two).operations(two) - sketch(one).operations(one) == 6 * batch * inner / one.model.experts.count
+    assert build_meta_model(two).operations(two) - build_meta_model(one).operations(one) == 6 * batch * inner / one.model.experts.count
 
 
 # --- the commands ------------------------------------------------------------------------------------

@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from layered import loaded, merged
 
-from commands import HANG_S
 from shoal.config.load import parse_override
 from shoal.config.schema.cluster import InProcess
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.monitoring.recorder import Reporter
-from shoal.runs.training.loop import Loop
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.training.loop import TrainingLoop
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from tests.support.layered_settings import loaded, merged
+from tests.support.processes import HANG_S
 
 
 class Outcome(NamedTuple):
     """How a cluster's run ended."""
 
-    loop: ClusterLoop
+    loop: CoordinatorLoop
     summary: dict[str, Any]
-    workers: list[Joined]
+    workers: list[JoinedWorker]
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -58,7 +58,7 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
     def train(
         *layers: Mapping[str, Any],
         workers: int = 3,
-        change: Callable[[Joined], None] = lambda joined: None,
+        change: Callable[[JoinedWorker], None] = lambda joined: None,
         own: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
         reporters: Sequence[Reporter] = (),
     ) -> Outcome:
@@ -66,7 +66,7 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
         made = loaded(merged({"coordinator": {"heartbeat_interval_s": 30.0}}, *layers))
         folder = parent / f"cluster-{len(list(parent.iterdir()))}"
         loop, invitation = prepare(made, run_dir=str(folder), resume=False, reporters=[*reporters], workers=workers, transport=InProcess())
-        joined: list[Joined] = []
+        joined: list[JoinedWorker] = []
         problems: list[BaseException] = []
         all_here = threading.Barrier(workers)  # a run without rounds could be over before the last one comes, who would look for it in vain
 
@@ -74,8 +74,8 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
             try:
                 name, place = f"w{number}", folder / "workers"
                 overrides = [parse_override(text) for text in own.get(number, ())]
-                way = Way(*invitation, name=name, receipts=place / f"{name}.jsonl", state=place / name, overrides=overrides)
-                worker = Joined(way, lambda text: None)
+                way = JoinOptions(*invitation, name=name, receipts=place / f"{name}.jsonl", state=place / name, overrides=overrides)
+                worker = JoinedWorker(way, lambda text: None)
                 worker.prepare()
                 joined.append(worker)
                 change(worker)
@@ -103,10 +103,10 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Callable[..., Loop]:
+def alone(tmp_path: Path) -> Callable[..., TrainingLoop]:
     """Train in one process."""
 
-    def train(*layers: Mapping[str, Any]) -> Loop:
+    def train(*layers: Mapping[str, Any]) -> TrainingLoop:
         from shoal.runs.training.train_alone import prepare as prepare_alone
 
         folder = tmp_path / f"alone-{len(list(tmp_path.iterdir()))}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.config.load import resolve_data
-from shoal.runs.run_size import needed
+from shoal.runs.run_size import needed_contributions
 
 CLEAN = 0.93
 """What honest workers reach at least on the digits, in so few steps."""
@@ -18,12 +17,9 @@ CLEAN = 0.93
 
 @pytest.fixture(scope="module")
 def byzantine() -> Any:
-    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
         yield importlib.import_module("byzantine")
-    finally:
-        sys.path.remove(folder)
 
 
 def test_honest_workers_learn_and_the_mean_is_lost_to_false_ones(byzantine: Any) -> None:
@@ -55,4 +51,4 @@ def test_mixing_counts_in_how_many_contributions_a_round_needs(mixing: Any, leas
     run = resolve_data(
         {"strategy": {"kind": "syncps"}, "cluster": {"num_workers": 9}, "updates": updates}, name="n", dialect="shoal", environ={}
     )
-    assert needed(run.run) == least
+    assert needed_contributions(run.run) == least

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Parts, assemble, feed_of
-from shoal.runs.worker_run import Joined
+from shoal.runs.build_run import RunParts, assemble, feed_for_seat
+from shoal.runs.worker_run import JoinedWorker
+from tests.support.layered_settings import loaded, merged
 
 MLP = {"model": {"kind": "mlp", "hidden_sizes": [16]}}
 LEARNING = {
@@ -37,8 +37,8 @@ def by_hand(settings: dict[str, Any], workers: int, outer: Callable[[list[torch.
     strategy: Any = run.strategy
     total = run.training.max_steps
     assert total is not None
-    islands: list[Parts] = [assemble(run, length=lambda samples: total) for _ in range(workers)]
-    feeds = [feed_of(run, one.data, seat, workers) for seat, one in enumerate(islands)]
+    islands: list[RunParts] = [assemble(run, length=lambda samples: total) for _ in range(workers)]
+    feeds = [feed_for_seat(run, one.data, seat, workers) for seat, one in enumerate(islands)]
     shared = torch.nn.Parameter(islands[0].engine.vector.clone())
     optimizer = outer([shared])
     for _ in range(strategy.rounds):
@@ -158,7 +158,7 @@ def test_any_inner_optimizer_learns(cluster: Callable[..., Any], name: str) -> N
 def test_the_held_out_data_is_judged_once_a_round_and_no_worker_sees_it(cluster: Callable[..., Any]) -> None:
     seen: list[torch.Tensor] = []
 
-    def watch(joined: Joined) -> None:
+    def watch(joined: JoinedWorker) -> None:
         assert joined.worker is not None
         step = joined.worker.engine.step
         joined.worker.engine.step = lambda batches: (seen.extend(batch["image"] for batch in batches), step(batches))[1]  # type: ignore[method-assign]
@@ -166,7 +166,7 @@ def test_the_held_out_data_is_judged_once_a_round_and_no_worker_sees_it(cluster:
     together = cluster(SMALL, DILOCO, {"evaluation": {"strategy": None}}, workers=2, change=watch)
     judged = [record["step"] for record in together.loop.directory.metrics() if record["split"] == "eval"]
     assert judged == [1, 2, 3, 4]
-    held_out = torch.cat([batch["image"] for batch in together.loop.judge.batches()]).flatten(1)
+    held_out = torch.cat([batch["image"] for batch in together.loop.evaluator.batches()]).flatten(1)
     learned = torch.cat(seen).flatten(1)
     assert len(learned) == 2 * 4 * 5 * 20
     shared = (torch.cdist(learned.double(), held_out.double()) == 0).any(1).sum()
@@ -197,7 +197,7 @@ def test_steps_in_settings_are_those_of_a_worker(cluster: Callable[..., Any]) ->
 
 
 def test_a_poisoned_round_is_not_sent_and_does_not_poison_the_next(cluster: Callable[..., Any]) -> None:
-    def poison(joined: Joined) -> None:
+    def poison(joined: JoinedWorker) -> None:
         assert joined.worker is not None
         engine, calls = joined.worker.engine, [0]
         step = engine.step
@@ -218,7 +218,7 @@ def test_a_poisoned_round_is_not_sent_and_does_not_poison_the_next(cluster: Call
 
 
 def test_a_worker_that_leaves_and_one_that_joins_late_are_no_trouble(cluster: Callable[..., Any]) -> None:
-    def leave(joined: Joined) -> None:
+    def leave(joined: JoinedWorker) -> None:
         worker = joined.worker
         assert worker is not None
         if joined.name != "w2":

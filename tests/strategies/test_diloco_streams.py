@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
-from shoal.runs.build_run import assemble, feed_of
-from shoal.runs.worker_run import Joined
+from shoal.runs.build_run import assemble, feed_for_seat
+from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.fragments import spans
+from tests.support.layered_settings import loaded, merged
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [24, 16]},
@@ -31,7 +31,7 @@ def streamed_by_hand(settings: dict[str, Any], workers: int) -> tuple[torch.Tens
     strategy: Any = run.strategy
     overlap, share = strategy.overlap_steps, strategy.overlap_blend if strategy.overlap_steps else 1.0
     islands = [assemble(run, length=lambda samples: run.training.max_steps or 0) for _ in range(workers)]
-    feeds = [feed_of(run, one.data, seat, workers) for seat, one in enumerate(islands)]
+    feeds = [feed_for_seat(run, one.data, seat, workers) for seat, one in enumerate(islands)]
     slots = [slot for network in islands[0].engine.networks.values() for slot in network.layout.slots]
     parts = spans([slot.size for slot in slots], strategy.fragments)
     shared = islands[0].engine.vector.clone()
@@ -83,7 +83,7 @@ def test_a_fragment_is_all_that_is_on_its_way(cluster: Callable[..., Any]) -> No
     def sizes(fragments: int) -> list[int]:
         found: list[int] = []
 
-        def watch(joined: Joined) -> None:
+        def watch(joined: JoinedWorker) -> None:
             assert joined.worker is not None
             send = joined.worker._send
             joined.worker._send = lambda made, frames, soon: (found.append(sum(map(len, frames))), send(made, frames, soon))[1]  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ def test_asynchronous_rounds_learn_from_as_much_data(cluster: Callable[..., Any]
 
 
 def test_a_slow_worker_takes_fewer_steps_and_counts_for_less(cluster: Callable[..., Any]) -> None:
-    def slow(joined: Joined) -> None:
+    def slow(joined: JoinedWorker) -> None:
         assert joined.worker is not None
         if joined.name == "w2":
             joined.worker.slowdown = 30.0  # far more than what other processes of this machine can cost the other one

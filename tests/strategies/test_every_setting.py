@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
 from shoal.config.schema.cluster import InProcess
 from shoal.reporters import class_table
 from shoal.reporters.progress import PlainProgress, figures
-from shoal.runs.build_run import assemble, feed_of
+from shoal.runs.build_run import assemble, feed_for_seat
 from shoal.runs.coordinator_setup import prepare
-from shoal.runs.worker_run import Joined
+from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.rules import aggregation
+from tests.support.layered_settings import loaded, merged
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},
@@ -86,7 +86,7 @@ def moved_by_hand(settings: dict[str, Any], rounds: list[list[int]], combine: Ca
     run, workers = loaded(settings).run, len(rounds[0])
     inner = getattr(run.strategy, "inner_steps", 0)
     islands = [assemble(run, length=lambda samples: run.training.max_steps or 0) for _ in range(workers)]
-    feeds = [feed_of(run, island.data, seat, workers) for seat, island in enumerate(islands)]
+    feeds = [feed_for_seat(run, island.data, seat, workers) for seat, island in enumerate(islands)]
     weights = torch.nn.Parameter(islands[0].engine.vector.clone())
     outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if inner else {"lr": 0.1}
     optimizer = torch.optim.SGD([weights], **outer)
@@ -164,7 +164,7 @@ def test_without_rounds_a_rule_learns_beside_a_worker_that_pulls_all_weights_dow
     assert outcome.loss < 2.2  # 2.3 at first; with the mean more than a thousand
 
 
-def lie(joined: Joined) -> None:
+def lie(joined: JoinedWorker) -> None:
     """The gradient of the seventh worker is a million for every weight, whatever its data."""
     if joined.name != "w7":
         return
@@ -232,7 +232,7 @@ def test_what_is_sent_is_clipped_by_the_unit_of_privacy(cluster: Callable[..., A
     sent: list[torch.Tensor] = []
     by_sample: list[int] = []
 
-    def watch(joined: Joined) -> None:
+    def watch(joined: JoinedWorker) -> None:
         worker = joined.worker
         assert worker is not None
         send, taken = worker._send, worker.engine.gradients_by_sample
@@ -260,7 +260,7 @@ def test_polyak_blends_what_is_pulled(cluster: Callable[..., Any]) -> None:
 
 
 def test_a_poisoned_batch_is_never_sent(cluster: Callable[..., Any]) -> None:
-    def poison(joined: Joined) -> None:
+    def poison(joined: JoinedWorker) -> None:
         worker = joined.worker
         assert worker is not None
         compute, calls = worker.engine.gradients, [0]
@@ -281,7 +281,7 @@ def test_a_poisoned_batch_is_never_sent(cluster: Callable[..., Any]) -> None:
 
 
 def test_a_worker_whose_gradients_are_never_finite_gives_up(cluster: Callable[..., Any]) -> None:
-    def poison(joined: Joined) -> None:
+    def poison(joined: JoinedWorker) -> None:
         worker = joined.worker
         assert worker is not None
         worker.engine.vector.fill_(math.nan)

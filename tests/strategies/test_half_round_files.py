@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
-from test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
 
 from shoal.engines import SingleEngine
 from shoal.runs.build_run import assemble
-from shoal.runs.folder.worker_checkpoint import Keepsakes, Occasions
+from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.updates.state_packing import packed
-from shoal.worker.session import Seated
-from shoal.worker.worker_state import Beginning, HalfRound
+from shoal.worker.session import SeatAssigned
+from shoal.worker.worker_state import PartialRound, RoundStart
+from tests.strategies.test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
+from tests.support.layered_settings import loaded, merged
 
-BEGAN = Beginning(2, 17, Seated(1, 0, 12))
-HALF = HalfRound(BEGAN, Seated(1, 0, 15), 3, 4, 48, 700, {"loss": 2.5})
+BEGAN = RoundStart(2, 17, SeatAssigned(1, 0, 12))
+HALF = PartialRound(BEGAN, SeatAssigned(1, 0, 15), 3, 4, 48, 700, {"loss": 2.5})
 
 
 def engine_of(steps: int) -> SingleEngine:
@@ -31,8 +31,8 @@ def engine_of(steps: int) -> SingleEngine:
     return parts.engine
 
 
-def keepsakes_of(engine: SingleEngine, folder: Path, told: list[str], shape: str = "a") -> Keepsakes:
-    return Keepsakes(engine, folder, None, Occasions(lambda version: True, 3, shape), 1, told.append)
+def keepsakes_of(engine: SingleEngine, folder: Path, told: list[str], shape: str = "a") -> WorkerCheckpoints:
+    return WorkerCheckpoints(engine, folder, None, SaveSchedule(lambda version: True, 3, shape), 1, told.append)
 
 
 def test_a_half_round_holds_all_that_steps_leave_behind(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_a_half_round_holds_all_that_steps_leave_behind(tmp_path: Path) -> None:
     [
         ({"version": 3}, "a", "the run is at round 4"),
         ({"weights": 18}, "a", "the round begins with other weights"),
-        ({"place": Seated(0, 0, 12)}, "a", "this worker has another place at the data"),
-        ({"place": Seated(1, 0, 16)}, "a", "this worker has another place at the data"),
+        ({"place": SeatAssigned(0, 0, 12)}, "a", "this worker has another place at the data"),
+        ({"place": SeatAssigned(1, 0, 16)}, "a", "this worker has another place at the data"),
         ({}, "b", "settings have changed"),
     ],
     ids=["round", "weights", "seat", "position", "settings"],
@@ -79,12 +79,12 @@ def test_a_round_that_was_finished_and_taken_lends_its_optimizer_to_the_next(tmp
     keepsakes_of(engine, tmp_path, told).save_half(whole, None)
     another = engine_of(0)
     weights, keepsakes = another.vector.clone(), keepsakes_of(another, tmp_path, told)
-    assert keepsakes.half_round(Beginning(5, 99, HALF.place)) == whole
+    assert keepsakes.half_round(RoundStart(5, 99, HALF.place)) == whole
     keepsakes.resume_half(None, within=False)
     assert torch.equal(another.vector, weights), "the coordinator's weights are newer"
     assert torch.equal(_moments(another), _moments(engine))
     assert not torch.equal(another.take_report(), engine.take_report()), "what it reported is not reported twice"
-    assert keepsakes.half_round(Beginning(1, 17, HALF.place)) is None, "no run goes back"
+    assert keepsakes.half_round(RoundStart(1, 17, HALF.place)) is None, "no run goes back"
 
 
 def _moments(engine: SingleEngine) -> torch.Tensor:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
 from shoal.coordinator.durable import replayed_state as book
 from shoal.engines.expert_layout import expert_blocks
 from shoal.reporters.sinks import LoadMap
 from shoal.runs.build_run import assemble
 from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
+from tests.support.layered_settings import loaded, merged
 
 MOE = {
     "model": {

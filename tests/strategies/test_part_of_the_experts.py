@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
-from test_mixtures_over_workers import MOE, STRATEGIES, biases
 
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.errors import ShoalError
 from shoal.models.moe import Moe
 from shoal.updates.expert_subsets import size_of
+from tests.strategies.test_mixtures_over_workers import MOE, STRATEGIES, biases
+from tests.support.layered_settings import loaded, merged
 
 PARTS = {1: ("engine.experts=[0,1,2]",), 2: ("engine.experts=[1,2,3]",)}
 

@@ -20,16 +20,16 @@ from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.embedding import TokenEmbedding
 from shoal.models.generation.batch_sampling import sample
-from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.decoding import group_draws
 from shoal.models.gpt import Gpt
 from shoal.models.kernels.cpu_packing import packed_for
-from shoal.models.value_head import Scored, add_value
+from shoal.models.value_head import ScoreModel, add_value_head
 from shoal.runs.rlhf.rewards.interface import Answer
-from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.runs.training.train_alone import prepare
 from shoal.tasks import advantages
-from shoal.tasks.answer_logprobs import Text, as_text, as_used, given_to, log_probs
-from shoal.tasks.chunked_logprobs import Pieces, in_pieces
+from shoal.tasks.answer_logprobs import PromptAnswers, as_text, as_used, given_to, log_probs
+from shoal.tasks.chunked_logprobs import ChunkedLogProbs, in_pieces
 from shoal.tasks.policy_gradient import OnlineDpo, PolicyGradient
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
@@ -103,7 +103,7 @@ def test_the_coefficient_follows_its_closed_form() -> None:
 
 def test_the_spread_of_all_numbers_so_far_is_their_standard_deviation() -> None:
     torch.manual_seed(0)
-    numbers, spread = torch.randn(30).double() * 3 + 5, advantages.Spread()
+    numbers, spread = torch.randn(30).double() * 3 + 5, advantages.RunningDeviation()
     assert spread.deviation == 1.0
     for some in numbers.split([7, 1, 22]):
         spread.add(some)
@@ -114,7 +114,7 @@ def test_the_spread_of_all_numbers_so_far_is_their_standard_deviation() -> None:
 
 
 def answers(model: Gpt, temperature: float = 1.0, prompts: Any = ([5, 6, 7, 8], [9], [3, 4])) -> Any:
-    draws = draws_of_group(3, 0, prompts, 1)
+    draws = group_draws(3, 0, prompts, 1)
     return sample(model, prompts, max_new_tokens=7, temperature=temperature, draws=draws, eos_id=256, pad_id=256)
 
 
@@ -138,7 +138,7 @@ def test_generation_and_scoring_agree_with_and_without_padding(positions: Any, t
 def test_values_of_a_head_are_those_of_a_pass_over_the_answers() -> None:
     model = gpt(dropout=0.3)
     assert answers(model).values_BT is None, "nobody predicts anything"
-    task = PolicyGradient({"model": model} | add_value(model, "head"), Rlhf())
+    task = PolicyGradient({"model": model} | add_value_head(model, "head"), Rlhf())
     torch.nn.init.normal_(model.value_head.weight)
     drawn = answers(model)
     with as_used(model), torch.no_grad():
@@ -175,7 +175,7 @@ def test_no_second_copy_is_made_of_a_model_that_is_large(monkeypatch: pytest.Mon
 
 
 def test_an_answer_ends_with_the_token_that_ends_it() -> None:
-    model, draws = Gpt(schema.Gpt(**SIZES), 5), draws_of_group(3, 0, [[1], [2], [3]], 2)
+    model, draws = Gpt(schema.Gpt(**SIZES), 5), group_draws(3, 0, [[1], [2], [3]], 2)
     drawn = sample(model, [[1], [1], [2], [2], [3], [3]], max_new_tokens=7, temperature=1.0, draws=draws, eos_id=4, pad_id=0)
     assert drawn.stopped_B.any()
     for row in range(6):
@@ -199,11 +199,11 @@ def task_and_batch(algorithm: Any = "ppo", value: Any = "network", score: Any = 
     model = gpt(dropout=0.3)
     players: dict[str, Any] = {"model": model}
     if algorithm == "ppo":
-        players |= add_value(model, value)
+        players |= add_value_head(model, value)
     ppo = Ppo(rollout_size=8, mini_batch_size=4, epochs=2, response_length=6, prompt_length=4, **more)
     settings = Rlhf(algorithm=algorithm, value=value, group_size=4, ppo=ppo, kl=Kl(coefficient=0.0, adaptive=False))
     run = RUN.replace(rlhf=settings)
-    prompts = [Asked([65 + i] * (1 + i % 3), "A") for i in range(5)]
+    prompts = [RolloutPrompt([65 + i] * (1 + i % 3), "A") for i in range(5)]
     feed = RolloutFeed(
         run,
         OnlineDpo(players, settings) if algorithm == "online-dpo" else PolicyGradient(players, settings),
@@ -225,7 +225,7 @@ def test_the_first_mini_batch_has_a_ratio_of_one_and_no_kl(value: str) -> None:
     metrics = losses[0].metrics
     assert float(metrics["approximate_kl"]) == pytest.approx(0, abs=1e-8)
     assert float(metrics["clip_share"]) == 0
-    counted = Text.of(batch).counted_BL[:, -6:]
+    counted = PromptAnswers.of(batch).counted_BL[:, -6:]
     assert float(metrics["policy_loss"].detach()) == pytest.approx(-float(batch["advantages"][counted].mean()), abs=1e-5)
     assert feed.figures["kl"] == pytest.approx(0, abs=1e-4), "the policy is its own reference"
     errors = (batch["values"] - batch["returns"])[counted]
@@ -251,10 +251,10 @@ def test_one_batch_and_four_pieces_have_the_same_gradient_and_padding_none() -> 
     parts = [slopes(task, piece, task.count(piece) / total) for piece in pieces]
     for own, several in zip(whole, zip(*parts, strict=True), strict=True):
         assert torch.allclose(own, sum(several), rtol=1e-9, atol=1e-12)
-    outside = ~Text.of(batch).mask_BL
+    outside = ~PromptAnswers.of(batch).mask_BL
     junk = {name: value.clone() for name, value in batch.items()}
     junk["input_ids"][outside] = 7
-    after = ~Text.of(batch).counted_BL[:, -6:]
+    after = ~PromptAnswers.of(batch).counted_BL[:, -6:]
     for name in ("log_probs", "advantages", "values", "returns"):
         junk[name][after] = 100.0
     for own, other in zip(whole, slopes(task, junk), strict=True):
@@ -284,7 +284,7 @@ def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(
         return logits_BLV
 
     other = PolicyGradient({"model": unseen}, task.settings)  # type: ignore[dict-item]
-    text = Text.of(batch)
+    text = PromptAnswers.of(batch)
     with as_used(model):
         plain, metrics, _ = other._policy(batch, text, given_to(model, text), text.counted_BL[:, -6:])
     for name in ("policy_loss", "entropy", "clip_share", "approximate_kl"):
@@ -299,7 +299,7 @@ def test_slopes_are_multiplied_in_the_precision_of_the_run_but_not_in_float16(pr
     hidden_ND, weight_VD = (torch.randn(rows, 16, generator=generator) for rows in (5, 257))
     labels_N = torch.arange(5)
 
-    def slopes() -> Pieces:
+    def slopes() -> ChunkedLogProbs:
         return in_pieces(hidden_ND, weight_VD.requires_grad_(), labels_N, 1.0, lambda some, log_probs_n, _: (log_probs_n.exp(), 0.1))
 
     exact = slopes()
@@ -315,7 +315,7 @@ def test_slopes_are_multiplied_in_the_precision_of_the_run_but_not_in_float16(pr
 @pytest.mark.parametrize("value", ["network", "head"])
 def test_a_matrix_with_two_uses_has_the_gradient_of_both_to_the_bit(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     feed, batch = task_and_batch(value=value)
-    model, text = feed.task.players["model"], Text.of(batch)
+    model, text = feed.task.players["model"], PromptAnswers.of(batch)
     assert len(text.input_ids_BL.unique()) < text.input_ids_BL.numel(), "some token is there twice"
     given = given_to(model, text)
     model.hidden(text.input_ids_BL, **given)  # type: ignore[operator]
@@ -380,7 +380,7 @@ def test_prompts_get_no_gradient_of_the_logits() -> None:
     model.hidden = watched
     (loss,) = feed.task.losses(batch)
     loss.value.backward()
-    counted = Text.of(batch).counted_BL
+    counted = PromptAnswers.of(batch).counted_BL
     assert seen[0].grad is not None
     assert not seen[0].grad[~counted].any(), "exactly 0 in prompts and padding"
     assert seen[0].grad[counted].any()
@@ -404,7 +404,9 @@ def test_the_better_of_two_answers_is_learned_as_dpo_learns_pairs() -> None:
     model = feed.task.players["model"]
     with as_used(model):
         (loss,) = feed.task.losses(pairs)
-        gains = [log_probs(model, Text.of(pairs, side), 0.7).sum(1) - pairs[f"{side}reference"] for side in ("chosen_", "rejected_")]
+        gains = [
+            log_probs(model, PromptAnswers.of(pairs, side), 0.7).sum(1) - pairs[f"{side}reference"] for side in ("chosen_", "rejected_")
+        ]
     margin = 0.1 * (gains[0] - gains[1])[pairs["decided"]]
     assert float(loss.value.detach()) == pytest.approx(float(torch.log1p(torch.exp(-margin.double())).mean().detach()), abs=1e-6)
     assert float(margin.detach().abs().max()) < 1e-4, "the policy is its own reference"
@@ -524,6 +526,6 @@ def test_a_policy_learns_what_is_rewarded() -> None:
 
 def test_a_network_of_its_own_predicts_values_with_a_trunk_that_is_no_part_of_the_policy() -> None:
     model = gpt()
-    value = add_value(model, "network")["value"]
-    assert isinstance(value, Scored)
+    value = add_value_head(model, "network")["value"]
+    assert isinstance(value, ScoreModel)
     assert not {id(parameter) for parameter in value.parameters()} & {id(parameter) for parameter in model.parameters()}

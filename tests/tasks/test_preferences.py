@@ -18,10 +18,10 @@ from shoal.config.schema import model as schema
 from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
-from shoal.models.value_head import Scored
+from shoal.models.value_head import ScoreModel
 from shoal.runs.trained_model import export, open_run
 from shoal.runs.training.train_alone import prepare
-from shoal.tasks.answer_logprobs import Reference, Text, as_used, log_probs
+from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_used, log_probs
 from shoal.tasks.dpo import Dpo
 from shoal.tasks.reward import Reward
 
@@ -64,7 +64,7 @@ def gradients(task: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 
 
 def test_a_reward_model_starts_with_all_answers_equal_and_then_follows_bradley_and_terry() -> None:
-    task, batch = Reward({"model": Scored(gpt()).double()}), pairs()
+    task, batch = Reward({"model": ScoreModel(gpt()).double()}), pairs()
     (loss,) = task.losses(batch)
     assert float(loss.value.detach()) == pytest.approx(math.log(2))
     assert float(loss.metrics["accuracy"]) == 0.5
@@ -83,17 +83,19 @@ def test_a_reward_model_starts_with_all_answers_equal_and_then_follows_bradley_a
 def test_padding_on_either_side_changes_no_score(kind: str) -> None:
     torch.manual_seed(0)
     network = gpt() if kind == "gpt" else Moe(schema.Moe(**SIZES, experts=schema.Experts(count=2, per_token=1)), 11).double()
-    model = Scored(network).double()
+    model = ScoreModel(network).double()
     torch.nn.init.normal_(model.head.weight)
     task = Reward({"model": model})
     with as_used(model):
-        scores = [task.score(Text.of(pairs(width, left), "chosen_")) for width, left in ((9, False), (14, False), (9, True), (13, True))]
+        scores = [
+            task.score(PromptAnswers.of(pairs(width, left), "chosen_")) for width, left in ((9, False), (14, False), (9, True), (13, True))
+        ]
     for other in scores[1:]:
         assert torch.allclose(scores[0], other, rtol=1e-9, atol=1e-12)
 
 
 def test_head_only_leaves_the_network_below_as_it_is() -> None:
-    model = Scored(gpt(), head_only=True)
+    model = ScoreModel(gpt(), head_only=True)
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight"]
 
 
@@ -157,12 +159,12 @@ def test_lora_is_switched_off_for_the_reference_and_on_again_after_an_exception(
 
     model = Adapted()
     with pytest.raises(RuntimeError, match="out of memory"):
-        Reference(model).log_probs(Text.of(pairs(), "chosen_"))
+        Reference(model).log_probs(PromptAnswers.of(pairs(), "chosen_"))
     assert model.on
 
 
 def test_log_probs_at_a_temperature_are_those_of_scaled_logits() -> None:
-    model, text = gpt(), Text.of(pairs(), "chosen_")
+    model, text = gpt(), PromptAnswers.of(pairs(), "chosen_")
     full = (model(text.input_ids_BL) / 0.7).log_softmax(-1)
     wanted = full.gather(-1, text.labels_BL.clamp(min=0)[..., None])[..., 0] * (text.labels_BL != IGNORED)
     assert torch.allclose(log_probs(model, text, 0.7), wanted, rtol=1e-12)

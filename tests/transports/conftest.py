@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from postgres_harness import Database, PostgresProcess, running
-from transport_harness import KINDS, Harness
+
+from tests.support.postgres_server import Database, PostgresProcess, running
+from tests.support.transport_harness import KINDS, Harness
 
 
 @pytest.fixture(scope="session")

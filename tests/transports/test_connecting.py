@@ -6,8 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from postgres_harness import PASSWORD, Database
-from transport_harness import KEYS, LIMIT, PATIENCE_S, TOKEN, answering
 
 from shoal.config.fields import Secret
 from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc, Zmq
@@ -27,6 +25,10 @@ from shoal.transports import (
 )
 from shoal.transports.keys import key_from_text, key_text
 from shoal.transports.request_rate import Rate, RateLimit
+from tests.support.postgres_server import PASSWORD, Database
+from tests.support.transport_harness import KEYS, LIMIT, PATIENCE_S, TOKEN, answering
+
+pytestmark = pytest.mark.whole
 
 
 @pytest.mark.parametrize(

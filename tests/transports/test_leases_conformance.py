@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lease_keepers import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
-from postgres_harness import Database, PostgresProcess
 
 from shoal.coordinator.units.leases import NO_RESULT_IN_TIME, PATIENCE_LEASES, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
+from tests.support.lease_backends import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
+from tests.support.postgres_server import Database, PostgresProcess
+
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from postgres_harness import Database
 
 from shoal.errors import ShoalError
 from shoal.runs.folder.repair import repair_database
 from shoal.transports.postgres import PostgresServer
 from shoal.transports.postgres.queries import damage
 from shoal.transports.postgres.store import Journal, Ledger, Snapshots
+from tests.support.postgres_server import Database
+
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 
 import psycopg
 import pytest
-from postgres_harness import Database, PostgresProcess, running
-from transport_harness import PATIENCE_S, Calling, answering, call_until_answered, eventually, take
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Request, Unreachable
@@ -26,6 +24,11 @@ from shoal.transports.postgres.coordinator_connection import Deposed
 from shoal.transports.postgres.lease_client import Unit
 from shoal.transports.postgres.reconnecting import Line
 from shoal.transports.postgres.store import Journal
+from tests.support.eventually import eventually
+from tests.support.postgres_server import Database, PostgresProcess, running
+from tests.support.transport_harness import PATIENCE_S, Calling, answering, call_until_answered, take
+
+pytestmark = pytest.mark.whole
 
 LARGE = bytes(range(256)) * 12_000
 Serve = Callable[[], PostgresServer]

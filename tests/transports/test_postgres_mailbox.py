@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from postgres_harness import Database
-from transport_harness import PATIENCE_S, Calling, answering, take
 
 from shoal.transports import Message, Unreachable
 from shoal.transports.postgres import PostgresClient, PostgresServer
 from shoal.transports.postgres import reconnecting as line
 from shoal.transports.postgres import requests as mailbox
 from shoal.transports.postgres.store import Journal
+from tests.support.postgres_server import Database
+from tests.support.transport_harness import PATIENCE_S, Calling, answering, take
+
+pytestmark = pytest.mark.whole
 
 LARGE = bytes(range(256)) * 12_000
 

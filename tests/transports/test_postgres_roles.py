@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from postgres_harness import Database
 from psycopg import errors
-from transport_harness import PATIENCE_S
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Unreachable
 from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk, schema
+from tests.support.postgres_server import Database
+from tests.support.transport_harness import PATIENCE_S
+
+pytestmark = pytest.mark.whole
 
 TABLES = (
     *("roles", "coordinator", "run", "facts", "blobs", "parts", "flyers", "flyer_parts", "requests", "replies", "workers", "iterations"),

@@ -6,11 +6,13 @@ import re
 import threading
 
 import pytest
-from postgres_harness import Database, PostgresProcess
 
 from shoal.errors import ShoalError
 from shoal.transports import Message
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from tests.support.postgres_server import Database, PostgresProcess
+
+pytestmark = pytest.mark.whole
 
 
 def test_several_may_prepare_a_database_at_once(postgres: PostgresProcess) -> None:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from postgres_harness import Database
-from transport_harness import take
 
 from shoal.errors import ShoalError
 from shoal.transports.postgres import PostgresServer, UnitDesk
 from shoal.transports.postgres.store import Journal, Ledger, Snapshots
+from tests.support.postgres_server import Database
+from tests.support.transport_harness import take
+
+pytestmark = pytest.mark.whole
 
 LARGE = bytes(range(256)) * 12_000
 

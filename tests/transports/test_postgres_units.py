@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from postgres_harness import Database
-from transport_harness import PATIENCE_S, eventually, take
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Request
 from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
 from shoal.transports.postgres.coordinator_connection import VACUUM_BYTES
+from tests.support.eventually import eventually
+from tests.support.postgres_server import Database
+from tests.support.transport_harness import PATIENCE_S, take
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 10_000_000
 LARGE = bytes(range(256)) * 12_000

@@ -6,7 +6,13 @@ import threading
 import time
 
 import pytest
-from transport_harness import (
+
+from shoal.transports import Client, Message, Refused, Request, Server, Unreachable, new_keys, new_token
+from shoal.transports.request_rate import Rate
+from shoal.transports.wire import HEADER_BYTES, Malformed
+from shoal.transports.xmlrpc import XmlRpcServer
+from tests.support.eventually import eventually
+from tests.support.transport_harness import (
     KEYS,
     KINDS,
     LIMIT,
@@ -16,15 +22,11 @@ from transport_harness import (
     answering,
     call_until_answered,
     echo,
-    eventually,
     resident_bytes,
     take,
 )
 
-from shoal.transports import Client, Message, Refused, Request, Server, Unreachable, new_keys, new_token
-from shoal.transports.request_rate import Rate
-from shoal.transports.wire import HEADER_BYTES, Malformed
-from shoal.transports.xmlrpc import XmlRpcServer
+pytestmark = pytest.mark.whole
 
 HEADER = {
     "kind": "contribute",

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, eventually, take
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Unreachable, addresses
@@ -18,6 +17,10 @@ from shoal.transports.netem import PROFILES, Profile, Proxy, profile
 from shoal.transports.netem.streams import Lane, Stream
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
+from tests.support.eventually import eventually
+from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, take
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 10_000_000
 CLEAR = Profile(round_trip_ms=2, jitter_ms=0, loss=0, mbit_per_s=1000)

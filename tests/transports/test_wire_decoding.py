@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hostile
 from shoal.transports import Message
 from shoal.transports.wire import VERSION, Limits, Malformed, Oversized, decode, encode, flat, survey
+from tests.support import malformed_messages
 
 LIMITS = Limits(frame_bytes=1 << 20, header_bytes=1 << 18)
 PLAIN = {int, float, str, bytes, bool, type(None)}
@@ -44,7 +44,7 @@ def test_the_survey_agrees_with_msgpack(value: object) -> None:
     survey(msgpack.packb(value), LIMITS)
 
 
-@pytest.mark.parametrize("make", hostile.ALWAYS_BAD, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", malformed_messages.ALWAYS_BAD, ids=lambda make: make.__name__)
 def test_hostile_messages_are_malformed(make: Any) -> None:
     dice = random.Random(3)
     for _ in range(300):
@@ -56,7 +56,7 @@ def test_thousands_of_hostile_messages() -> None:
     dice = random.Random(7)
     accepted = 0
     for index in range(26_000):
-        parts = hostile.ALL[index % len(hostile.ALL)](dice)
+        parts = malformed_messages.ALL[index % len(malformed_messages.ALL)](dice)
         try:
             number, message = decode(parts, LIMITS)
         except Malformed:
@@ -80,7 +80,7 @@ def check_plain(value: object) -> None:
 
 def test_refusing_costs_little_memory_and_time() -> None:
     dice = random.Random(1)
-    worst = [make(dice) for make in (hostile.nested, hostile.promising, hostile.wide) for _ in range(300)]
+    worst = [make(dice) for make in (malformed_messages.nested, malformed_messages.promising, malformed_messages.wide) for _ in range(300)]
     tracemalloc.start()
     try:
         for parts in worst:

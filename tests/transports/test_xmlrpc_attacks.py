@@ -11,9 +11,7 @@ import xmlrpc.client
 from collections.abc import Iterator
 
 import pytest
-from transport_harness import PATIENCE_S, TOKEN, answering, eventually, resident_bytes
 
-import hostile
 from shoal.errors import ShoalError
 from shoal.transports import Message, addresses
 from shoal.transports.connection_limits import STRANGERS_S, Places
@@ -22,6 +20,11 @@ from shoal.transports.wire import Limits, Malformed, encode
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.xmlrpc.encoding import pack, unpack
 from shoal.transports.xmlrpc.server import MOST_CONNECTIONS
+from tests.support import malformed_messages
+from tests.support.eventually import eventually
+from tests.support.transport_harness import PATIENCE_S, TOKEN, answering, resident_bytes
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 100_000
 BOMB = b"""<?xml version="1.0"?><!DOCTYPE b [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>
@@ -89,7 +92,9 @@ def test_documents_that_are_no_call(server: XmlRpcServer, body: bytes) -> None:
 def test_hostile_messages_in_proper_documents(server: XmlRpcServer) -> None:
     dice = random.Random(2)
     before = resident_bytes()
-    statuses = {post(server, pack(list(hostile.ALL[index % len(hostile.ALL)](dice)), answer=False)) for index in range(260)}
+    statuses = {
+        post(server, pack(list(malformed_messages.ALL[index % len(malformed_messages.ALL)](dice)), answer=False)) for index in range(260)
+    }
     assert statuses == {200, 400}
     still_answers(server)
     assert resident_bytes() - before < 60_000_000

@@ -12,16 +12,19 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from transport_harness import KEYS, PATIENCE_S, TOKEN, answering, eventually, resident_bytes
-from zmtp_raw import command, frame, plain_peer
 
-import hostile
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, addresses, new_keys
 from shoal.transports.keys import keys_from_secret, keys_from_token
 from shoal.transports.request_rate import Rate
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.transports.zeromq.sockets import in_pieces
+from tests.support import malformed_messages
+from tests.support.eventually import eventually
+from tests.support.raw_zmtp import command, frame, plain_peer
+from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, answering, resident_bytes
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 1_000_000
 
@@ -59,7 +62,7 @@ def test_thousands_of_hostile_messages_from_a_worker(server: ZmqServer) -> None:
         before = resident_bytes()
         with raw_dealer(server.address) as dealer:
             for index in range(6000):
-                dealer.send_multipart(in_pieces(hostile.ALL[index % len(hostile.ALL)](dice)))
+                dealer.send_multipart(in_pieces(malformed_messages.ALL[index % len(malformed_messages.ALL)](dice)))
                 while dealer.poll(0):
                     dealer.recv_multipart()
             eventually(lambda: server.traffic.messages >= 6001)

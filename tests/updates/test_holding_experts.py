@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.updates.expert_subsets import Part, mean_of_reports, mean_over_holders, part_of, size_of, told, why_not_held
+from shoal.updates.expert_subsets import HolderVector, format_expert_ids, mean_of_reports, mean_over_holders, part_of, size_of, why_not_held
 from shoal.updates.experts import ExpertBlocks, capped_shares
 
 LAYERS, EXPERTS, WIDTH, TRUNK = 2, 4, 3, 5
@@ -54,7 +54,7 @@ def test_each_number_is_the_mean_over_those_who_have_it(held: list[tuple[int, ..
     drawn = torch.Generator().manual_seed(seed)
     whole = torch.randn(len(held), BLOCKS.size, generator=drawn)
     weights, unmoved = torch.rand(len(held), generator=drawn) + 0.1, torch.randn(BLOCKS.size, generator=drawn)
-    parts = [Part(part_of(BLOCKS, row, experts), experts) for row, experts in zip(whole, held, strict=True)]
+    parts = [HolderVector(part_of(BLOCKS, row, experts), experts) for row, experts in zip(whole, held, strict=True)]
     found = mean_over_holders(BLOCKS, parts, weights, unmoved.clone())
     has = torch.stack([mask_of(experts) for experts in held])
     shares = weights.double()[:, None] * has
@@ -76,7 +76,7 @@ def test_holders_are_weighed_by_tokens_among_themselves() -> None:
     held: list[tuple[int, ...]] = [(0, 1), (1, 2), ()]
     whole, weights = torch.randn(3, blocks.size, generator=drawn), torch.tensor([1.0, 2.0, 1.0])
     loads = torch.rand(3, LAYERS * EXPERTS, generator=drawn)
-    parts = [Part(part_of(blocks, row, experts), experts) for row, experts in zip(whole, held, strict=True)]
+    parts = [HolderVector(part_of(blocks, row, experts), experts) for row, experts in zip(whole, held, strict=True)]
     found = mean_over_holders(blocks, parts, weights, torch.zeros(blocks.size), loads)
     for number in range(LAYERS * EXPERTS):
         rows = [i for i, experts in enumerate(held) if not experts or number % EXPERTS in experts]
@@ -104,4 +104,4 @@ def test_a_token_needs_as_many_experts_as_it_visits() -> None:
 
 
 def test_people_read_runs_of_numbers() -> None:
-    assert told((0, 1, 2, 3, 8)) == "0–3, 8"
+    assert format_expert_ids((0, 1, 2, 3, 8)) == "0–3, 8"

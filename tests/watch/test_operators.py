@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from commands import HANG_S
 from shoal.cli.completion import words
 from shoal.cli.main import COMMANDS, main
 from shoal.launch import doctor as examining
 from shoal.launch.dashboard_process import dashboard
 from shoal.reporters.progress import JsonLines, progress_for
+from tests.support.processes import HANG_S
+
+pytestmark = pytest.mark.whole
 
 
 def write_run(path: Path, loss: float, seed: int) -> Path:
@@ -53,7 +55,7 @@ def test_the_doctor_tells_what_works_and_what_to_do(tmp_path: Path, monkeypatch:
     said = capsys.readouterr().out
     assert "set the clock" in said
     assert "ZeroDivisionError" in said
-    assert "2 of these must be mended" in said
+    assert "2 of these must be fixed" in said
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted import WELCOME, Line, courier_of, scripted, weights
 
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Contribute
-from shoal.worker.sender import Answer, Lost
-from shoal.worker.session import Frames, News, Receipt, Seated
-from shoal.worker.timing import LinkTimes
+from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
+from shoal.worker.session import ContributionReceipt, Frames, RunNews, SeatAssigned
+from shoal.worker.timing import LinkMeasurements
+from tests.support.scripted_coordinator import WELCOME, Line, courier_of, scripted, weights
 
 MADE = Contribute("", 0, 0, 1, 0, 1.0, 2, 0, 1, 1, -1, {})
 RECEIPT = {"kind": "receipt", "status": "accepted", "seq": 0, "round": 1, "version": 2, "step": 2.0, "most_lag": 9.0, "done": False}
@@ -20,11 +20,11 @@ RECEIPT = {"kind": "receipt", "status": "accepted", "seq": 0, "round": 1, "versi
 class Posting(Line):
     """Takes what is posted, and loses some of it: `lost` says which."""
 
-    def __init__(self, *answers: Answer, lost: tuple[int, ...] = ()) -> None:
+    def __init__(self, *answers: CoordinatorAnswer, lost: tuple[int, ...] = ()) -> None:
         super().__init__(scripted(iter(answers)))
         self.lost, self.said = lost, list[str]()
 
-    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
         self.said.append(f"call {header['kind']}")
         return super().call(header, frames, timeout_s)
 
@@ -32,37 +32,37 @@ class Posting(Line):
         self.said.append(f"post {header['kind']}")
         return True
 
-    def answer(self, timeout_s: float) -> Answer:
+    def answer(self, timeout_s: float) -> CoordinatorAnswer:
         number = len([one for one in self.said if one.startswith("post")])
         self.said.append(f"answer {number}")
         if number in self.lost:
-            raise Lost("the connection was lost")
+            raise ConnectionLostError("the connection was lost")
         return self._answer({}, ())
 
 
 def joined(line: Line) -> Any:
     courier = courier_of(line, pytest.fail)
-    assert courier.converse() == [Seated(0, 0, 0)]
+    assert courier.converse() == [SeatAssigned(0, 0, 0)]
     courier.protocol.ready = True
     (news,) = courier.converse()
-    assert isinstance(news, News)
+    assert isinstance(news, RunNews)
     return courier
 
 
 def test_what_is_wanted_soon_is_posted_and_its_answer_waited_for_by_the_one_who_asked() -> None:
-    line = Posting(Answer(WELCOME, ()), weights(1, 0.0), Answer(RECEIPT, ()), Answer(RECEIPT, ()))
+    line = Posting(CoordinatorAnswer(WELCOME, ()), weights(1, 0.0), CoordinatorAnswer(RECEIPT, ()), CoordinatorAnswer(RECEIPT, ()))
     courier = joined(line)
     for _ in range(2):
         courier.protocol.contribute(MADE, (), pulls=False)
         pending = courier.send(soon=True)
         assert line.said[-1] == "post contribute"  # it is on its way, and nobody waits for it yet
-        assert [type(event) for event in pending.result()] == [Receipt, News]
+        assert [type(event) for event in pending.result()] == [ContributionReceipt, RunNews]
     courier.close()
     assert line.said[2:] == ["post contribute", "answer 1", "post contribute", "answer 2"]
 
 
 def test_what_was_posted_in_vain_is_asked_again() -> None:
-    line = Posting(Answer(WELCOME, ()), weights(1, 0.0), Answer(RECEIPT, ()), lost=(1,))
+    line = Posting(CoordinatorAnswer(WELCOME, ()), weights(1, 0.0), CoordinatorAnswer(RECEIPT, ()), lost=(1,))
     courier = joined(line)
     courier.protocol.contribute(MADE, (), pulls=False)
     assert len(courier.send(soon=True).result()) == 2
@@ -71,8 +71,8 @@ def test_what_was_posted_in_vain_is_asked_again() -> None:
 
 
 def test_what_has_time_is_carried_by_a_thread_and_its_errors_come_back() -> None:
-    refused = Answer({"kind": "refused", "reason": "malformed", "detail": "nonsense"}, ())
-    line = Posting(Answer(WELCOME, ()), weights(1, 0.0), Answer(RECEIPT, ()), refused)
+    refused = CoordinatorAnswer({"kind": "refused", "reason": "malformed", "detail": "nonsense"}, ())
+    line = Posting(CoordinatorAnswer(WELCOME, ()), weights(1, 0.0), CoordinatorAnswer(RECEIPT, ()), refused)
     courier = joined(line)
     courier.protocol.contribute(MADE, (), pulls=False)
     assert len(courier.send(soon=False).result()) == 2
@@ -90,8 +90,17 @@ def test_a_short_patience_is_short() -> None:
 
 
 def test_a_sign_of_life_goes_its_own_way() -> None:
-    courier = joined(Line(scripted(iter([Answer(WELCOME, ()), weights(1, 0.0)]))))
-    pulse = Line(scripted(iter([Answer({"kind": "pulse", "done": False, "version": 4}, ()), Answer({"kind": "pulse", "done": True}, ())])))
+    courier = joined(Line(scripted(iter([CoordinatorAnswer(WELCOME, ()), weights(1, 0.0)]))))
+    pulse = Line(
+        scripted(
+            iter(
+                [
+                    CoordinatorAnswer({"kind": "pulse", "done": False, "version": 4}, ()),
+                    CoordinatorAnswer({"kind": "pulse", "done": True}, ()),
+                ]
+            )
+        )
+    )
     for expected in (False, True, True):  # the third is lost, and says nothing
         courier.beat(pulse, "computing", {"samples": 1.0})
         assert courier.protocol.done == expected
@@ -101,10 +110,10 @@ def test_a_sign_of_life_goes_its_own_way() -> None:
 
 def test_what_the_coordinator_says_with_an_answer_to_a_sign_of_life_is_told_once_and_steers_no_terminal() -> None:
     told: list[str] = []
-    courier = courier_of(Line(scripted(iter([Answer(WELCOME, ())]))), told.append)
+    courier = courier_of(Line(scripted(iter([CoordinatorAnswer(WELCOME, ())]))), told.append)
     courier.converse()
     answers = [{"kind": "pulse", "word": "your unit\x1b[2J was given to another one"}, {"kind": "pulse"}]
-    pulse = Line(scripted(iter([Answer(answer, ()) for answer in answers])))
+    pulse = Line(scripted(iter([CoordinatorAnswer(answer, ()) for answer in answers])))
     for _ in answers:
         courier.beat(pulse, "computing", {})
     assert told == ["warning: your unit?[2J was given to another one"]
@@ -112,7 +121,7 @@ def test_what_the_coordinator_says_with_an_answer_to_a_sign_of_life_is_told_once
 
 
 def test_a_link_is_known_by_its_quickest_small_answer_and_its_most_bytes_a_second() -> None:
-    link = LinkTimes()
+    link = LinkMeasurements()
     assert link.figures == {}
     link.carried(1000, 5.0)  # too short to tell anything
     link.answered(0.3)

@@ -9,33 +9,33 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.protocol.identities import is_proved
 from shoal.protocol.messages import PROTOCOL, Claim, Contribute, Fail, GiveBack, Join, Leave, Pull
-from shoal.worker.session import ANSWER_S, Left, News, Protocol, Receipt, Seated, Unit
+from shoal.worker.session import ANSWER_S, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned, SessionEndedError, WorkerSession
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 10, "seat": 2, "epoch": 1, "position": 4, "last_seq": 6, "version": 3}
 STANDS = {"version": 3, "step": 3.0, "most_lag": 9.0, "done": False}
 MADE = Contribute("", 0, 0, 3, 0, 1.0, 2, 1, 5, 1, -1, {})
 
 
-def asked(protocol: Protocol, now: float = 0.0) -> Any:
+def asked(protocol: WorkerSession, now: float = 0.0) -> Any:
     question = protocol.question(now)
     return None if question is None else question.asked
 
 
-def joined(**welcome: Any) -> Protocol:
+def joined(**welcome: Any) -> WorkerSession:
     """A worker with weights of version 3."""
-    protocol = Protocol(None, {}, PROTOCOL, "i", patience_s=100.0)
+    protocol = WorkerSession(None, {}, PROTOCOL, "i", patience_s=100.0)
     key = protocol.identity.key
     assert asked(protocol) == Join(None, PROTOCOL, {}, "i", key)
     assert protocol.hear({"kind": "challenge", "nonce": "n"}) == []
     proved = asked(protocol)
     assert is_proved(key, "join", "", "n", proved.proof)
     assert proved == Join(None, PROTOCOL, {}, "i", key, "n", proved.proof)
-    assert protocol.hear(WELCOME | welcome) == [Seated(2, 1, 4)]
+    assert protocol.hear(WELCOME | welcome) == [SeatAssigned(2, 1, 4)]
     assert asked(protocol) is None, "it prepares itself"
     protocol.ready = True
     assert asked(protocol) == Pull("s", 1, -1)
     (news,) = protocol.hear({"kind": "weights", "weights": "full"} | STANDS)
-    assert isinstance(news, News)
+    assert isinstance(news, RunNews)
     assert news.afresh
     return protocol
 
@@ -52,9 +52,9 @@ def test_a_contribution_is_numbered_and_its_answer_settles_it() -> None:
     assert question.asked == MADE._replace(session="s", number=2, seq=7, round=3, have=3)
     assert question.frames == (b"x",)
     first, second = protocol.hear(receipt("accepted", version=4, round=4))
-    assert isinstance(first, Receipt)
+    assert isinstance(first, ContributionReceipt)
     assert first[1:] == ("accepted", 4, 7, "", "")
-    assert isinstance(second, News)
+    assert isinstance(second, RunNews)
     assert not second.afresh
     assert (protocol.round, protocol.have, asked(protocol)) == (4, 4, None)
 
@@ -102,7 +102,7 @@ def test_all_weights_have_time_to_come_over_a_slow_link() -> None:
     question = protocol.question(0.0)
     assert question is not None
     assert question.timeout_s > 4 * 10_000_000 / (10e6 / 8)  # 10 Mbit/s
-    fresh = Protocol(None, {}, PROTOCOL, "i", patience_s=0.2).question(0.0)
+    fresh = WorkerSession(None, {}, PROTOCOL, "i", patience_s=0.2).question(0.0)
     assert fresh is not None
     assert fresh.timeout_s == 0.2 < ANSWER_S, "nothing large comes with a welcome, and a short patience is short"
 
@@ -116,7 +116,7 @@ def test_a_coordinator_that_forgot_the_session_is_joined_again_and_gets_what_it_
     assert protocol.hear(WELCOME | {"session": "t", "epoch": 1, "position": 4}) == []
     assert asked(protocol) == Pull("t", 3, -1)
     (news,) = protocol.hear({"kind": "weights", "weights": "full"} | STANDS | {"version": 9})
-    assert isinstance(news, News)
+    assert isinstance(news, RunNews)
     again = protocol.question(0.0)
     assert again is not None
     assert (again.asked.seq, again.asked.have, again.frames) == (7, 9, (b"x",))  # type: ignore[union-attr]
@@ -140,7 +140,7 @@ def test_a_coordinator_that_comes_back_without_what_its_seal_confirmed_is_told_o
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
     first, _ = protocol.hear(receipt("accepted", round=4, digest="d", seal="s"))
-    assert isinstance(first, Receipt)
+    assert isinstance(first, ContributionReceipt)
     assert (first.digest, first.seal) == ("d", "s")
     protocol.session = ""
     asked(protocol)
@@ -160,7 +160,7 @@ def test_what_others_learned_from_meanwhile_is_not_sent(welcome: dict[str, int])
     protocol.hear({"kind": "refused", "reason": "unknown-session"})
     asked(protocol)
     told = WELCOME | {"session": "t"} | welcome
-    assert protocol.hear(told) == [Seated(told["seat"], told["epoch"], told["position"])]
+    assert protocol.hear(told) == [SeatAssigned(told["seat"], told["epoch"], told["position"])]
     assert isinstance(asked(protocol), Pull)
     protocol.hear({"kind": "weights", "weights": "full"} | STANDS)
     assert asked(protocol) is None
@@ -177,7 +177,7 @@ def test_a_worker_waits_for_its_round_without_sending_again_unless_it_is_to_stop
     assert (question.asked.seq, question.frames) == (7, ())  # type: ignore[union-attr]
     protocol.stop()
     first, _ = protocol.hear(receipt("wait"))
-    assert isinstance(first, Receipt)
+    assert isinstance(first, ContributionReceipt)
     assert first.status == "accepted"
 
 
@@ -197,7 +197,7 @@ def test_refusals_that_will_not_change_end_the_conversation() -> None:
         asked(protocol)
         assert protocol.hear({"kind": "refused", "reason": reason}) == []
         assert isinstance(asked(protocol), Contribute)
-    with pytest.raises(Left, match="you sent nonsense"):
+    with pytest.raises(SessionEndedError, match="you sent nonsense"):
         protocol.hear({"kind": "refused", "reason": "malformed", "detail": "you sent nonsense"})
 
 
@@ -206,12 +206,12 @@ def test_a_unit_is_claimed_and_returned_before_anything_else_is_said() -> None:
     protocol.claim()
     assert asked(protocol) == Claim("s", 2, 3)
     (news,) = protocol.hear({"kind": "lease", "unit": -1, "weights": "same"} | STANDS)
-    assert isinstance(news, News)
+    assert isinstance(news, RunNews)
     assert asked(protocol) is None, "the worker looks at the news first"
     protocol.claim()
     assert asked(protocol) == Claim("s", 3, 3)
     _, unit = protocol.hear({"kind": "lease", "unit": 8, "epoch": 1, "start": 4, "batches": 2, "weights": "same"} | STANDS)
-    assert unit == Unit(8, 3, 1, 4, 2)
+    assert unit == LeasedUnit(8, 3, 1, 4, 2)
     assert asked(protocol) is None
     protocol.give_back(8)
     protocol.fail(9, "x" * 1000)

@@ -8,32 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import WELCOME, Engine, Feed, Line, MeanEngine, Numbered, weights, worker_of
 
 from shoal.config.schema.updates import Int8Codec, Updates
 from shoal.errors import ShoalError
 from shoal.protocol.frames import frame_of
 from shoal.updates import codecs
-from shoal.worker.policies import Pulling
-from shoal.worker.producers import GradientProducer, Gradients
-from shoal.worker.sender import Answer
+from shoal.worker.policies import PullPolicy
+from shoal.worker.producers import GradientContribution, GradientProducer
+from shoal.worker.sender import CoordinatorAnswer
 from shoal.worker.session import Frames
-from shoal.worker.update_encoding import Outgoing
+from shoal.worker.update_encoding import UpdateEncoder
+from tests.support.scripted_coordinator import WELCOME, Engine, Feed, Line, MeanEngine, Numbered, weights, worker_of
 
 STEP = torch.tensor([1.0, -2.0, 0.5])
 """How far a version moves the weights."""
 
 
-def marching(contributions: int) -> Callable[[dict[str, Any], Frames], Answer]:
+def marching(contributions: int) -> Callable[[dict[str, Any], Frames], CoordinatorAnswer]:
     """Weights go straight ahead: every contribution makes three versions, of which two are by others."""
     left, version = contributions, 0
 
-    def answer(header: dict[str, Any], frames: Frames) -> Answer:
+    def answer(header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         nonlocal left, version
         if header["kind"] == "join":
-            return Answer(WELCOME, ())
+            return CoordinatorAnswer(WELCOME, ())
         if header["kind"] == "leave":
-            return Answer({"kind": "goodbye"}, ())
+            return CoordinatorAnswer({"kind": "goodbye"}, ())
         if header["kind"] == "contribute":
             version, left = version + 3, left - 1
         more = {"kind": "receipt", "status": "accepted", "seq": header.get("seq", 0), "round": 0, "done": left == 0}
@@ -45,7 +45,7 @@ def marching(contributions: int) -> Callable[[dict[str, Any], Frames], Answer]:
 def taken_at(contributions: int, own_steps: bool = False, look_ahead: bool = False) -> list[float]:
     """Where gradients are taken, in versions."""
     engine, line = Engine(), Line(marching(contributions))
-    worker_of(line, engine, contribution=Gradients(own_steps=own_steps), pull=Pulling(look_ahead=look_ahead)).work()
+    worker_of(line, engine, contribution=GradientContribution(own_steps=own_steps), pull=PullPolicy(look_ahead=look_ahead)).work()
     assert all(place == pytest.approx([place[0] * step for step in STEP.tolist()]) for place in engine.taken_at)
     assert line.log[-1]["kind"] == "leave"
     return [place[0] for place in engine.taken_at]
@@ -71,11 +71,11 @@ def test_no_worker_looks_further_than_the_way_is_straight(monkeypatch: pytest.Mo
 def test_a_worker_that_was_forgotten_takes_the_place_it_is_given_and_throws_away_what_belongs_to_others() -> None:
     answers, feeds = marching(3), list[Feed]()
 
-    def forgetful(header: dict[str, Any], frames: Frames) -> Answer:
+    def forgetful(header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         if header["kind"] == "contribute" and header["session"] == "s":
-            return Answer({"kind": "refused", "reason": "unknown-session"}, ())
+            return CoordinatorAnswer({"kind": "refused", "reason": "unknown-session"}, ())
         if header["kind"] == "join" and feeds:
-            return Answer(WELCOME | {"session": "t", "seat": 4, "epoch": 2, "position": 7, "last_seq": 5}, ())
+            return CoordinatorAnswer(WELCOME | {"session": "t", "seat": 4, "epoch": 2, "position": 7, "last_seq": 5}, ())
         return answers(header, frames)
 
     def feed(*place: int) -> Feed:
@@ -107,10 +107,10 @@ class Lender:
         self.status = "accepted"
         self.handed_in: list[tuple[int, int, list[float]]] = []
 
-    def __call__(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def __call__(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         match header["kind"]:
             case "join":
-                return Answer(WELCOME, ())
+                return CoordinatorAnswer(WELCOME, ())
             case "claim" if self.units:
                 unit, start, batches = self.units.pop(0)
                 return weights(0, 1.0, kind="lease", unit=unit, epoch=0, start=start, batches=batches)
@@ -120,10 +120,10 @@ class Lender:
                 values = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist()
                 self.handed_in.append((header["unit"], header["samples"], values))
                 stands = {"version": 0, "step": 0.0, "most_lag": 9.0, "done": False}
-                return Answer({"kind": "receipt", "status": self.status, "seq": header["seq"], "round": 0} | stands, ())
+                return CoordinatorAnswer({"kind": "receipt", "status": self.status, "seq": header["seq"], "round": 0} | stands, ())
             case "pull":
                 return weights(0, 1.0)
-        return Answer({"kind": "noted"}, ())
+        return CoordinatorAnswer({"kind": "noted"}, ())
 
 
 def test_a_unit_is_one_mean_over_all_its_samples() -> None:
@@ -188,9 +188,9 @@ def test_a_unit_that_nobody_wants_any_more_is_left_in_the_middle() -> None:
 def test_a_unit_for_other_weights_is_not_begun() -> None:
     lender = Lender()
 
-    def ahead(header: dict[str, Any], frames: Frames) -> Answer:
+    def ahead(header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         if header["kind"] == "claim" and not line.asked("giveback"):
-            return Answer(weights(5, 1.0, kind="lease", unit=7, epoch=0, start=0, batches=1, weights="same").header, ())
+            return CoordinatorAnswer(weights(5, 1.0, kind="lease", unit=7, epoch=0, start=0, batches=1, weights="same").header, ())
         return lender(header, frames)
 
     line = Line(ahead)
@@ -242,7 +242,7 @@ def test_a_gradient_that_is_not_finite_never_overwrites_one_that_is_under_way() 
         ranks=1,
         server_step=0.0,
         weights=SimpleNamespace(version=0),
-        outgoing=Outgoing(engine, Updates()),  # type: ignore[arg-type]
+        outgoing=UpdateEncoder(engine, Updates()),  # type: ignore[arg-type]
     )
     producer = GradientProducer(surroundings, own_steps=True)
     first = producer.make()
@@ -274,9 +274,9 @@ def test_of_several_networks_each_is_told_where_the_others_are_going() -> None:
     class Several(Engine):
         layouts = ("discriminator", "generator")
 
-    def answer(header: dict[str, Any], frames: Frames) -> Answer:
+    def answer(header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         if header["kind"] in ("join", "leave"):
-            return Answer(WELCOME, ())
+            return CoordinatorAnswer(WELCOME, ())
         version, value, done = next(versions)
         return weights(version, value, kind="receipt", status="accepted", seq=header.get("seq", 0), round=0, done=done)
 
@@ -289,14 +289,14 @@ def test_differences_lead_on_from_what_the_worker_has() -> None:
     codec = Int8Codec()
     ones = codecs.encode(codec, torch.ones(3), None)
 
-    def answer(header: dict[str, Any], frames: Frames) -> Answer:
+    def answer(header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         stands = {"step": 0.0, "most_lag": 9.0, "seq": header.get("seq", 0), "round": 0, "status": "accepted", "kind": "receipt"}
         if header["kind"] == "pull":
-            return Answer(stands | {"version": 4, "weights": "full", "done": False}, (frame_of(torch.full((3,), 4.0).numpy()),))
+            return CoordinatorAnswer(stands | {"version": 4, "weights": "full", "done": False}, (frame_of(torch.full((3,), 4.0).numpy()),))
         if header["kind"] == "contribute":
             version = header["have"] + 1
-            return Answer(stands | {"version": version, "weights": "difference", "done": version == 6}, ones)
-        return Answer(WELCOME, ())
+            return CoordinatorAnswer(stands | {"version": version, "weights": "difference", "done": version == 6}, ones)
+        return CoordinatorAnswer(WELCOME, ())
 
     engine = Engine()
     worker = worker_of(Line(answer), engine, codec=codec)

@@ -1,4 +1,4 @@
-"""`shoal train` with an engine of several processes: start them, or be one of them."""
+"""`shoal train` with an engine of several processes: starts them, or is one of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch import Crew, LocalIsland
-    from shoal.launch.start import Plan
+    from shoal.launch import EngineProcesses, LocalIsland
+    from shoal.launch.start_mode import StartPlan
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:
     """Start the engine's processes on this machine and wait for them."""
-    from shoal.launch import Crew, LocalRanks, RankLost
+    from shoal.launch import EngineProcesses, LocalRanks, RankLost
 
-    crew = Crew.of(run, "train", _tell)
+    crew = EngineProcesses.of(run, "train", _tell)
     assert crew is not None
     own = _without(argv, "--workers")
     counted = ["--set", f"launch.devices_per_node={crew.size}"] if own != argv else []  # these processes are the workers
@@ -44,12 +44,12 @@ def start_ranks(run: Run, argv: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def gather(made: Plan, argv: list[str]) -> int:
-    """Give out the places of a pipeline to machines that join, and have the first stage here, until the run is over."""
+def gather(made: StartPlan, argv: list[str]) -> int:
+    """Assign the stages of a pipeline to machines that join, and run a stage here, until the run ends."""
     from shoal.cli.output import show_places
-    from shoal.launch.start import places
+    from shoal.launch.start import pipeline_host
 
-    host = places(made, _without(argv, "--host"), _tell)
+    host = pipeline_host(made, _without(argv, "--host"), _tell)
 
     def stop(number: int, frame: FrameType | None) -> None:
         host.stop()
@@ -64,7 +64,7 @@ def gather(made: Plan, argv: list[str]) -> int:
 
 
 def _without(argv: list[str], option: str) -> list[str]:
-    """The arguments of a command without an option that has a value."""
+    """Arguments without an option and its value."""
     kept, skips = list[str](), False
     for word in argv:
         if not skips and not word.startswith(f"{option}="):
@@ -76,7 +76,7 @@ def _without(argv: list[str], option: str) -> list[str]:
 
 
 def island(
-    crew: Crew, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None], gone: Callable[[], None]
+    crew: EngineProcesses, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None], gone: Callable[[], None]
 ) -> LocalIsland:
     """The processes of a worker, each of which runs `shoal join`; the first of them joins under the worker's name."""
     from shoal.launch import LocalIsland, LocalRanks
@@ -90,12 +90,12 @@ def _tell(text: str) -> None:
 
 
 def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
-    """Do the work of one process among several. One that fails ends at once: cleaning up would wait for others that are gone.
+    """Work as one process of several. A process that fails exits at once, since cleaning up would wait for the others.
 
     `watch`: end with the process that started this one.
     """
     from shoal.engines.deepspeed.disk import leave_nothing
-    from shoal.engines.world import lost
+    from shoal.engines.world import is_process_lost
     from shoal.launch import LOST
 
     if watch:
@@ -106,7 +106,7 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
         report(error)
         code = 2
     except Exception as error:
-        if not lost(error):
+        if not is_process_lost(error):
             raise
         report(ShoalError(f"process {here.rank} of {here.size} has lost the others: one of them has ended"))
         code = LOST

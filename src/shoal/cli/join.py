@@ -1,4 +1,4 @@
-"""`shoal join`: take part in a run that somebody coordinates."""
+"""`shoal join`: runs a worker for a coordinator."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
-    from shoal.launch import Crew
-    from shoal.runs.worker_run import Joined, Way
+    from shoal.launch import EngineProcesses
+    from shoal.runs.worker_run import JoinedWorker, JoinOptions
     from shoal.transports.netem import Proxy
 
 EPILOG = """\
-The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
-Where this machine differs, say so: --set data.source.path=/my/mnist --set training.device=cpu
+The coordinator sends everything else: the configuration, the fingerprint of the data, the tokenizer.
+Settings of this machine: --set data.source.path=/my/mnist --set training.device=cpu
 """
 
 
@@ -60,45 +60,43 @@ def run(argv: list[str]) -> int:
 def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "shoal join",
-        description="Work for a coordinator, on this machine.",
+        description="Run a worker on this machine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
-    parser.add_argument("--token", help="the join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
-    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
-    parser.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
+    parser.add_argument("--token", help="the join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")
+    parser.add_argument("--key", help="the coordinator's public key; not needed for a coordinator on this machine")
     parser.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     parser.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
     parser.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
     parser.add_argument(
-        "--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
+        "--netem", metavar="WEATHER", help="simulate a network: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
-    parser.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
+    parser.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="simulate a machine that is slower by this factor")
     parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long to wait for a coordinator that is gone, or not there yet (default: 600)",
+        help="how long to wait for a coordinator that does not answer (default: 600)",
     )
-    parser.add_argument(
-        "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
-    )
-    parser.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
+    parser.add_argument("--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="allow the run to call this function")
+    parser.add_argument("--node", action="store_true", help="hold layers of a model of `shoal serve` instead of training")
     parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
-    from shoal.launch import Crew, place_in
+    """Join and work, alone or as the first of several processes; start the others if needed."""
+    from shoal.launch import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
-    from shoal.runs.worker_run import Joined
-    from shoal.worker.session import Left
+    from shoal.runs.worker_run import JoinedWorker
+    from shoal.worker.session import SessionEndedError
 
     invitation, crew = _invitation(arguments)
     stops: list[Callable[[], None]] = []
@@ -111,16 +109,16 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         reached = invitation._replace(address=address)
     try:
         try:
-            joined = Joined(_way(arguments, reached), print_log)
-        except Left as refusal:
+            joined = JoinedWorker(_way(arguments, reached), print_log)
+        except SessionEndedError as refusal:
             if refusal.reason != STAGES:
                 raise
             return _attend(arguments, reached, stops)
         check_trust(joined, arguments.factory)
-        here = place_in(joined.run)
+        here = place_in_engine(joined.run)
         if here is None and uses_several_processes(joined.run):
             joined.leave()
-            arguments.name, crew = joined.name, Crew.of(joined.run, "join", print_log)
+            arguments.name, crew = joined.name, EngineProcesses.of(joined.run, "join", print_log)
             assert crew is not None
             return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
         stops.append(joined.stop)
@@ -136,22 +134,22 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
-    """Have a stage of a model that is too large for one machine."""
-    from shoal.launch.pipeline_rendezvous import Attending
+    """Train a pipeline stage."""
+    from shoal.launch.pipeline_rendezvous import PipelineMember
 
     overrides = [parse_override(text) for text in arguments.settings]
-    machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
+    machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
     stops.append(machine.stop)
     return machine.work(print_log)
 
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
-    """Hold layers for a server until it ends, or this process is asked to leave."""
-    from shoal.serve.nodes.node import NodeProcess, Reached
+    """Hold layers for a server until it ends or this process is stopped."""
+    from shoal.serve.nodes.node import NodeProcess, ServerAddress
 
     invitation, _ = _invitation(arguments)
     node = NodeProcess(
-        Reached(invitation.address, invitation.token, invitation.key),
+        ServerAddress(invitation.address, invitation.token, invitation.key),
         arguments.name,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,
@@ -162,11 +160,11 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_trust(joined: Joined, trusted: list[str]) -> None:
-    """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
-    from shoal.runs.live_objects import factories_of
+def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
+    """Refuse a run that names functions (it never sends code) which --factory does not allow."""
+    from shoal.runs.live_objects import factory_names
 
-    unknown = [name for name in factories_of(joined.run) if name not in trusted]
+    unknown = [name for name in factory_names(joined.run) if name not in trusted]
     if unknown:
         wanted = " ".join(f"--factory {name}" for name in unknown)
         problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
@@ -174,32 +172,34 @@ def check_trust(joined: Joined, trusted: list[str]) -> None:
         raise problem
 
 
-def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]) -> int:
-    """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
-    from shoal.runs.worker_run import say_gone
+def _lead(
+    crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
+) -> int:
+    """Start the processes of a worker and restart them when they fail; their state is kept meanwhile, in --state or a temporary folder."""
+    from shoal.runs.worker_run import report_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
         started = island(
-            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: say_gone(_way(arguments, invitation))
+            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: report_gone(_way(arguments, invitation))
         )
         stops.append(started.stop)
         return started.run()
 
 
 def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
-    """Work as one of several processes, of which the first has joined and decides when to stop."""
-    from shoal.runs.worker_run import follow
+    """Work as one of several processes; the first one has joined and decides when to stop."""
+    from shoal.runs.worker_run import follow_first_process
 
     ignore_signals()
-    follow(here, _way(arguments, Invitation("", "", None)))
+    follow_first_process(here, _way(arguments, Invitation("", "", None)))
     return 0
 
 
-def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
-    from shoal.runs.worker_run import Way
+def _way(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
+    from shoal.runs.worker_run import JoinOptions
 
-    return Way(
+    return JoinOptions(
         *invitation,
         name=arguments.name,
         overrides=[parse_override(text) for text in arguments.settings],
@@ -210,21 +210,21 @@ def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
     )
 
 
-def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]:
-    """How to reach the coordinator; and how many processes to start, where the one who started this one knows."""
+def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProcesses | None]:
+    """The coordinator's address and token; and the processes to start, if the parent process has sent them."""
     if not arguments.stdin:
         return typed(arguments), None
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
-    from shoal.launch import Crew
+    from shoal.launch import EngineProcesses
 
     crew = given.get("crew")
-    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), Crew(*crew) if crew else None
+    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(*crew) if crew else None
 
 
 def typed(arguments: argparse.Namespace) -> Invitation:
-    """How to reach the coordinator that the options name."""
+    """The coordinator's address and token from the options."""
     if arguments.address and is_address(arguments.address):
         access = parse_address(arguments.address)
         password = access.password or _token(arguments) or database_password() or _asked_for(f"the token or password of `{access.user}`")
@@ -240,7 +240,7 @@ def typed(arguments: argparse.Namespace) -> Invitation:
 
 
 def _token(arguments: argparse.Namespace) -> str | None:
-    """The token from the command line, a file or the environment. What stands on a command line other users of this machine can see."""
+    """The token from a file, the command line (which other users of this machine can see) or the environment."""
     if not arguments.token_file:
         return arguments.token or join_token()
     try:
@@ -250,7 +250,7 @@ def _token(arguments: argparse.Namespace) -> str | None:
 
 
 def _asked_for(what: str) -> str | None:
-    """What a person types without showing it; None where nobody is there to ask."""
+    """A secret typed at the terminal; None without a terminal."""
     if not sys.stdin.isatty():
         return None
     return getpass.getpass(f"{what}: ", stream=sys.stderr).strip() or None
@@ -265,8 +265,8 @@ def _configured(file: str) -> str:
 
 
 def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
-    """A link with this weather, and the address to use in place of the coordinator's. What a worker's link loses depends on its name, or
-    on chance where it has none: two workers do not lose the same packets."""
+    """A proxy that simulates a network, and its address in place of the coordinator's. Its losses are seeded by the worker's name, so that
+    two workers do not lose the same packets."""
     from shoal.transports.netem import Proxy, profile
 
     seed = zlib.crc32(worker.encode()) if worker else secrets.randbits(32)

@@ -1,4 +1,4 @@
-"""A run that was planned, carried out as a command: progress on standard error, the outcome on standard output, signals obeyed."""
+"""Carries out a planned run as a command: progress on standard error, outcome on standard output, signals."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.dashboard_process import check_dashboard, dashboard
-from shoal.launch.start import Arguments, Asked, Plan, Way, headline, load_beside, plan, started
+from shoal.launch.start import Arguments, headline, preload_libraries, start_run
+from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 
 if TYPE_CHECKING:
-    from shoal.runs.coordinator_run import ClusterLoop
-    from shoal.runs.training.loop import Loop
+    from shoal.runs.coordinator_run import CoordinatorLoop
+    from shoal.runs.training.loop import TrainingLoop
     from shoal.worker.interfaces import World
 
 
-def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Asked) -> Plan:
-    """The plan for what the options of a command say; what is doubtful about them is told."""
+def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions) -> StartPlan:
+    """The plan for the options of a command; prints warnings."""
     resolved = _continued(arguments)
     if asked.watch:
         check_dashboard()
-    made = plan(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
+    made = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
     if _speaks_for_all():
         if made.note:
             sys.stderr.write(f"{made.note}\n")
@@ -42,20 +43,19 @@ def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Ask
 
 
 def _speaks_for_all() -> bool:
-    """Whether this process tells what is doubtful about the settings. Of torchrun's the first does; those that Shoal itself started do
-    not, since the process that started them has."""
+    """Whether this process prints warnings: the first of torchrun's does; a process that Shoal started does not, since its parent has."""
     here = rank_place()
     return here is None or (here.rank == 0 and not here.file and not here.apart)
 
 
 def goes_on_by_folder(arguments: argparse.Namespace) -> bool:
-    """Whether a run is resumed by its folder, which holds all its settings."""
+    """Whether a run is resumed with the settings in its folder."""
     settings = os.path.join(arguments.run_dir or "", "config.yaml")
     return bool(arguments.resume and arguments.run_dir and (arguments.files or [settings]) == [settings] and not arguments.config)
 
 
 def _continued(arguments: argparse.Namespace) -> bool:
-    """A run that is resumed by its folder alone goes on with the settings in it."""
+    """Use the settings in the run's folder if it is resumed without others; returns whether that is so."""
     alone = goes_on_by_folder(arguments)
     if arguments.resume and arguments.run_dir:
         from shoal.runs.folder.plugin_record import expect_those_of
@@ -67,57 +67,57 @@ def _continued(arguments: argparse.Namespace) -> bool:
     return alone
 
 
-def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
-    """Train, coordinate, or start the processes that do; the exit code. `argv` starts this command again in other processes."""
-    if made.way is Way.RANKS:
+def carry_out(made: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+    """Train, coordinate, or start the processes that do; returns the exit code. `argv` starts this command again in other processes."""
+    if made.mode is StartMode.RANKS:
         return start_ranks(made.run, argv)
-    if made.way is Way.GATHERS:
+    if made.mode is StartMode.GATHERS:
         return gather(made, argv)
-    if made.way is Way.FOLLOWS:
-        assert made.fleet is not None
-        ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
-        made.fleet.work(print_log)
+    if made.mode is StartMode.FOLLOWS:
+        assert made.torchrun is not None
+        ignore_signals()  # its child processes get the signal, too, and it ends with them
+        made.torchrun.work(print_log)
         return 0
     if made.here is not None:
         return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)
     return train(made, arguments)
 
 
-def train(made: Plan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
-    """Train in this process, or coordinate in it; the exit code."""
+def train(made: StartPlan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+    """Train or coordinate in this process; returns the exit code."""
     code, world = _train(made, arguments)
-    world.close()  # when nothing of the model is left
+    world.close()  # after the model is freed
     return code
 
 
-def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
-    load_beside(made)  # before torch is loaded here
+def _train(made: StartPlan, arguments: Arguments) -> tuple[int, World]:
+    preload_libraries(made)  # before torch is loaded here
     from shoal.reporters.progress import progress_for
     from shoal.reporters.sinks import sinks_for
 
-    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.way is Way.COORDINATES
+    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.mode is StartMode.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
-    with started(made, reporters, download if speaks else None, arguments) as ready:
+    with start_run(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(made, loop))
-        with stopping_on_signals(loop):  # before the invitation: whoever reads that may want the run to end
-            if made.asked.invite:
-                show_invitation(ready, made.asked.hosts)
-            with _watched(loop, made.asked.watch and speaks):
+        with stopping_on_signals(loop):  # before the invitation is printed, after which the user may stop the run
+            if made.options.invite:
+                show_invitation(ready, made.options.hosts)
+            with _watched(loop, made.options.watch and speaks):
                 outcome = ready.train()
         return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
 
 
-def _command(made: Plan) -> str:
-    """The command that resumes such a run; nothing for a relay, which is given the way to its coordinator again."""
-    if made.asked.above is not None:
+def _command(made: StartPlan) -> str:
+    """The command that resumes such a run; empty for a relay, which needs its coordinator's address again."""
+    if made.options.above is not None:
         return ""
-    return "up" if made.asked.up else "coordinate" if made.asked.invite else "train"
+    return "up" if made.options.up else "coordinate" if made.options.invite else "train"
 
 
 @contextmanager
-def _watched(loop: Loop | ClusterLoop, wanted: bool) -> Iterator[None]:
-    """A dashboard beside the run, where one is wanted."""
+def _watched(loop: TrainingLoop | CoordinatorLoop, wanted: bool) -> Iterator[None]:
+    """Show a dashboard during the run, if wanted."""
     if not wanted:
         yield
         return
@@ -127,7 +127,7 @@ def _watched(loop: Loop | ClusterLoop, wanted: bool) -> Iterator[None]:
 
 
 def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:
-    """Arguments for workers that behave as if they were elsewhere, or slower: `slowdown` is NAME=FACTOR each."""
+    """Arguments of workers with a simulated network or speed; `slowdown` is a list of NAME=FACTOR."""
 
     def arguments(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
         factors = _factors(slowdown, names)

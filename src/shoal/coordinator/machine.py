@@ -43,7 +43,7 @@ from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
 from shoal.protocol.messages import Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull
-from shoal.updates.expert_subsets import Experts, size_of, told
+from shoal.updates.expert_subsets import ExpertIds, format_expert_ids, size_of
 
 _STUCK = "stuck"
 """Heartbeat state of a worker without progress for many leases; its heartbeat thread goes on whatever happens."""
@@ -202,7 +202,7 @@ class Coordinator:
             header["word"], worker.warning = worker.warning, ""
         turn.effects.append(Reply(caller, header))
 
-    def _hold_experts(self, turn: Turn, caller: Any, experts: Experts, worker: Member) -> None:
+    def _hold_experts(self, turn: Turn, caller: Any, experts: ExpertIds, worker: Member) -> None:
         """Let a worker take part with some of the experts: from now on it gets and sends the weights of these."""
         problem = self.checks.why_not_held(experts)
         if worker.name in self.rounds.active:
@@ -210,12 +210,12 @@ class Coordinator:
         elif not problem and not self.subsets.has_room_for(experts):
             problem = f"workers hold {MOST_SETS} different sets of experts already: take one of theirs"
         if problem:
-            self.lifecycle.announce(turn, f"{worker.name} cannot hold experts {told(experts)}: {problem}")
-            return turn.refuse(caller, "unfit", f"experts {told(experts)}: {problem}")
+            self.lifecycle.announce(turn, f"{worker.name} cannot hold experts {format_expert_ids(experts)}: {problem}")
+            return turn.refuse(caller, "unfit", f"experts {format_expert_ids(experts)}: {problem}")
         assert self.plan.experts is not None
         worker.experts = experts
         self.subsets.hold(worker.session, experts)
-        self.lifecycle.announce(turn, f"{worker.name} holds experts {told(experts)} of {self.plan.experts.per_layer}")
+        self.lifecycle.announce(turn, f"{worker.name} holds experts {format_expert_ids(experts)} of {self.plan.experts.per_layer}")
         return self.replies.send(turn, caller, {"kind": "held", "size": size_of(self.plan.experts, experts)}, worker)
 
     def _on_unit_request(self, turn: Turn, caller: Any, asked: Claim | GiveBack | Fail, worker: Member) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.members.table import Member
 from shoal.protocol.messages import Contribute, Delivered
-from shoal.updates.expert_subsets import Experts
+from shoal.updates.expert_subsets import ExpertIds
 
 Key = tuple[str, int]
 """A worker, and the number of one of its contributions."""
@@ -128,7 +128,7 @@ class HeldContribution:
         return key_of(self.record)
 
     @property
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertIds:
         """The experts of a mixture that it is of; none: all of them."""
         return tuple(self.record.get("experts", ()))
 
@@ -141,7 +141,7 @@ def key_of(record: Mapping[str, Any]) -> Key:
     return record["worker"], record["seq"]
 
 
-def unit_record(asked: Delivered, unit: int, share: float, number: int, experts: Experts = ()) -> dict[str, Any]:
+def unit_record(asked: Delivered, unit: int, share: float, number: int, experts: ExpertIds = ()) -> dict[str, Any]:
     """The record of what was learned from a unit. All units are one seat's: each is done once, whichever worker does it."""
     return {
         "kind": "accepted",
@@ -157,7 +157,7 @@ def unit_record(asked: Delivered, unit: int, share: float, number: int, experts:
 
 
 def accepted_record(
-    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: Experts = ()
+    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: ExpertIds = ()
 ) -> dict[str, Any]:
     """The record of a contribution."""
     return {

@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.dashboard.runs import Place, Watch, WatchedRun
+from shoal.dashboard.runs import StreamPosition, WatchedRun, WatchedRuns
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.prometheus import exposition
-from shoal.runs.owner import order, owner_in
+from shoal.runs.owner import read_owner_file, send_command
 from shoal.web.pages import show_page
 
 _LOOK_EVERY_S = 1.0
@@ -38,7 +38,7 @@ _ORDERS = ("pause", "resume", "stop", "evict", "readmit")
 class Dashboard:
     """What the routes share."""
 
-    def __init__(self, watch: Watch, shows_invitation: bool, ending: Callable[[], bool]) -> None:
+    def __init__(self, watch: WatchedRuns, shows_invitation: bool, ending: Callable[[], bool]) -> None:
         self.watch, self.shows_invitation, self.ending = watch, shows_invitation, ending
         self.streams = 0
         self._looked_at = float("-inf")
@@ -64,7 +64,7 @@ class Dashboard:
     async def _events(self) -> AsyncIterator[str]:
         """Everything at first, then what has changed, once a second."""
         self.streams += 1
-        places, told = [Place()] * len(self.watch.runs), [""] * len(self.watch.runs)
+        places, told = [StreamPosition()] * len(self.watch.runs), [""] * len(self.watch.runs)
         said_at = time.monotonic()
         try:
             while not self.ending():
@@ -111,7 +111,7 @@ class Dashboard:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-class Orders:
+class OwnerRoutes:
     """Orders of the owner, who has the word that the dashboard's command printed. Other users of this machine reach the page, too."""
 
     def __init__(self, board: Dashboard, word: str) -> None:
@@ -127,7 +127,7 @@ class Orders:
         action, name = await _order_in(request)
         path = self.board.run(number).folder.path
         try:
-            said = await asyncio.to_thread(lambda: order(owner_in(path), action, name))
+            said = await asyncio.to_thread(lambda: send_command(read_owner_file(path), action, name))
         except ShoalError as error:
             raise HTTPException(409, str(error)) from None
         return JSONResponse({"text": said})
@@ -165,7 +165,9 @@ def qr_rows(text: str) -> list[str]:
     return ["".join(map(str, row)) for row in code.matrix] if len(code.matrix) <= _MOST_QR_ROWS else []
 
 
-def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, word: str | None = None) -> FastAPI:
+def make_dashboard_app(
+    watch: WatchedRuns, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, word: str | None = None
+) -> FastAPI:
     """All routes; streams end once `ending` says so. FastAPI's own documentation pages are off: they load scripts from elsewhere.
     `word`: what the owner's browser sends with an order; None: this page only shows."""
     board, app = Dashboard(watch, shows_invitation, ending), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -182,7 +184,7 @@ def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[],
     app.get("/api/runs/{number}/invitation")(board.invitation)
     app.get("/metrics")(board.metrics)
     if word is not None:
-        orders = Orders(board, word)
+        orders = OwnerRoutes(board, word)
         app.get("/api/owner")(orders.knock)
         app.post("/api/runs/{number}/orders")(orders.give)
     app.add_exception_handler(HTTPException, refuse)

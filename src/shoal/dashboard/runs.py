@@ -44,7 +44,7 @@ class Series:
             self.generation += 1
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """How far a reader has come in each series."""
 
     generation: int = -1
@@ -80,11 +80,11 @@ class WatchedRun:
     def _generation(self) -> int:
         return self.records.generation + self.moments.generation + self.events.generation
 
-    def since(self, place: Place) -> tuple[dict[str, Any], Place]:
+    def since(self, place: StreamPosition) -> tuple[dict[str, Any], StreamPosition]:
         """What a reader at a place does not know yet, and its new place."""
         with self._lock:
             again = place.generation != self._generation
-            known = Place() if again else place
+            known = StreamPosition() if again else place
             told = {
                 "reset": again,
                 "name": self.folder.name,
@@ -97,10 +97,10 @@ class WatchedRun:
                 "checkpoints": [one._asdict() for one in self.folder.checkpoints()],
             }
             counts = (len(self.records.lines), len(self.moments.lines), len(self.events.lines))
-            return told, Place(self._generation, *counts)
+            return told, StreamPosition(self._generation, *counts)
 
 
-class Watch:
+class WatchedRuns:
     """Several runs, looked at by one thread however many people watch, and only while anybody does."""
 
     def __init__(self, folders: Sequence[RunFolder]) -> None:

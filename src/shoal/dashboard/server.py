@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from shoal.dashboard.app import make_watch_app
-from shoal.dashboard.runs import Watch
+from shoal.dashboard.app import make_dashboard_app
+from shoal.dashboard.runs import WatchedRuns
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
-from shoal.web.auth import Doors, bound, is_loopback
+from shoal.web.auth import AuthMiddleware, is_loopback, listening_socket
 from shoal.web.connection_limits import bounded_server
 
 GUARDED = ("/api", "/metrics")
@@ -23,16 +23,16 @@ _SHORTEST_TOKEN = 16
 _PARENT_EVERY_S = 1.0
 
 
-class WatchServer:
+class DashboardServer:
     """Shows runs on one port, until `stop`, a signal, or the end of the process that started it."""
 
     def __init__(self, folders: Sequence[RunFolder], host: str, ports: Sequence[int], token: str | None, public: bool) -> None:
         """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
-        refuse_open_window(host, token)
+        require_token(host, token)
         self.word = None if public or not is_loopback(host) else secrets.token_urlsafe(18)
         """What a browser of this machine needs to give orders; None: nobody gives any from this page."""
-        board = make_watch_app(Watch(folders), shows_invitation=not public, ending=self._is_ending, word=self.word)
-        app: Any = Doors(board, token, GUARDED)
+        board = make_dashboard_app(WatchedRuns(folders), shows_invitation=not public, ending=self._is_ending, word=self.word)
+        app: Any = AuthMiddleware(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
         self.server = bounded_server(app)
 
@@ -65,11 +65,11 @@ class WatchServer:
 def _first_bound(host: str, ports: Sequence[int]) -> socket.socket:
     for port in ports[:-1]:
         with suppress(ShoalError):
-            return bound(host, port)
-    return bound(host, ports[-1])
+            return listening_socket(host, port)
+    return listening_socket(host, ports[-1])
 
 
-def refuse_open_window(host: str, token: str | None) -> None:
+def require_token(host: str, token: str | None) -> None:
     """Raises ShoalError where others than this machine could look without a token."""
     if token is None and not is_loopback(host):
         raise ShoalError(f"{host} can be reached from other machines, so whoever looks needs a token: --public makes one and shows it")

@@ -1,16 +1,18 @@
 """What a run learns from: images, text, streams and mixtures, as batches that can be taken up again at any point."""
 
-from shoal.data.fake_data import is_here, suppose
-from shoal.data.feed import Feed
-from shoal.data.fingerprint import fingerprint, kept_fingerprint
-from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Progress, Samples, State, Stream
+from shoal.data.fake_data import is_local, make_fake_data
+from shoal.data.feed import ShardFeed
+from shoal.data.fingerprint import fingerprint, local_fingerprint
+from shoal.data.interfaces import IGNORED, Batch, Feed, Progress, Samples, SampleStream, State
 from shoal.data.load_data import load
-from shoal.data.retrieval.augmented_samples import ReadingSamples
+from shoal.data.loaded_data import Data, Info
+from shoal.data.retrieval.augmented_samples import RetrievalSamples
+from shoal.data.retrieval.finder import PassageFinder
 from shoal.data.retrieval.load_index import open_finder, retrieval_of
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
 from shoal.data.text.sources import reads_context
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
-from shoal.data.unit_feed import PieceFeed, Pieces
+from shoal.data.unit_feed import UnitBatches, UnitFeed
 
 __all__ = [
     "IGNORED",
@@ -19,27 +21,28 @@ __all__ = [
     "Feed",
     "Info",
     "PassageFinder",
-    "PieceFeed",
-    "Pieces",
     "PreferencePairs",
     "Progress",
     "Prompt",
-    "ReadingSamples",
+    "RetrievalSamples",
+    "SampleStream",
     "Samples",
+    "ShardFeed",
     "State",
-    "Stream",
     "StreamedText",
     "Tokenizer",
+    "UnitBatches",
+    "UnitFeed",
     "answer_samples",
     "fingerprint",
-    "is_here",
-    "kept_fingerprint",
+    "is_local",
     "load",
     "load_tokenizer",
+    "local_fingerprint",
+    "make_fake_data",
     "open_finder",
     "read_preferences",
     "read_prompts",
     "reads_context",
     "retrieval_of",
-    "suppose",
 ]

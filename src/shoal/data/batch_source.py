@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from shoal.data.interfaces import Batch, Ordered, Reader, Samples, State, Stream
-from shoal.data.loader_processes import FeedPlan, IndexedBatches, Loaded, ShardedBatches
+from shoal.data.interfaces import Batch, Samples, SampleStream, State, StreamReader
+from shoal.data.loader_processes import FeedPlan, IndexedBatches, LoadedBatch, ShardedBatches
 from shoal.errors import ShoalError
 
 _Several = TypeVar("_Several", torch.Tensor, list[Any])
@@ -22,18 +21,11 @@ def part_of(whole: _Several, part: tuple[int, int]) -> _Several:
     return whole[index::count] if len(whole) > index else whole[:1]
 
 
-def emptied(batch: Batch) -> Batch:
+def without_samples(batch: Batch) -> Batch:
     return {name: value[:0] for name, value in batch.items()}
 
 
-def shuffled(samples: Samples, seed: int, epoch: int) -> torch.Tensor:
-    """The numbers of an epoch's samples in its order, the same wherever it is asked for."""
-    if isinstance(samples, Ordered):
-        return samples.order(seed, epoch)
-    return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(len(samples)))
-
-
-class SampleSupply:
+class SampleBatches:
     """Batches of one shard of numbered samples."""
 
     def __init__(self, samples: Samples, plan: FeedPlan) -> None:
@@ -49,7 +41,7 @@ class SampleSupply:
             )
         self._epoch, self._next, self._reshuffle = 0, 0, True
         self._order: tuple[int, torch.Tensor] | None = None
-        self._loaded: Iterator[Loaded] | None = None
+        self._loaded: Iterator[LoadedBatch] | None = None
 
     def open(self, epoch: int, position: int, state: State | None, reshuffle: bool) -> None:
         """Be ready for the batch at a position of an epoch."""
@@ -68,7 +60,7 @@ class SampleSupply:
         size = self._plan.batch_size
         nothing = min(size, self._size - self._next * size) <= self._plan.part[0]
         self._next += 1
-        return emptied(batch) if nothing else batch, None
+        return without_samples(batch) if nothing else batch, None
 
     def _from_workers(self) -> Batch:
         if self._loaded is None:
@@ -92,23 +84,23 @@ class SampleSupply:
 
     def _shuffled(self, epoch: int) -> torch.Tensor:
         index, count = self._plan.shard
-        return shuffled(self._samples, self._plan.seed, epoch)[index::count].contiguous()
+        return self._samples.order(self._plan.seed, epoch)[index::count].contiguous()
 
     def close(self) -> None:
         self._loaded = self._order = None
 
 
-class StreamSupply:
+class StreamBatches:
     """Batches of one shard of a stream. With processes that load ahead, each reads a part of the shard, and they take turns."""
 
     batches_per_epoch = None
 
-    def __init__(self, stream: Stream, plan: FeedPlan) -> None:
+    def __init__(self, stream: SampleStream, plan: FeedPlan) -> None:
         self._stream, self._plan, self._options = stream, plan, plan.options
         self.workers = plan.options.num_workers
-        self._reader: Reader | None = None
+        self._reader: StreamReader | None = None
         self._batches: ShardedBatches | None = None
-        self._loaded: Iterator[Loaded] | None = None
+        self._loaded: Iterator[LoadedBatch] | None = None
 
     def open(self, epoch: int, position: int, state: State | None, reshuffle: bool) -> None:
         order = epoch if reshuffle else 0
@@ -131,7 +123,7 @@ class StreamSupply:
         if not samples or (plan.drop_last and len(samples) < plan.batch_size):
             return None
         batch = self._stream.collate(part_of(samples, plan.part))
-        return self._options.pinned(emptied(batch) if len(samples) <= plan.part[0] else batch), self._reader.state_dict()
+        return self._options.pinned(without_samples(batch) if len(samples) <= plan.part[0] else batch), self._reader.state_dict()
 
     def _from_workers(self) -> tuple[Batch, State] | None:
         assert self._loaded is not None

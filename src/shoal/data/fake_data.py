@@ -13,17 +13,18 @@ from shoal.config.schema.task import TEXT
 from shoal.data.images.mnist import CLASSES
 from shoal.data.images.samples import Target
 from shoal.data.images.source import present
-from shoal.data.interfaces import Batch, Data, Indices, Info
-from shoal.data.limits import HELD_OUT_SHARE
+from shoal.data.interfaces import Batch, Indices, Samples
+from shoal.data.loaded_data import Data, Info
+from shoal.data.splits import HELD_OUT_SHARE
 from shoal.data.text.tokenizers import load_tokenizer
-from shoal.data.user_data import OwnStream
+from shoal.data.user_data import UserStream
 from shoal.errors import ShoalError
 
 _MNIST, _MNIST_SIZE = 60_000, 28
 _COLOURS = 3
 
 
-class SupposedSamples:
+class FakeSamples(Samples):
     """So many samples of the right shape, with random contents."""
 
     def __init__(self, info: Info, count: int, length: int) -> None:
@@ -42,10 +43,10 @@ class SupposedSamples:
         return {"image": torch.rand(size, *info.image_shape)} | labels
 
 
-def is_here(source: DataSource | None) -> bool:
+def is_local(source: DataSource | None) -> bool:
     """Whether a source can be read without a download. Those of plugins and programs know by themselves."""
     if isinstance(source, Mixture):
-        return all(is_here(part.source) for part in source.parts)
+        return all(is_local(part.source) for part in source.parts)
     if isinstance(source, Images):
         return present(Path(source.path).expanduser()) is not None
     if isinstance(source, HubDataset):
@@ -54,7 +55,7 @@ def is_here(source: DataSource | None) -> bool:
     return path == "" or (path is not None and Path(path).expanduser().exists())
 
 
-def suppose(run: Run, count: int | None) -> Data:
+def make_fake_data(run: Run, count: int | None) -> Data:
     """Data in place of that of a run, which is not read. `count`: how many samples it has; null: what the settings say of it, or no end
     where the run ends with its steps. Raises ShoalError where nothing says how long the run is, or what shape a sample has."""
     known = count or _known_count(run)
@@ -65,8 +66,8 @@ def suppose(run: Run, count: int | None) -> Data:
         )
     told = f"{_name(run)}, which is not read: {'no end' if known is None else f'{known:,} samples'} supposed"
     info = _text(run, told) if run.chosen_task.needs in TEXT else _images(run, told)
-    samples = SupposedSamples(info, known or 1, run.data.sequence_length or 1)
-    return Data(samples if known is not None else OwnStream(itertools.repeat(0), samples.batch), None, info)
+    samples = FakeSamples(info, known or 1, run.data.sequence_length or 1)
+    return Data(samples if known is not None else UserStream(itertools.repeat(0), samples.batch), None, info)
 
 
 def _name(run: Run) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from shoal.config.schema.data import Loader
-from shoal.data.batch_source import SampleSupply, StreamSupply
-from shoal.data.interfaces import Batch, Samples, State, Stream
-from shoal.data.loader_processes import FeedPlan, WorkerOptions
+from shoal.data.batch_source import SampleBatches, StreamBatches
+from shoal.data.interfaces import Batch, Feed, Samples, SampleStream, State
+from shoal.data.loader_processes import FeedPlan, LoaderOptions
 from shoal.errors import ShoalError
 
 
-class Feed:
+class ShardFeed(Feed):
     """Batches of one shard. Each epoch is a fresh order by seed, the same for all shards; shard i takes every count-th of it.
 
     `part` (index, count) is for processes that step together: each gets its part of every batch, which is empty where a last batch is too
@@ -19,7 +19,7 @@ class Feed:
 
     def __init__(
         self,
-        samples: Samples | Stream,
+        samples: Samples | SampleStream,
         *,
         batch_size: int,
         seed: int,
@@ -34,18 +34,15 @@ class Feed:
             raise ValueError(f"shard {index} of {count}")
         self._batch_size, self._shard = batch_size, shard
         self._reshuffle = reshuffle
-        plan = FeedPlan(batch_size, seed, shard, part, drop_last, WorkerOptions.of(loader))
-        self._supply = StreamSupply(samples, plan) if isinstance(samples, Stream) else SampleSupply(samples, plan)
-        self.batches_per_epoch: int | None = self._supply.batches_per_epoch
+        plan = FeedPlan(batch_size, seed, shard, part, drop_last, LoaderOptions.of(loader))
+        self._supply = StreamBatches(samples, plan) if isinstance(samples, SampleStream) else SampleBatches(samples, plan)
+        self.batches_per_epoch = self._supply.batches_per_epoch
         self.epoch = 0
         self.position = 0
         """Batches consumed in the epoch."""
         self._reader: State | None = None
         self._ahead: tuple[Batch, State | None] | None = None
         self._open = False
-
-    def __iter__(self) -> Feed:
-        return self
 
     def __next__(self) -> Batch:
         pulled = self._look_ahead()

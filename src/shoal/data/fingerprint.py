@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Iterator
 
 from shoal.data.images.samples import TensorImages
-from shoal.data.interfaces import Data, Samples, Stream
-from shoal.data.retrieval.augmented_samples import ReadingSamples, ReadingStream
+from shoal.data.interfaces import Samples, SampleStream
+from shoal.data.loaded_data import Data
+from shoal.data.retrieval.augmented_samples import RetrievalSamples, RetrievalStream
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import TextStream
 from shoal.data.text.mixture import ChainedText, MixedText
@@ -24,7 +25,7 @@ _PLACES = 16
 def fingerprint(data: Data) -> str:
     """Of samples in memory everything counts, up to 256 MiB; of others their number, and a few of them. A stream is known by its name.
     Passages count as the index that they are found in."""
-    if isinstance(data.train, ReadingSamples | ReadingStream):
+    if isinstance(data.train, RetrievalSamples | RetrievalStream):
         inner = fingerprint(data._replace(train=data.train.inner))
         return hashlib.sha256(f"{inner} {data.train.finder.index.digest} {data.train.finder.reading}".encode()).hexdigest()
     digest = hashlib.sha256(data.info.name.encode() if not isinstance(data.train, Samples) else b"")
@@ -36,7 +37,7 @@ def fingerprint(data: Data) -> str:
     return digest.hexdigest()
 
 
-def kept_fingerprint(data: Data) -> str:
+def local_fingerprint(data: Data) -> str:
     """The same, for the same machine some time later. A stream's files may have another size then. What a program brought along may be
     different each time it is looked at: of that only the number counts."""
     if data.info.kind == "own":
@@ -58,10 +59,10 @@ def _looked_at(samples: Samples) -> Iterator[range | list[int]]:
         yield range(start, min(count, start + step * _AT_ONCE), step)
 
 
-def _streams(samples: Samples | Stream) -> Iterator[TextStream]:
+def _streams(samples: Samples | SampleStream) -> Iterator[TextStream]:
     if isinstance(samples, TextStream):
         yield samples
-    elif isinstance(samples, ReadingStream):
+    elif isinstance(samples, RetrievalStream):
         yield from _streams(samples.inner)
     elif isinstance(samples, MixedStream):
         for stream in samples.streams:

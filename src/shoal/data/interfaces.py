@@ -1,14 +1,14 @@
-"""What the other rooms see of data: batches, samples asked for by number, streams read from any position."""
+"""What the other packages see of data: batches, samples by number, streams that can be read from any position, feeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
+import numpy as np
 import torch
-
-from shoal.data.text.tokenizers import Tokenizer
 
 Batch = dict[str, torch.Tensor]
 """Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).
@@ -24,98 +24,94 @@ Progress = Callable[[str, int, int | None], None]
 """Called while downloading: what, bytes done, bytes in all (where known)."""
 
 
-@runtime_checkable
-class Samples(Protocol):
+class Feed(Iterator[Batch]):
+    """Batches to learn from, from a position that can be saved."""
+
+    batches_per_epoch: int | None = None
+    """None: not known beforehand."""
+    epochs: int | None = None
+    """How often the feed goes through its data; None: as often as `training.epochs` says."""
+    epoch: int = 0
+    figures: Mapping[str, float] = {}
+    """What the feed has measured on its own batches, to be recorded with the losses."""
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the next batch belongs to another epoch."""
+        return False
+
+    @abstractmethod
+    def __next__(self) -> Batch: ...
+
+    @abstractmethod
+    def state_dict(self) -> State:
+        """The position: at least `epoch`, and `position`, the batches of that epoch which were taken."""
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError(f"{type(self).__name__} cannot go on from a saved position")
+
+    def close(self) -> None:
+        """End the threads or processes that load ahead."""
+        return
+
+    # --- for feeds that make their own batches ---------------------------------------------------------
+
+    def start(self, warn: Callable[[str], None], new: bool) -> None:
+        """Called once before training begins. `warn` shows a warning to the user; `new`: the run is not resumed."""
+        return
+
+    def evaluation_batches(self, held_out: Callable[[], Iterator[Batch]] | None) -> Callable[[], Iterator[Batch]] | None:
+        """What an evaluation reads: the held-out data, unless the feed has something else. None: there is no evaluation."""
+        return held_out
+
+    def for_copy(self, task: Any) -> Feed:
+        """The feed of a copy of the task, which is evaluated while the task itself learns."""
+        return self
+
+    def sample_writer(self) -> Callable[[Path], None] | None:
+        """What writes samples of the model's work into a text file after an evaluation; None: the task shows them."""
+        return None
+
+
+class Samples(ABC):
     """A set of samples, each with a number."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def batch(self, indices: Indices) -> Batch: ...
 
-
-@runtime_checkable
-class Ordered(Samples, Protocol):
-    """Samples that know in which order an epoch goes through them, such as a mixture."""
-
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        """The numbers of an epoch's samples, in order. A number may stand in it more than once, or not at all."""
-        ...
+        """The sample numbers of an epoch, in the order in which they are read: the same on every machine. A mixture may repeat numbers or
+        leave some out."""
+        return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(len(self)))
 
 
-class Selectable(Samples, Protocol):
-    """Samples of which a part can be selected."""
+class SelectableSamples(Samples):
+    """Samples of which a subset can be taken."""
 
+    @abstractmethod
     def select(self, indices: torch.Tensor) -> Self: ...
 
 
-class Reader(Protocol):
-    """One pass over one shard of a stream."""
+class StreamReader(Iterator[Any]):
+    """One pass over one shard of a stream, sample by sample."""
 
-    def __iter__(self) -> Reader: ...
-
-    def __next__(self) -> Any: ...
-
+    @abstractmethod
     def state_dict(self) -> State:
-        """The reader's position, as a small value that JSON can hold. A reader opened with it goes on with the very next sample."""
-        ...
+        """The reader's position, as a small JSON-able value. A reader opened with it continues with the very next sample."""
 
 
-@runtime_checkable
-class Stream(Protocol):
+class SampleStream(ABC):
     """Samples that are read one after the other, shuffled over a buffer."""
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    @abstractmethod
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         """Read shard `index` of `count`. Shards do not overlap, and together they are the whole stream."""
-        ...
 
+    @abstractmethod
     def collate(self, samples: Sequence[Any]) -> Batch: ...
-
-
-class PassageFinder(Protocol):
-    """Finds passages for texts in an index."""
-
-    @property
-    def folder(self) -> Path:
-        """Where the index is."""
-
-    @property
-    def index(self) -> Any: ...
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens after which a text finds something new."""
-
-    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> Batch:
-        """The columns `passage_ids` and `passage_from` for texts that begin at these columns of a batch. `own`: the documents that each of
-        them is of."""
-        ...
-
-
-class Info(NamedTuple):
-    """What the model and the task must know about the data."""
-
-    kind: Literal["image", "text", "own"]
-    name: str
-    """A description for people."""
-    image_shape: tuple[int, int, int] | None = None
-    num_classes: int | None = None
-    vocab_size: int | None = None
-    tokenizer: Tokenizer | None = None
-    finder: PassageFinder | None = None
-    """Finds passages for texts, where the model reads some."""
-
-    @property
-    def eos_id(self) -> int | None:
-        """The token that ends a text, where there is one."""
-        return self.tokenizer.eos_id if self.tokenizer else None
-
-
-class Data(NamedTuple):
-    """Data to learn from, data to be judged on, and what they are. The two never overlap."""
-
-    train: Samples | Stream
-    eval: Samples | None
-    info: Info
 
 
 def as_index(indices: Indices) -> torch.Tensor:

@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from shoal.config.schema.data import Loader
-from shoal.data.interfaces import Batch, Samples, State, Stream
+from shoal.data.interfaces import Batch, Samples, SampleStream, State
 from shoal.errors import ShoalError
 
 
-class WorkerOptions(NamedTuple):
+class LoaderOptions(NamedTuple):
     """How to load ahead."""
 
     num_workers: int = 0
@@ -35,7 +35,7 @@ class WorkerOptions(NamedTuple):
     pin_memory: bool = False
 
     @classmethod
-    def of(cls, loader: Loader | None) -> WorkerOptions:
+    def of(cls, loader: Loader | None) -> LoaderOptions:
         if loader is None:
             return cls()
         # Pinned memory makes copies to a GPU faster; without a GPU it is of no use.
@@ -73,7 +73,7 @@ class FeedPlan(NamedTuple):
     part: tuple[int, int]
     """Which part of every batch, and how many parts a batch has."""
     drop_last: bool
-    options: WorkerOptions
+    options: LoaderOptions
 
 
 @contextmanager
@@ -121,13 +121,13 @@ def _start(loader: DataLoader[Any]) -> _Batches:
 class _Batches:
     """What the processes send, and the reason where one of them ends before its time."""
 
-    def __init__(self, loaded: Iterator[Loaded], workers: int) -> None:
+    def __init__(self, loaded: Iterator[LoadedBatch], workers: int) -> None:
         self._loaded, self._workers = loaded, workers
 
     def __iter__(self) -> _Batches:
         return self
 
-    def __next__(self) -> Loaded:
+    def __next__(self) -> LoadedBatch:
         try:
             return next(self._loaded)
         except RuntimeError as error:
@@ -139,7 +139,7 @@ class _Batches:
             ) from None
 
 
-class Loaded(NamedTuple):
+class LoadedBatch(NamedTuple):
     """What a loading process sends: a batch, the process's number, and its reader's position; or the reason why there is no batch."""
 
     content: Batch | None
@@ -157,19 +157,19 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-class IndexedBatches(Dataset[Loaded]):
+class IndexedBatches(Dataset[LoadedBatch]):
     """Batches by lists of numbers."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
-    def __getitem__(self, indices: Any) -> Loaded:
+    def __getitem__(self, indices: Any) -> LoadedBatch:
         try:
-            return Loaded(self._samples.batch(indices))
+            return LoadedBatch(self._samples.batch(indices))
         except ShoalError as error:  # DataLoader would wrap it in a traceback
-            return Loaded(None, error=str(error))
+            return LoadedBatch(None, error=str(error))
 
-    def load(self, index_lists: Iterable[list[int]], options: WorkerOptions) -> Iterator[Loaded]:
+    def load(self, index_lists: Iterable[list[int]], options: LoaderOptions) -> Iterator[LoadedBatch]:
         return _start(options.loader(self, _Once(index_lists)))
 
 
@@ -183,16 +183,16 @@ class _Once:
         return iter(self._items)
 
 
-class ShardedBatches(IterableDataset[Loaded]):
+class ShardedBatches(IterableDataset[LoadedBatch]):
     """Batches of a stream. Process w of W reads shard index·W + w of count·W."""
 
-    def __init__(self, stream: Stream, plan: FeedPlan, reshuffle: bool) -> None:
+    def __init__(self, stream: SampleStream, plan: FeedPlan, reshuffle: bool) -> None:
         self._stream, self._plan, self._reshuffle = stream, plan, reshuffle
         self._epoch = 0
         self._turns: State | None = None
-        self._loader: DataLoader[Loaded] | None = None
+        self._loader: DataLoader[LoadedBatch] | None = None
 
-    def load(self, epoch: int, turns: State) -> Iterator[Loaded]:
+    def load(self, epoch: int, turns: State) -> Iterator[LoadedBatch]:
         """Go on from the state of each reader, beginning with the one whose turn it is."""
         self._epoch, self._turns = epoch, turns
         loader = self._plan.options.loader(self, None)
@@ -200,7 +200,7 @@ class ShardedBatches(IterableDataset[Loaded]):
         self._loader = loader  # only now: a process that is spawned gets a copy of this object
         return batches
 
-    def load_next(self) -> Iterator[Loaded]:
+    def load_next(self) -> Iterator[LoadedBatch]:
         """The next epoch, from the same processes."""
         assert self._loader is not None
         return _start(self._loader)
@@ -208,7 +208,7 @@ class ShardedBatches(IterableDataset[Loaded]):
     def close(self) -> None:
         self._loader = None
 
-    def __iter__(self) -> Iterator[Loaded]:
+    def __iter__(self) -> Iterator[LoadedBatch]:
         """One epoch, read in a loading process. DataLoader calls this again for each epoch if the processes outlive it."""
         info = get_worker_info()
         assert info is not None
@@ -218,7 +218,7 @@ class ShardedBatches(IterableDataset[Loaded]):
         epoch, self._epoch = self._epoch, self._epoch + 1
         return self._batches(worker, count, epoch, turns["states"][worker])
 
-    def _batches(self, worker: int, count: int, epoch: int, state: State | None) -> Iterator[Loaded]:
+    def _batches(self, worker: int, count: int, epoch: int, state: State | None) -> Iterator[LoadedBatch]:
         try:
             plan = self._plan
             shard = (plan.shard[0] * count + worker, plan.shard[1] * count)
@@ -226,6 +226,6 @@ class ShardedBatches(IterableDataset[Loaded]):
             while samples := list(islice(reader, plan.batch_size)):
                 if plan.drop_last and len(samples) < plan.batch_size:
                     return
-                yield Loaded(self._stream.collate(samples), worker, reader.state_dict())
+                yield LoadedBatch(self._stream.collate(samples), worker, reader.state_dict())
         except ShoalError as error:
-            yield Loaded(None, error=str(error))
+            yield LoadedBatch(None, error=str(error))

@@ -10,7 +10,7 @@ from shoal.errors import ShoalError
 INSTALL = {"PIL": "pip install pillow", "sklearn": "pip install scikit-learn"}
 
 
-def need(module: str) -> Any:
+def import_optional(module: str) -> Any:
     """Import a module, or say in one line how to get it."""
     try:
         return importlib.import_module(module)

@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from shoal.config.schema.data import Loader
-from shoal.data.batch_source import emptied, part_of, shuffled
-from shoal.data.interfaces import Batch, Samples, State
-from shoal.data.loader_processes import WorkerOptions
+from shoal.data.batch_source import part_of, without_samples
+from shoal.data.interfaces import Batch, Feed, Samples, State
+from shoal.data.loader_processes import LoaderOptions
 
 
-class Pieces:
+class UnitBatches:
     """Batches of an epoch's order, from any place, and at most so many at a time as a piece has.
 
     `loader.num_workers` threads load ahead; to start processes for each piece would take long. `part` (index, count) is for processes that
@@ -33,21 +33,21 @@ class Pieces:
     ) -> None:
         self.samples, self.batch_size, self.batches_per_piece = samples, batch_size, batches_per_piece
         self._seed, self._reshuffle, self._part = seed, reshuffle, part
-        self._options = WorkerOptions.of(loader)
+        self._options = LoaderOptions.of(loader)
         self._order: tuple[int, torch.Tensor] | None = None
         self.threads = ThreadPoolExecutor(loader.num_workers, "loader") if loader.num_workers else None
 
-    def at(self, epoch: int, start: int) -> PieceFeed:
+    def at(self, epoch: int, start: int) -> UnitFeed:
         """The batches of a piece, from this one on."""
-        return PieceFeed(self, epoch, start)
+        return UnitFeed(self, epoch, start)
 
     def batch(self, epoch: int, number: int) -> Batch:
         """One batch, or this process's part of it. The last of an epoch may be smaller."""
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, shuffled(self.samples, self._seed, epoch if self._reshuffle else 0)
+            self._order = epoch, self.samples.order(self._seed, epoch if self._reshuffle else 0)
         whole = self._order[1][number * self.batch_size : (number + 1) * self.batch_size]
         batch = self._options.pinned(self.samples.batch(part_of(whole, self._part)))
-        return emptied(batch) if len(whole) <= self._part[0] else batch
+        return without_samples(batch) if len(whole) <= self._part[0] else batch
 
     def end(self, start: int) -> int:
         """Where the piece ends that a batch belongs to."""
@@ -55,13 +55,10 @@ class Pieces:
         return min(per_epoch, (start // self.batches_per_piece + 1) * self.batches_per_piece)
 
 
-class PieceFeed:
+class UnitFeed(Feed):
     """One piece, batch by batch."""
 
-    batches_per_epoch: int | None = None
-    at_epoch_end = False
-
-    def __init__(self, pieces: Pieces, epoch: int, start: int) -> None:
+    def __init__(self, pieces: UnitBatches, epoch: int, start: int) -> None:
         self._pieces, self._epoch, self._next, self._end = pieces, epoch, start, pieces.end(start)
         self._ahead: deque[Future[Batch]] = deque()
         if pieces.threads is not None:

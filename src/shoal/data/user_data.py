@@ -10,14 +10,14 @@ import torch
 
 from shoal.config import Run
 from shoal.config.schema.data import DataSource
-from shoal.data.interfaces import Batch, Indices, State, as_index
+from shoal.data.interfaces import Batch, Indices, Samples, SampleStream, State, StreamReader, as_index
 from shoal.errors import ShoalError
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of samples: a tensor, a tuple of tensors, or tensors by name."""
 
 
-class OwnSamples:
+class UserSamples(Samples):
     """Somebody's data set, each of whose samples has a number."""
 
     def __init__(self, samples: Any, collate: Callable[[Sequence[Any]], Batch]) -> None:
@@ -30,28 +30,25 @@ class OwnSamples:
         return self._collate([self.samples[number] for number in as_index(indices).tolist()])
 
 
-class OwnStream:
+class UserStream(SampleStream):
     """Something that can be iterated over again and again. Its order is its own business; shards take turns at its samples."""
 
     def __init__(self, samples: Iterable[Any], collate: Callable[[Sequence[Any]], Batch]) -> None:
         self.samples, self._collate = samples, collate
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> OwnReader:
-        return OwnReader(self.samples, shard, state["read"] if state else 0)
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> UserReader:
+        return UserReader(self.samples, shard, state["read"] if state else 0)
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         return self._collate(samples)
 
 
-class OwnReader:
+class UserReader(StreamReader):
     """One pass over one shard."""
 
     def __init__(self, samples: Iterable[Any], shard: tuple[int, int], read: int) -> None:
         index, count = shard
         self._samples, self._read = islice(samples, index + read * count, None, count), read
-
-    def __iter__(self) -> OwnReader:
-        return self
 
     def __next__(self) -> Any:
         sample = next(self._samples)
@@ -62,7 +59,7 @@ class OwnReader:
         return {"read": self._read}
 
 
-def stacked(samples: Sequence[Any]) -> Any:
+def stack_samples(samples: Sequence[Any]) -> Any:
     """Samples as a batch of the same form: tensors, arrays and numbers are stacked, tuples and dicts item by item."""
     first = samples[0]
     if isinstance(first, dict):
@@ -91,6 +88,6 @@ def _tensor(value: Any) -> torch.Tensor:
     return made.float() if made.dtype == torch.float64 else made
 
 
-def only_its_program(source: DataSource, run: Run, request: Any) -> Any:
+def refuse_live_data(source: DataSource, run: Run, request: Any) -> Any:
     """Raises ShoalError: such data is brought along by a program, or made by a function, and by nothing else."""
     raise ShoalError(f"the data of this run came from a Python program (data.source.kind {source.kind}): only that program has it")

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema.training import Training
-from shoal.engines.batch_weights import Weighing, length
+from shoal.engines.batch_weights import BatchWeights, length
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.precision.emulation import lower
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.step_state import kept
+from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, Task
-from shoal.updates.layout import Layout
+from shoal.updates.layout import ParameterLayout
 
 if TYPE_CHECKING:
-    from shoal.engines.precision.fp8 import Rows
+    from shoal.engines.precision.fp8 import ScaleHistory
 
 
 class StepResult(NamedTuple):
@@ -54,7 +54,7 @@ class Engine(ABC):
         self.world = world
         self.step_count = 0
         _prepare(run, task)
-        self.scales: Rows | None = lower(task.players, run.training, device)
+        self.scales: ScaleHistory | None = lower(task.players, run.training, device)
         unknown = set(run.training.players) - set(task.players)
         if unknown:
             raise ShoalError(f"training.players: there is no network `{unknown.pop()}`; there are {', '.join(task.players)}")
@@ -62,12 +62,12 @@ class Engine(ABC):
         self.health = HealthMonitor(run.training.gradient_health) if run.training.gradient_health.enabled else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=False)
         self.track_gradients = run.logging.track_gradients
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, ParameterLayout] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._spare: Batch | None = None
         self.statistics: list[Tensor] = []
         """BatchNorm's running figures, of networks that are whole in this process."""
-        self.kept = [one for player in task.players.values() for one in kept(player)]
+        self.kept = [one for player in task.players.values() for one in step_states(player)]
         for one in self.kept:
             one.total, one.rank, one.ranks = world.add_up, world.rank, world.size
 
@@ -169,10 +169,10 @@ class Engine(ABC):
         """Called between the gradients of two networks: an engine may move the first network to where its next weights will be."""
         return
 
-    def _weigh(self, batches: list[Batch]) -> Weighing:
-        return Weighing([self.task.count(batch) for batch in batches], sum(map(length, batches)), self.world)
+    def _weigh(self, batches: list[Batch]) -> BatchWeights:
+        return BatchWeights([self.task.count(batch) for batch in batches], sum(map(length, batches)), self.world)
 
-    def _in_turn(self, batches: list[Batch], weighing: Weighing, metrics: dict[str, Tensor]) -> Iterator[str]:
+    def _in_turn(self, batches: list[Batch], weighing: BatchWeights, metrics: dict[str, Tensor]) -> Iterator[str]:
         """Network after network, each when its gradient over all batches is there.
 
         Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
@@ -199,7 +199,7 @@ class Engine(ABC):
             raise ShoalError(f"there are fewer samples than processes ({self.world.size}): take more data, or fewer devices")
         return {name: value[:1] for name, value in self._spare.items()}
 
-    def _backward_next(self, losses: list[Iterator[Loss]], weighing: Weighing, metrics: dict[str, Tensor]) -> str:
+    def _backward_next(self, losses: list[Iterator[Loss]], weighing: BatchWeights, metrics: dict[str, Tensor]) -> str:
         """Add up the gradients of every batch's next loss; the name of the network they are for, or nothing at the end."""
         player = ""
         for number, batch_losses in enumerate(losses):

@@ -7,7 +7,7 @@ from shoal.errors import ShoalError
 from shoal.tasks import Batch
 
 
-class Weighing:
+class BatchWeights:
     """The sums over all processes are under way while the first batch goes through the network."""
 
     def __init__(self, counts: list[int], samples: int, world: World) -> None:
@@ -39,7 +39,7 @@ class Weighing:
         return self._counts[number] / self.total
 
 
-class WeighedTogether(Weighing):
+class SharedBatchWeights(BatchWeights):
     """For processes that all see the same batches: what one counts is what all count. The first process's word is everybody's."""
 
     def __init__(self, counts: list[int], samples: int, world: World, word: int) -> None:

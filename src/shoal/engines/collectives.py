@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.tasks import Batch, Task
 
 
-class Replicas(SingleEngine):
+class CollectivesEngine(SingleEngine):
     """Its own batches, its own gradients, its own optimizer: `world` is this process alone, `crew` are all."""
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:

@@ -27,7 +27,7 @@ def check(training: Training, device: torch.device) -> None:
         raise ShoalError(f"training.cuda_graph records what a CUDA GPU does, and this run computes on {device.type}: set it to false")
 
 
-class Recording(NamedTuple):
+class RecordedPass(NamedTuple):
     graph: Any
     inputs: Batch
     share: Tensor
@@ -37,7 +37,7 @@ class Recording(NamedTuple):
     gradients: list[Tensor | None]
 
 
-class Recorder:
+class PassRecorder:
     """Records and replays passes. `passes` gives the loss of a batch; `backward` takes its gradients; `before` is called before a pass
     whose results do not count is taken again."""
 
@@ -49,7 +49,7 @@ class Recorder:
         before: Callable[[], None],
     ) -> None:
         self._parameters, self._passes, self._backward, self._before = parameters, passes, backward, before
-        self._recordings: dict[tuple[Any, ...], Recording] = {}
+        self._recordings: dict[tuple[Any, ...], RecordedPass] = {}
 
     def replay(self, batch: Batch, share: float) -> Iterator[tuple[str, Tensor]]:
         """Take a batch's gradients, which are then the parameters' own, and return its figures."""
@@ -65,7 +65,7 @@ class Recorder:
             parameter.grad = gradient
         return zip(recording.names, recording.figures.clone().unbind(), strict=True)
 
-    def _record(self, batch: Batch) -> Recording:
+    def _record(self, batch: Batch) -> RecordedPass:
         if len(self._recordings) == _MOST:
             raise ShoalError(
                 f"training.cuda_graph: batches have more than {_MOST} shapes, and each would be recorded; set it to false, or pad the data"
@@ -80,7 +80,7 @@ class Recorder:
         except RuntimeError as error:
             said = str(error).splitlines()[0]
             raise ShoalError(f"training.cuda_graph: this model's passes cannot be recorded, set it to false ({said})") from None
-        return Recording(graph, inputs, share, names, figures, [parameter.grad for parameter in self._parameters])
+        return RecordedPass(graph, inputs, share, names, figures, [parameter.grad for parameter in self._parameters])
 
     def _compile(self, inputs: Batch, share: Tensor) -> None:
         """Take the passes as usual, so that whatever happens at the first time has happened. Random numbers go on as if it had not."""

@@ -25,7 +25,7 @@ class DdpEngine(SingleEngine):
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         super().__init__(run, task, device, total_steps, world, learns=True)
-        self.reducers = {name: Reducer(network) for name, network in self.networks.items()}
+        self.reducers = {name: GradientReducer(network) for name, network in self.networks.items()}
 
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
         if not last:
@@ -51,7 +51,7 @@ class DdpEngine(SingleEngine):
         return not self.world.any(not super().finite())
 
 
-class Reducer:
+class GradientReducer:
     """Adds up one network's gradients over all processes.
 
     The vector is cut into pieces of whole parameters. The backward pass goes through a network from its end, so pieces are sent from

@@ -29,7 +29,7 @@ from shoal.engines.single import statistics
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.tasks import Task
-from shoal.updates.layout import Layout
+from shoal.updates.layout import ParameterLayout
 
 _ENTRANCES = ("hidden", "next_logits")
 """Methods of a model that compute, besides `forward`: sharded parameters must be gathered for these too."""
@@ -47,7 +47,7 @@ class FsdpEngine(Engine):
         for settings in self.chosen.values():
             _check(run, task, settings.name, device)
         self.run, self.mesh = run, init_device_mesh(device.type, (world.size,))
-        self.shards = {name: Shards(player, run, self.mesh) for name, player in task.players.items()}
+        self.shards = {name: ShardedNetwork(player, run, self.mesh) for name, player in task.players.items()}
         self.layouts = {name: shards.layout for name, shards in self.shards.items()}
         if run.training.compile:
             task.compile()
@@ -155,12 +155,12 @@ class FsdpEngine(Engine):
         named_state.load_parameters(self.optimizers[player], self.shards[player].rows, {"shared": state["shared"], "moments": own})
 
 
-class Shards:
+class ShardedNetwork:
     """This process's rows of one network."""
 
     def __init__(self, network: nn.Module, run: Run, mesh: Any) -> None:
         trained = {name: parameter.shape for name, parameter in network.named_parameters() if parameter.requires_grad}
-        self.layout = Layout((name, tuple(shape)) for name, shape in trained.items())
+        self.layout = ParameterLayout((name, tuple(shape)) for name, shape in trained.items())
         _shard(network, run, mesh)
         network.train()
         self.parameters: dict[str, DTensor] = {
@@ -191,7 +191,7 @@ def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
     refuse_several(run, task)
     if optimizer in optimizers.SHAPED:
         raise ShoalError(f"training.optimizer.name: {optimizer} looks at whole matrices, and fsdp cuts them: take AdamW, or the engine ddp")
-    if run.engine.kind == "fsdp" and run.engine.cpu_offload and device.type != "cuda":
+    if isinstance(run.engine, Fsdp) and run.engine.cpu_offload and device.type != "cuda":
         raise ShoalError(f"engine.cpu_offload: on {device.type} parameters are in main memory already")
 
 

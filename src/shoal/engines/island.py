@@ -29,7 +29,7 @@ class Feed(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-class Keepsakes(Protocol):
+class IslandCheckpoint(Protocol):
     """What the processes keep of themselves, together."""
 
     def due(self, version: int) -> bool: ...
@@ -46,7 +46,7 @@ class Keepsakes(Protocol):
     def tell(self, text: str) -> None: ...
 
 
-class Order(IntEnum):
+class IslandCommand(IntEnum):
     """What the first process asks of all."""
 
     LEAVE = auto()
@@ -69,10 +69,10 @@ class Order(IntEnum):
     FORGET_HALF = auto()
 
 
-class Rank:
+class IslandProcess:
     """What every process of an island does."""
 
-    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes) -> None:
+    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: IslandCheckpoint) -> None:
         self.engine, self.crew = engine, engine.crew
         self.feed_for, self.keepsakes = feed_for, keepsakes
 
@@ -108,14 +108,14 @@ class Rank:
         self.engine.load_buffers(self.crew.broadcast(values))
 
 
-class Follower(Rank):
+class IslandFollower(IslandProcess):
     """Every process but the first."""
 
     feed: Feed | None = None
 
     def work(self) -> None:
         """Carry out the first process's orders until it orders to leave."""
-        while (order := self._hear())[0] != Order.LEAVE:
+        while (order := self._hear())[0] != IslandCommand.LEAVE:
             self._obey(*order)
         if self.feed is not None:
             self.feed.close()
@@ -126,50 +126,50 @@ class Follower(Rank):
 
     def _obey(self, order: int, first: float, second: float, third: float) -> None:
         engine = self.engine
-        match Order(order):
-            case Order.SIT:
+        match IslandCommand(order):
+            case IslandCommand.SIT:
                 if self.feed is not None:
                     self.feed.close()
                 self.feed = self.feed_for(int(first), int(second), int(third))
-            case Order.STEP:
+            case IslandCommand.STEP:
                 engine.step_count = int(second)
                 self.counted(engine.step(self._batches(int(first))))
-            case Order.WALK:
+            case IslandCommand.WALK:
                 assert self.feed is not None
                 engine.step_count = int(third)
                 self.walked(self.feed, int(first), int(second))
-            case Order.GRADIENTS:
+            case IslandCommand.GRADIENTS:
                 self.counted(engine.gradients(self._batches(int(first))))
-            case Order.UNSCALE:
+            case IslandCommand.UNSCALE:
                 engine.unscale()
-            case Order.APPLY:
+            case IslandCommand.APPLY:
                 engine.apply_own(first)
-            case Order.FORGET:
+            case IslandCommand.FORGET:
                 engine.forget_past()
-            case Order.GATHER:
+            case IslandCommand.GATHER:
                 _go_through(engine.wholes())
-            case Order.GATHER_GRADIENT:
+            case IslandCommand.GATHER_GRADIENT:
                 _go_through(engine.slopes())
-            case Order.LOAD:
+            case IslandCommand.LOAD:
                 self.load(None)
-            case Order.LOAD_BUFFERS:
+            case IslandCommand.LOAD_BUFFERS:
                 self.load_buffers(torch.empty(int(first)))
-            case Order.SAVE:
+            case IslandCommand.SAVE:
                 self.keepsakes.save(int(first), None)
-            case Order.RESTORE:
+            case IslandCommand.RESTORE:
                 self.keepsakes.restore(int(first), None)
             case _:
                 self._obey_about_half(order, int(first))
 
     def _obey_about_half(self, order: int, number: int) -> None:
-        match Order(order):
-            case Order.SAVE_HALF:
+        match IslandCommand(order):
+            case IslandCommand.SAVE_HALF:
                 self.keepsakes.save_half(None, None)
-            case Order.FIND_HALF:
+            case IslandCommand.FIND_HALF:
                 self.crew.any(not self.keepsakes.has_half(number))
-            case Order.RESUME_HALF:
+            case IslandCommand.RESUME_HALF:
                 self.keepsakes.resume_half(None, bool(number))
-            case Order.FORGET_HALF:
+            case IslandCommand.FORGET_HALF:
                 self.keepsakes.forget_half()
 
     def _batches(self, count: int) -> list[Batch]:
@@ -177,10 +177,10 @@ class Follower(Rank):
         return [next(self.feed) for _ in range(count)]
 
 
-class Island(Rank):
+class Island(IslandProcess):
     """The first process: to the worker's loop it is an engine of one process, with all weights in one vector."""
 
-    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes, readers: int) -> None:
+    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: IslandCheckpoint, readers: int) -> None:
         """`readers`: how many of the processes take batches of their own."""
         super().__init__(engine, feed_for, keepsakes)
         self.readers = readers
@@ -193,19 +193,19 @@ class Island(Rank):
         self._stride = 1
         """Steps that the processes take by themselves before they look up."""
 
-    def _say(self, order: Order, *numbers: float) -> None:
+    def _say(self, order: IslandCommand, *numbers: float) -> None:
         self.crew.broadcast_numbers([float(order), *numbers, *[0.0] * (3 - len(numbers))])
 
     def leave(self) -> None:
         """Order all processes to leave."""
-        self._say(Order.LEAVE)
+        self._say(IslandCommand.LEAVE)
 
     # --- the data ----------------------------------------------------------------------------------
 
-    def sit(self, seat: int, epoch: int, position: int) -> Shared:
+    def sit(self, seat: int, epoch: int, position: int) -> IslandFeed:
         """Let all processes take their parts of a seat at the data."""
-        self._say(Order.SIT, seat, epoch, position)
-        return Shared(self.feed_for(seat, epoch, position), self.readers)
+        self._say(IslandCommand.SIT, seat, epoch, position)
+        return IslandFeed(self.feed_for(seat, epoch, position), self.readers)
 
     # --- computing ---------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Island(Rank):
         self.engine.step_count = count
 
     def step(self, batches: list[Batch]) -> StepResult:
-        self._say(Order.STEP, len(batches), self.step_count)
+        self._say(IslandCommand.STEP, len(batches), self.step_count)
         self._moved = True
         return self.counted(self.engine.step(batches))
 
@@ -227,14 +227,14 @@ class Island(Rank):
         if self.crew is self.engine.world:
             return self.step([next(feed) for _ in range(accumulation)]), 1
         count, started = min(most, self._stride), time.monotonic()
-        self._say(Order.WALK, accumulation, count, self.step_count)
+        self._say(IslandCommand.WALK, accumulation, count, self.step_count)
         self._moved = True
         result = self.walked(feed, accumulation, count)
         self._stride = max(1, round(_STRIDE_S * count / (time.monotonic() - started)))
         return result, count
 
     def gradients(self, batches: list[Batch]) -> StepResult:
-        self._say(Order.GRADIENTS, len(batches))
+        self._say(IslandCommand.GRADIENTS, len(batches))
         return self.counted(self.engine.gradients(batches))
 
     def expect(self, moved: Tensor) -> None:
@@ -244,16 +244,16 @@ class Island(Rank):
         raise ShoalError("updates.privacy.unit: samples are clipped one by one in a single process: set engine.kind=single")
 
     def unscale(self) -> None:
-        self._say(Order.UNSCALE)
+        self._say(IslandCommand.UNSCALE)
         self.engine.unscale()
 
     def apply_own(self, step: float) -> dict[str, Tensor]:
-        self._say(Order.APPLY, step)
+        self._say(IslandCommand.APPLY, step)
         self._moved = True
         return self.engine.apply_own(step)
 
     def forget_past(self) -> None:
-        self._say(Order.FORGET)
+        self._say(IslandCommand.FORGET)
         self.engine.forget_past()
 
     def learning_rates(self) -> dict[str, float]:
@@ -265,18 +265,18 @@ class Island(Rank):
     def vector(self) -> Tensor:
         """All weights, in main memory. A caller that writes into it must call `changed`."""
         if self._moved:
-            self._say(Order.GATHER)
+            self._say(IslandCommand.GATHER)
             _fill(self._vector, self.engine.wholes())
             self._moved = False
         return self._vector
 
     def changed(self) -> None:
-        self._say(Order.LOAD)
+        self._say(IslandCommand.LOAD)
         self.load(self._vector)
 
     @property
     def gradient(self) -> Tensor:
-        self._say(Order.GATHER_GRADIENT)
+        self._say(IslandCommand.GATHER_GRADIENT)
         return _fill(self._gradient, self.engine.slopes())
 
     @property
@@ -287,18 +287,18 @@ class Island(Rank):
         return self.engine.take_report()
 
     def load_buffers(self, values: Tensor) -> None:
-        self._say(Order.LOAD_BUFFERS, values.numel())
+        self._say(IslandCommand.LOAD_BUFFERS, values.numel())
         super().load_buffers(values)
 
     # --- what is kept ------------------------------------------------------------------------------
 
     def save(self, version: int, residual: Tensor | None) -> None:
         if self.keepsakes.due(version):
-            self._say(Order.SAVE, version)
+            self._say(IslandCommand.SAVE, version)
             self.keepsakes.save(version, residual)
 
     def restore(self, version: int, residual: Tensor | None) -> None:
-        self._say(Order.RESTORE, version)
+        self._say(IslandCommand.RESTORE, version)
         self._moved = True
         self.keepsakes.restore(version, residual)
 
@@ -306,7 +306,7 @@ class Island(Rank):
         return self.keepsakes.until_half(step)
 
     def save_half(self, half: Any, residual: Tensor | None) -> None:
-        self._say(Order.SAVE_HALF)
+        self._say(IslandCommand.SAVE_HALF)
         self.keepsakes.save_half(half, residual)
 
     def half_round(self, begins: Any) -> Any:
@@ -314,7 +314,7 @@ class Island(Rank):
         half = self.keepsakes.half_round(begins)
         if half is None:
             return None
-        self._say(Order.FIND_HALF, self.keepsakes.half_step)
+        self._say(IslandCommand.FIND_HALF, self.keepsakes.half_step)
         if not self.crew.any(False):
             return half
         self.keepsakes.tell("half a round was kept, but not by all processes of this worker: it is deleted, and the round is begun again")
@@ -322,16 +322,16 @@ class Island(Rank):
         return None
 
     def resume_half(self, residual: Tensor | None, within: bool) -> None:
-        self._say(Order.RESUME_HALF, within)
+        self._say(IslandCommand.RESUME_HALF, within)
         self._moved = True
         self.keepsakes.resume_half(residual, within)
 
     def forget_half(self) -> None:
-        self._say(Order.FORGET_HALF)
+        self._say(IslandCommand.FORGET_HALF)
         self.keepsakes.forget_half()
 
 
-class Shared:
+class IslandFeed:
     """The first process's part of the data. It counts batches as a worker of one process does: one for each that reads."""
 
     def __init__(self, feed: Feed, ranks: int) -> None:

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.engines.base import Engine, StepResult, tensors_of
-from shoal.engines.batch_weights import Weighing, length
-from shoal.engines.cuda_graph import Recorder
+from shoal.engines.batch_weights import BatchWeights, length
+from shoal.engines.cuda_graph import PassRecorder
 from shoal.engines.optim import named_state, optimizers
-from shoal.engines.optim.adam_state import Clip
+from shoal.engines.optim.adam_state import GradientClip
 from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.engines.precision import fp8
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.compile_rules import tell_the_compiler
-from shoal.models.step_state import kept
+from shoal.models.compile_rules import exclude_from_compilation
+from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, Task
-from shoal.updates.layout import lay_out
+from shoal.updates.layout import flatten_networks
 
 __all__ = ["SingleEngine", "StepResult", "choose_device"]
 
@@ -41,7 +41,7 @@ class SingleEngine(Engine):
         super().__init__(run, task, device, total_steps, world or World())
         for name, player in task.players.items():
             task.players[name] = player.to(device).train()
-        self._vector, self._gradient, self.networks = lay_out(task.players)
+        self._vector, self._gradient, self.networks = flatten_networks(task.players)
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         if learns and reads_rounded(run, device):
             self._round_networks()
@@ -50,13 +50,13 @@ class SingleEngine(Engine):
                 network.offer_room()
         self.statistics = [buffer for player in task.players.values() for buffer in statistics(player)]
         if run.training.compile:
-            tell_the_compiler()
+            exclude_from_compilation()
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
         self._moves: dict[str, Tensor] = {}
         self._records = run.training.cuda_graph and learns
-        self._recorder: Recorder | None = None
+        self._recorder: PassRecorder | None = None
         """Made with the first step: a coordinator takes none."""
 
     @property
@@ -128,7 +128,7 @@ class SingleEngine(Engine):
                 self.vector.copy_(before)
                 self.changed()
 
-    def _in_turn(self, batches: list[Batch], weighing: Weighing, metrics: dict[str, Tensor]) -> Iterator[str]:
+    def _in_turn(self, batches: list[Batch], weighing: BatchWeights, metrics: dict[str, Tensor]) -> Iterator[str]:
         if not self._records:
             yield from super()._in_turn(batches, weighing, metrics)
             return
@@ -143,7 +143,7 @@ class SingleEngine(Engine):
         self._gather(player)
         yield player
 
-    def _record(self) -> Recorder:
+    def _record(self) -> PassRecorder:
         """Let batches be recorded. Figures and gradients are those of the passes as they are taken otherwise."""
         if len(self.networks) > 1:
             raise ShoalError("training.cuda_graph records the passes of one network, and this task has several: set it to false")
@@ -153,7 +153,7 @@ class SingleEngine(Engine):
             with self.precision():
                 return next(iter(self.task.losses(batch)))
 
-        return Recorder(
+        return PassRecorder(
             network.parameters,
             passes,
             lambda value: self._backward(self.scaler.scale(value), player, last=True),
@@ -221,7 +221,7 @@ class SingleEngine(Engine):
         norm = self._norm(name)
         self._note_norm(name, norm, metrics)
         read = _read_later(norm) if self.health is not None else None
-        optimizer.clip = Clip(norm, limit, skip=self.health is not None)
+        optimizer.clip = GradientClip(norm, limit, skip=self.health is not None)
         optimizers.step(optimizer)
         if read is not None and not self.healthy(read()):
             optimizer.uncount()
@@ -259,9 +259,17 @@ class SingleEngine(Engine):
         named_state.load_flat(self.optimizers[player], self.networks[player], state)
 
 
+def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> SingleEngine:
+    """The engine of a worker that is one process."""
+    return SingleEngine(run, task, device, total_steps, learns=not task.learns_from_answers)
+
+
 def statistics(module: nn.Module) -> Iterator[Tensor]:
     """The buffers whose mean over processes and workers is taken."""
-    persistent, others = set(module.state_dict()), {id(value) for one in kept(module) for value in (*one.state(), *one.buffers(False))}
+    persistent, others = (
+        set(module.state_dict()),
+        {id(value) for one in step_states(module) for value in (*one.state(), *one.buffers(False))},
+    )
     for name, buffer in module.named_buffers():
         if name in persistent and buffer.is_floating_point() and id(buffer) not in others:
             yield buffer

@@ -43,12 +43,12 @@ class World:
         """Whether this is the first process, which prints, records and writes for all."""
         return self.rank == 0
 
-    def begin_sum(self, numbers: list[float]) -> Sum:
+    def begin_sum(self, numbers: list[float]) -> PendingSum:
         """Begin to add up numbers over all processes, while this process goes on computing."""
         if self.size == 1:
-            return Sum(numbers)
+            return PendingSum(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
-        return Sum(values, dist.all_reduce(values, group=self.talk, async_op=True))
+        return PendingSum(values, dist.all_reduce(values, group=self.talk, async_op=True))
 
     def total(self, figures: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sum over all processes, name by name; all have the same names."""
@@ -152,7 +152,7 @@ class World:
             self.size, self.talk = 1, None
 
 
-class Sum:
+class PendingSum:
     """A sum over all processes that has begun."""
 
     def __init__(self, values: Tensor | list[float], work: dist.Work | None = None) -> None:
@@ -164,7 +164,7 @@ class Sum:
         return self._values.tolist() if isinstance(self._values, Tensor) else self._values
 
 
-class Meeting:
+class Rendezvous:
     """Where the processes of an engine find each other. The first may leave messages there for the others before they begin."""
 
     def __init__(self, here: RankPlace) -> None:
@@ -206,7 +206,7 @@ class Meeting:
 
 def enter(here: RankPlace | None, device: torch.device) -> World:
     """Meet the others, and begin to work together. Raises ShoalError."""
-    return Meeting(here).enter(device) if here is not None else World()
+    return Rendezvous(here).enter(device) if here is not None else World()
 
 
 def _store(here: RankPlace) -> Store:
@@ -218,6 +218,6 @@ def _store(here: RankPlace) -> Store:
     return PrefixStore(here.group or f"start-{here.restart}", store)
 
 
-def lost(error: Exception) -> bool:
+def is_process_lost(error: Exception) -> bool:
     """Whether an error only says that another process is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

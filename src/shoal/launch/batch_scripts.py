@@ -22,7 +22,7 @@ _FOLDER = "/run/shoal"
 _TORCHRUN_PORT = 29400
 
 
-class Written(NamedTuple):
+class BatchScript(NamedTuple):
     """A file for a scheduler, and what a person types to start and to end it."""
 
     path: Path
@@ -31,7 +31,7 @@ class Written(NamedTuple):
     end: str
 
 
-def slurm(run: Run, name: str, folder: Path, config: Path, workers: int) -> Written:
+def slurm(run: Run, name: str, folder: Path, config: Path, workers: int) -> BatchScript:
     """A batch script. Where a strategy has workers, the first node coordinates and every node works; where one engine spans all nodes,
     torchrun starts its processes."""
     settings, name = run.launch.slurm, _plain(name)
@@ -44,7 +44,7 @@ def slurm(run: Run, name: str, folder: Path, config: Path, workers: int) -> Writ
     body = _alone_on_slurm(run, folder, config, workers) if run.alone else _together_on_slurm(run, folder, config, workers)
     text = "\n".join([*head, "", "set -euo pipefail", *settings.setup, *body]) + "\n"
     path = folder / "job.sbatch"
-    return Written(path, text, f"sbatch {shlex.quote(str(path))}", f"scancel --name={name}")
+    return BatchScript(path, text, f"sbatch {shlex.quote(str(path))}", f"scancel --name={name}")
 
 
 def _goes_on(folder: Path, config: Path) -> list[str]:
@@ -86,7 +86,7 @@ def _together_on_slurm(run: Run, folder: Path, config: Path, workers: int) -> li
 # --- Kubernetes ------------------------------------------------------------------------------------------
 
 
-def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) -> Written:
+def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) -> BatchScript:
     """Manifests: the configuration, the secrets, a volume, a service, the coordinator's job and the workers' job."""
     if run.alone:
         raise ShoalError("strategy.kind local: one engine over several machines is started by torchrun; launch.kind slurm writes that")
@@ -110,7 +110,7 @@ def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) ->
     ]
     path = folder / "manifests.yaml"
     text = "".join(f"---\n{yaml.safe_dump(one, sort_keys=False)}" for one in made)
-    return Written(path, text, f"kubectl apply -f {shlex.quote(str(path))}", f"kubectl delete -f {shlex.quote(str(path))}")
+    return BatchScript(path, text, f"kubectl apply -f {shlex.quote(str(path))}", f"kubectl delete -f {shlex.quote(str(path))}")
 
 
 def _object(version: str, kind: str, name: str, run: Run, **rest: Any) -> dict[str, Any]:

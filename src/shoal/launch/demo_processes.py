@@ -23,14 +23,14 @@ from shoal.runs.invitation import Invitation
 from shoal.transports.database_address import is_address
 from shoal.transports.database_address import parse as parse_database
 
-LEASHED = "shoal.cli.ends_with_parent"
+ENDS_WITH_PARENT = "shoal.cli.ends_with_parent"
 """Runs a command that ends with this process, however this process ends."""
 _LOOK_S = 0.05
 _START_S = 120.0
 _STOP_S = 30.0
 
 
-class Seen(NamedTuple):
+class DemoProgress(NamedTuple):
     """How far a run has come, by its newest records."""
 
     version: int = 0
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
     """The newest loss, and what the newest evaluation found."""
 
 
-class Stage:
+class DemoProcesses:
     """The processes of one demonstration. They end with the context."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], threads: int) -> None:
@@ -47,12 +47,12 @@ class Stage:
         self.folder, self.run, self.arguments = folder, folder / "run", list(arguments)
         self.log = folder / "coordinator.log"
         self.environ = {**os.environ, "OMP_NUM_THREADS": str(fair_threads(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
-        self.coordinator: forkserver.Process | None = None
-        self.workers: dict[str, forkserver.Process] = {}
+        self.coordinator: forkserver.ChildProcess | None = None
+        self.workers: dict[str, forkserver.ChildProcess] = {}
         self.invitation: Invitation | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> DemoProcesses:
         forkserver.prepare()
         return self
 
@@ -72,7 +72,7 @@ class Stage:
 
     def _coordinate(self, arguments: list[str]) -> None:
         spoken = self.log.stat().st_size if self.log.exists() else 0
-        command = ["-m", LEASHED, "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
+        command = ["-m", ENDS_WITH_PARENT, "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
         with self.log.open("ab") as log:
             self.coordinator = forkserver.start(command, stdout=log, stderr=log, env=self.environ)
         self.invitation = self._invited(self._told(spoken, "  shoal join "))
@@ -124,18 +124,18 @@ class Stage:
         assert self.coordinator is not None
         self._end(self.coordinator)
 
-    def _end(self, process: forkserver.Process) -> None:
+    def _end(self, process: forkserver.ChildProcess) -> None:
         process.kill()
         process.wait()
 
-    def seen(self) -> Seen:
+    def seen(self) -> DemoProgress:
         """How far the run has come."""
-        found, path = Seen(), self.run / "metrics.jsonl"
+        found, path = DemoProgress(), self.run / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         figures: dict[str, float] = {}
         for record in _records(lines):
             figures |= {name: record[name] for name in ("loss", "accuracy", "perplexity") if record["split"] == "eval" and name in record}
-            found = Seen(max(found.version, record["step"]), max(found.samples, record["samples"]), figures)
+            found = DemoProgress(max(found.version, record["step"]), max(found.samples, record["samples"]), figures)
         return found
 
     def ended(self) -> bool:
@@ -158,7 +158,7 @@ class Stage:
             wait(process, _STOP_S)
 
 
-def wait(process: forkserver.Process, seconds: float) -> None:
+def wait(process: forkserver.ChildProcess, seconds: float) -> None:
     """Wait for a process to end, and kill it where it takes too long."""
     try:
         process.wait(seconds)

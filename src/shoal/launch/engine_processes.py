@@ -21,7 +21,7 @@ from shoal.config.ranks import RankPlace, rank_environment, rank_place, uses_sev
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
-from shoal.scheduling.task_stages import parts_of
+from shoal.scheduling.task_stages import stage_shares
 
 LOST = 75
 """The exit code of a process that ended because another one did."""
@@ -43,7 +43,7 @@ class RankLost(ShoalError):
         self.killed = killed
 
 
-class Crew(NamedTuple):
+class EngineProcesses(NamedTuple):
     """The processes that a worker on this machine is made of."""
 
     size: int
@@ -51,7 +51,7 @@ class Crew(NamedTuple):
     engine: str
 
     @classmethod
-    def of(cls, run: Run, command: str, notify: Callable[[str], None], workers: int = 1) -> Crew | None:
+    def of(cls, run: Run, command: str, notify: Callable[[str], None], workers: int = 1) -> EngineProcesses | None:
         """For one of so many workers; None: it is one process. As many as the settings say, else the GPUs that are there, shared.
 
         Raises ShoalError; `command` is what to start where this machine is not enough.
@@ -79,22 +79,22 @@ class Crew(NamedTuple):
 def _stages(run: Run) -> int | None:
     """Stages of a pipeline: those that the tasks are, else one for each machine that the settings list, the server and its workers."""
     if run.placed:
-        return len(parts_of(run.scheduler.tasks))
+        return len(stage_shares(run.scheduler.tasks))
     return run.cluster.num_workers + 1 if run.engine.kind == "pipeline" and run.alone and run.cluster.num_workers else None
 
 
-def facts_of(run: Run, here: RankPlace | None, workers: int) -> list[Override]:
+def settings_from_start(run: Run, here: RankPlace | None, workers: int) -> list[Override]:
     """Settings that follow from what was started, where nobody gave them: how long a run is depends on how many take part."""
     given, facts = run.launch.devices_per_node, dict[str, int]()
     if uses_several_processes(run) and given is None:
-        crew = Crew.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
+        crew = EngineProcesses.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
         facts = {"launch.devices_per_node": here.local_size if here is not None else crew.size if crew is not None else 1}
     if run.engine.kind == "collectives" and here is not None and run.launch.nodes is None:
         facts["launch.nodes"] = here.nodes  # all machines are one room, unless somebody says otherwise
     return [Override(path, str(value), "--workers" if here is None else "torchrun") for path, value in facts.items()]
 
 
-def place_in(run: Run) -> RankPlace | None:
+def place_in_engine(run: Run) -> RankPlace | None:
     """Which of the engine's processes this is. None: it is alone, or has to start them. Raises ShoalError where the two do not fit."""
     here = rank_place()
     if here is None:
@@ -115,11 +115,11 @@ def place_in(run: Run) -> RankPlace | None:
 class LocalRanks:
     """So many processes of `shoal`, each with a rank."""
 
-    def __init__(self, crew: Crew, arguments: Sequence[str], secret: str = "") -> None:
+    def __init__(self, crew: EngineProcesses, arguments: Sequence[str], secret: str = "") -> None:
         """`secret`: a line for the first process alone, on its standard input."""
         (self.count, self.on_cpu, engine), self.arguments, self.secret = crew, list(arguments), secret
         self.libraries = (*_FOR_ALL, *_LIBRARIES.get(engine, ())) if self.on_cpu else ()
-        self.processes: list[forkserver.Process] = []
+        self.processes: list[forkserver.ChildProcess] = []
 
     def run(self) -> int:
         """Start them and wait for their end; the exit code of the first. Raises ShoalError when one fails without a message of its own."""
@@ -135,7 +135,7 @@ class LocalRanks:
             finally:
                 self._end()
 
-    def _start(self, rank: int, folder: Path) -> forkserver.Process:
+    def _start(self, rank: int, folder: Path) -> forkserver.ChildProcess:
         here = RankPlace(rank, self.count, rank, self.count, file=str(folder / "meeting"))
         environ = dict(os.environ) | rank_environment(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
         if "OMP_NUM_THREADS" not in environ:

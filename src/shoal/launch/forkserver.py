@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
 from shoal.errors import ShoalError
-from shoal.process_exit import end
+from shoal.process_exit import end_process
 
 _LOADED = (
     "torch.distributed",
@@ -46,7 +46,7 @@ _LOOK_S = 0.01
 _MOST_BYTES = 1 << 20
 
 
-class Process(Protocol):
+class ChildProcess(Protocol):
     """A process that was started here: what `subprocess.Popen` offers, as far as it is used."""
 
     pid: int
@@ -68,7 +68,7 @@ def start(
     cwd: str | Path | None = None,
     start_new_session: bool = False,
     loads: Sequence[str] = (),
-) -> Process:
+) -> ChildProcess:
     """A Python process with these arguments (`-m shoal …`, or a file and its own). Its standard input is a pipe.
 
     `loads`: modules that it will need, and that start no threads and touch no GPU: the nursery loads them once for all that it forks.
@@ -107,10 +107,10 @@ def _number(default: int, stream: IO[bytes] | int | None) -> int:
     return default if stream is None else stream if isinstance(stream, int) else stream.fileno()
 
 
-class Forked:
+class ForkedProcess:
     """A process that the nursery forked for this one."""
 
-    def __init__(self, nursery: Nursery, pid: int, stdin: IO[bytes]) -> None:
+    def __init__(self, nursery: ForkServerConnection, pid: int, stdin: IO[bytes]) -> None:
         self.nursery, self.pid, self.stdin = nursery, pid, stdin
         self.returncode: int | None = None
 
@@ -135,7 +135,7 @@ class Forked:
             self.nursery.signal(self.pid, sig)
 
 
-class Nursery:
+class ForkServerConnection:
     """This process's connection to a nursery. Threads may share it."""
 
     def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -153,7 +153,7 @@ class Nursery:
             self._hear()
             return self._alive
 
-    def start(self, order: dict[str, Any], output: list[int]) -> Forked | None:
+    def start(self, order: dict[str, Any], output: list[int]) -> ForkedProcess | None:
         """None: the nursery has ended."""
         reading, writing = os.pipe()
         stdin = os.fdopen(writing, "wb")
@@ -164,7 +164,7 @@ class Nursery:
                     select.select([self.line], [], [])
                     self._hear()
                 if self._pids:
-                    return Forked(self, self._pids.pop(), stdin)
+                    return ForkedProcess(self, self._pids.pop(), stdin)
         finally:
             os.close(reading)
         stdin.close()
@@ -213,11 +213,11 @@ class Nursery:
                     self._codes[line["ended"]] = line["code"]
 
 
-_mine: Nursery | None = None
+_mine: ForkServerConnection | None = None
 _making = threading.Lock()
 
 
-def _nursery() -> Nursery:
+def _nursery() -> ForkServerConnection:
     """The nursery that this process was forked from, or one of its own, or a new one where that has ended."""
     global _mine
     with _making:
@@ -228,7 +228,7 @@ def _nursery() -> Nursery:
                 environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
                 command = [sys.executable, "-c", "from shoal.launch.forkserver import main; main()", str(theirs.fileno())]
                 quiet, passed = subprocess.DEVNULL, [theirs.fileno()]
-                _mine = Nursery(ours, subprocess.Popen(command, stdin=quiet, stdout=quiet, pass_fds=passed, env=environ))
+                _mine = ForkServerConnection(ours, subprocess.Popen(command, stdin=quiet, stdout=quiet, pass_fds=passed, env=environ))
         return _mine
 
 
@@ -243,7 +243,7 @@ def _exists(pid: int) -> bool:
 # --- the nursery itself ------------------------------------------------------------------------------
 
 
-class Client:
+class ForkClient:
     """One who may ask for processes, and what has been heard of the question so far."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -266,12 +266,12 @@ class Client:
             self.line.sendall(json.dumps(message).encode() + b"\n")
 
 
-class Server:
+class ForkServer:
     """The nursery's own loop. It returns in the processes that it forks."""
 
     def __init__(self, line: socket.socket) -> None:
-        self.clients = [Client(line)]
-        self.parents: dict[int, Client] = {}
+        self.clients = [ForkClient(line)]
+        self.parents: dict[int, ForkClient] = {}
         self.woken, self.waking = os.pipe()
         os.set_blocking(self.waking, False)
         os.set_blocking(self.woken, False)
@@ -297,7 +297,7 @@ class Server:
                         return order
         return None
 
-    def _answer(self, client: Client, question: dict[str, Any]) -> dict[str, Any] | None:
+    def _answer(self, client: ForkClient, question: dict[str, Any]) -> dict[str, Any] | None:
         if "signal" in question:
             pid, number = question["signal"]
             if pid in self.parents:
@@ -316,7 +316,7 @@ class Server:
         theirs.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        self.clients.append(Client(ours))
+        self.clients.append(ForkClient(ours))
         self.parents[pid] = client
         client.say({"pid": pid})
         return None
@@ -345,7 +345,7 @@ class Server:
 def _become(order: dict[str, Any]) -> None:
     """Make this forked process what `python ARGUMENTS` would be."""
     global _mine
-    _mine = Nursery(order["line"])
+    _mine = ForkServerConnection(order["line"])
     if order["session"]:
         os.setsid()
     for number, descriptor in enumerate(order["descriptors"]):
@@ -401,7 +401,7 @@ def _run(arguments: list[str]) -> None:
 def main() -> NoReturn:
     _show_as("nursery of shoal")
     line = socket.socket(fileno=int(sys.argv[1]))
-    server = Server(line)
+    server = ForkServer(line)
     for name in _LOADED:
         importlib.import_module(name)
     order = server.serve()
@@ -412,5 +412,5 @@ def main() -> NoReturn:
         except SystemExit as ended:
             if not isinstance(ended.code, int | None):
                 raise
-            end(ended.code or 0)
-    end(0)
+            end_process(ended.code or 0)
+    end_process(0)

@@ -38,17 +38,17 @@ def pause_s(lasted_s: float) -> float:
     return 0.0 if lasted_s > _LASTED_S else _PAUSE_S
 
 
-def wait_quietly() -> None:
+def use_passive_waiting() -> None:
     """Let the threads of this process sleep while they wait for work, before torch starts them: others here could use the cores."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def names_for(count: int, listed: Sequence[str]) -> list[str]:
+def worker_names(count: int, listed: Sequence[str]) -> list[str]:
     """Names for so many workers: those that are listed first."""
     return [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
 
 
-def gpus_of(run: Run) -> list[str]:
+def gpus_for(run: Run) -> list[str]:
     """The GPUs that workers of this machine share, by the names under which CUDA is asked for them; none where the run is not for them."""
     import torch
 
@@ -58,11 +58,11 @@ def gpus_of(run: Run) -> list[str]:
     return named or [str(number) for number in range(torch.cuda.device_count())]
 
 
-def trusting(run: Run) -> tuple[list[str], dict[str, str] | None]:
+def factory_arguments(run: Run) -> tuple[list[str], dict[str, str] | None]:
     """Arguments and variables for workers that may call the functions that a run names: those find the modules that this program finds."""
-    from shoal.runs.live_objects import factories_of
+    from shoal.runs.live_objects import factory_names
 
-    named = factories_of(run)
+    named = factory_names(run)
     if not named:
         return [], None
     path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
@@ -74,7 +74,7 @@ class LocalWorker:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name, self.arguments = name, list(arguments)
-        self.process: forkserver.Process | None = None
+        self.process: forkserver.ChildProcess | None = None
         self.failures = 0
         self.started_at = self.restart_at = 0.0
         self.failed = ""
@@ -117,7 +117,7 @@ class LocalWorkers:
         except OSError:  # the process has ended already, and `look_after` will notice
             pass
 
-    def open(self, worker: LocalWorker, log: IO[bytes]) -> forkserver.Process:
+    def open(self, worker: LocalWorker, log: IO[bytes]) -> forkserver.ChildProcess:
         """Start a worker's process, which reads its invitation from its standard input."""
         environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
         return forkserver.start(["-m", "shoal", *self.command(worker, str(self.folder))], stdout=log, stderr=log, env=environ)

@@ -1,9 +1,8 @@
 """Machines that hold the stages of one model: they meet at a coordinator, get a place each, and begin again together when one is lost.
 
-The coordinator's machine has the first stage, or the one that a scheduler places there, and keeps the run's folder. `Gathering` decides who
-has which place, without waiting or sending; `Host` asks it, answers the machines, and looks after the process of its own stage. `attend` is
-what a machine that joins does.
-Everything that is agreed goes through the run's transport, with its token and keys; the stages themselves speak with each other directly.
+The coordinator's machine has the first stage, or the one that a scheduler places there, and keeps the run's folder. `Rendezvous` assigns
+the ranks, without waiting or sending; `PipelineHost` runs it on the coordinator's machine, and `PipelineMember` is a machine that joins.
+Both start one process for their stage. Ranks are assigned over the run's transport, with its token and keys; stages connect directly.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from shoal.launch import forkserver
 from shoal.launch.engine_processes import LOST
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.runs import stage_placement
-from shoal.runs.connections import ClientLine
+from shoal.runs.connections import TransportConnection
 from shoal.runs.folder.run_directory import settings_text
 from shoal.runs.invitation import Invitation, listen
-from shoal.runs.live_objects import factories_of
+from shoal.runs.live_objects import factory_names
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
 from shoal.transports.addresses import free_port, interface_of, parse
-from shoal.worker.sender import Lost
+from shoal.worker.sender import ConnectionLostError
 
 ASK, FAILED = "stage", "stage-failed"
 """What a machine says: may I have a place; and that it cannot do its part."""
@@ -52,7 +51,7 @@ _MOST_WAITING = 1000
 """Machines that are remembered at a time. Whoever asks beyond them waits, and is remembered when others have fallen silent."""
 
 
-class Member(NamedTuple):
+class WaitingMachine(NamedTuple):
     """A machine that wants a place."""
 
     name: str
@@ -63,19 +62,19 @@ class Member(NamedTuple):
         return now - self.seen_at < _SILENT_S
 
 
-Choose = Callable[[Sequence[Member]], Mapping[str, int]]
+Choose = Callable[[Sequence[WaitingMachine]], Mapping[str, int]]
 """Says who of some machines has which stage, by instance; the coordinator's own is HERE. Raises ShoalError where a stage has nobody."""
 HERE = ""
 
 
-class Gathering:
+class Rendezvous:
     """Who is there, and who has which place. Time is passed in."""
 
     def __init__(self, expected: int, listed: Sequence[str], choose: Choose | None = None) -> None:
         """`expected`: machines besides the coordinator's; `listed`: their names, in the order of the stages, where they are known;
         `choose`: where a scheduler places the stages."""
         self.expected, self.listed, self.choose = expected, list(listed), choose
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, WaitingMachine] = {}
         self.places: dict[str, int] = {}
         """The ranks of those who take part now."""
         self.stages: dict[str, int] = {}
@@ -96,10 +95,10 @@ class Gathering:
         if len(self.members) >= _MOST_WAITING and instance not in self.members:
             self.members = {one.instance: one for one in self.members.values() if one.is_there(now)}
         if len(self.members) < _MOST_WAITING or instance in self.members:
-            self.members[instance] = Member(name, instance, now)
+            self.members[instance] = WaitingMachine(name, instance, now)
         return self.places.get(instance) if self.running and last < self.start else None
 
-    def present(self, now: float) -> list[Member]:
+    def present(self, now: float) -> list[WaitingMachine]:
         """Who waits: those that are listed first, in that order, then in the order of coming."""
         there = [one for one in self.members.values() if one.is_there(now)]
         return sorted(there, key=lambda one: self.listed.index(one.name) if one.name in self.listed else len(self.listed))
@@ -118,7 +117,7 @@ class Gathering:
         self.start, self.running = self.start + 1, True
         return True
 
-    def _chosen(self, present: Sequence[Member]) -> Mapping[str, int]:
+    def _chosen(self, present: Sequence[WaitingMachine]) -> Mapping[str, int]:
         """Who has which stage; nobody where a scheduler finds that a stage fits none of them: it may fit one that joins later."""
         if self.choose is None:
             return {HERE: 0} | {one.instance: number for number, one in enumerate(present[: self.expected], 1)}
@@ -134,46 +133,46 @@ class Gathering:
         self.members.clear()
 
 
-class Placing:
+class StagePlacer:
     """A scheduler places the stages that the run's tasks are."""
 
     def __init__(self, run: Run) -> None:
         """Raises ShoalError where there are fewer machines than stages, or none fits this one, which keeps the run's folder."""
-        self.run, self.stages = run, stage_placement.stages_of(run, *stage_placement.outlined(run))
+        self.run, self.stages = run, stage_placement.stages_of(run, *stage_placement.layers_and_vocabulary(run))
         self.here = run.cluster.server or "this machine"
-        stage_placement.placed_on(run, [min(self.stages, key=lambda stage: stage.memory.gb)], {self.here: self.here})
+        stage_placement.place_stages(run, [min(self.stages, key=lambda stage: stage.memory.gb)], {self.here: self.here})
         others, given = len(self.stages) - 1, run.cluster.num_workers
         if given is not None and given < others:
             raise ShoalError(f"the tasks are {others + 1} stages, each for a machine of its own, and {given} machines are to join this one")
         self.expected = given or others
 
-    def choose(self, present: Sequence[Member]) -> Mapping[str, int]:
+    def choose(self, present: Sequence[WaitingMachine]) -> Mapping[str, int]:
         """The stage of each machine that has one. Those that have none are spares."""
         there = {self.here: (HERE, self.here)}
         for one in present:
             alike = sum(name == one.name for _, name in there.values())
             there[one.name if not alike else f"{one.name} ({alike + 1})"] = (one.instance, one.name)
         names = {shown: name for shown, (_, name) in there.items()}
-        found = stage_placement.placed_on(self.run, self.stages, names, must_have=self.here)
+        found = stage_placement.place_stages(self.run, self.stages, names, must_have=self.here)
         return {there[found[stage.id]][0]: number for number, stage in enumerate(self.stages)}
 
 
-class Host:
+class PipelineHost:
     """The coordinator's machine: it answers the others, and its process has the first stage."""
 
     def __init__(self, run: Run, hosts: tuple[str, ...], arguments: Sequence[str], tell: Callable[[str], None]) -> None:
         """`arguments`: those of `shoal train` for the process of the first stage."""
         self.run, self.arguments, self.tell = run, list(arguments), tell
-        placing = Placing(run) if run.placed else None
+        placing = StagePlacer(run) if run.placed else None
         self._at_end = contextlib.ExitStack()
         state_path = run.coordinator.state_path or self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gathering-"))
         folder = Path(state_path)
         folder.mkdir(parents=True, exist_ok=True)
         expected = placing.expected if placing else run.cluster.num_workers or 1
         self.server, self.invitation = listen(run, run.transport, hosts, folder, _LARGEST, expected)
-        self.gathering = Gathering(expected, run.cluster.workers, placing.choose if placing else None)
+        self.gathering = Rendezvous(expected, run.cluster.workers, placing.choose if placing else None)
         self.text = settings_text(run)
-        self.process: forkserver.Process | None = None
+        self.process: forkserver.ChildProcess | None = None
         self.port, self.group = 0, secrets.token_hex(8)
         self.over, self.failed = False, ""
         self._told: list[str] = []
@@ -314,16 +313,16 @@ def _speaking_at(address: str) -> dict[str, str]:
 # --- a machine that joins ------------------------------------------------------------------------------------
 
 
-class Attending:
+class PipelineMember:
     """A machine with a stage: it asks for a place, and looks after the process that has the stage."""
 
     def __init__(self, invitation: Invitation, name: str, overrides: Sequence[Override], trusted: Sequence[str], patience_s: float) -> None:
         self.invitation, self.name, self.overrides, self.trusted = invitation, name[:LONGEST_NAME], overrides, trusted
-        self.line = ClientLine(invitation.address, invitation.token, invitation.key)
+        self.line = TransportConnection(invitation.address, invitation.token, invitation.key)
         self.instance, self.patience_s = secrets.token_hex(8), patience_s
         self.last = 0
         """The start in which this machine last took part."""
-        self.process: forkserver.Process | None = None
+        self.process: forkserver.ChildProcess | None = None
         self.stopping = False
 
     def stop(self) -> None:
@@ -356,7 +355,7 @@ class Attending:
             try:
                 answer = self._say(ASK)
                 heard_at = time.monotonic()
-            except Lost as problem:
+            except ConnectionLostError as problem:
                 if time.monotonic() - heard_at > self.patience_s:
                     raise ShoalError(f"the coordinator has not answered for {self.patience_s:.0f} s: {problem}") from None
                 answer = {"kind": "wait"}
@@ -390,7 +389,7 @@ class Attending:
 
     def _check(self, place: Mapping[str, Any]) -> None:
         run = configuration(dict(place), self.overrides)
-        unknown = [name for name in factories_of(run) if name not in self.trusted]
+        unknown = [name for name in factory_names(run) if name not in self.trusted]
         if unknown:
             wanted = " ".join(f"--factory {name}" for name in unknown)
             raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 
-class Host:
+class RayWorkerActor:
     """One worker on a node of Ray's. The worker ends with the actor."""
 
     def __init__(self, name: str, arguments: list[str]) -> None:

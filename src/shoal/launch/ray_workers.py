@@ -19,7 +19,7 @@ from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
 from shoal.launch.local import pause_s
-from shoal.launch.ray_actor import Host
+from shoal.launch.ray_actor import RayWorkerActor
 from shoal.protocol.identities import Identity
 from shoal.runs.invitation import Invitation
 
@@ -88,7 +88,9 @@ class RayWorkers:
         worker.started_at, worker.restart_at = time.monotonic(), 0.0
         worker.group = groups.placement_group([wanted], strategy="SPREAD")
         place = strategies.PlacementGroupSchedulingStrategy(placement_group=worker.group, placement_group_bundle_index=0)
-        remote = self.ray.remote(num_cpus=self.settings.cpus, num_gpus=self.gpus, max_concurrency=4, scheduling_strategy=place)(Host)
+        remote = self.ray.remote(num_cpus=self.settings.cpus, num_gpus=self.gpus, max_concurrency=4, scheduling_strategy=place)(
+            RayWorkerActor
+        )
         worker.actor = remote.remote(worker.name, [*worker.arguments, *as_arguments()])
         worker.outcome = worker.actor.work.remote(json.dumps(self.invitation._replace(identity=worker.identity)._asdict()))
 

@@ -14,7 +14,7 @@ from shoal.config.fields import Secret
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
 from shoal.launch.postgres.server import CLASS, EmbeddedPostgres
-from shoal.runs.build_run import continued
+from shoal.runs.build_run import find_run_to_resume
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import to_tell
@@ -27,7 +27,7 @@ _MOST_BYTES = 512 << 20
 """Memory that one connection of a student may take: many times what any of our statements needs."""
 
 
-class Ground(NamedTuple):
+class RunLocation(NamedTuple):
     """Where a run with workers takes place."""
 
     run_dir: str | None
@@ -43,15 +43,15 @@ class Ground(NamedTuple):
 
 
 @contextmanager
-def ground_for(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, ...], invite: bool) -> Iterator[Ground]:
+def run_location(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, ...], invite: bool) -> Iterator[RunLocation]:
     """Until the end of the run. A database that the run asks for, and that nobody else runs, is started."""
     settings = run.transport
     if settings.kind == "in-process":
-        yield Ground(run_dir, settings)
+        yield RunLocation(run_dir, settings)
     elif not isinstance(settings, Postgres):
-        yield Ground(run_dir, _near(settings, invite, invite and hosts != ("0.0.0.0",)))
+        yield RunLocation(run_dir, _near(settings, invite, invite and hosts != ("0.0.0.0",)))
     elif settings.host != "embedded":
-        yield Ground(run_dir, settings, role="STUDENT")
+        yield RunLocation(run_dir, settings, role="STUDENT")
     else:
         with _embedded(run, settings, run_dir, resume, hosts[0]) as ground:
             yield ground
@@ -67,15 +67,15 @@ def _near(settings: Transport, invite: bool, hosts: bool) -> Transport:
 
 
 @contextmanager
-def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, host: str) -> Iterator[Ground]:
+def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, host: str) -> Iterator[RunLocation]:
     """A PostgreSQL of the run's own, in its folder, with a role for those who join."""
-    directory = continued(run, run_dir, lambda text: None)[0] if resume else RunDirectory.create(run, run_dir)
+    directory = find_run_to_resume(run, run_dir, lambda text: None)[0] if resume else RunDirectory.create(run, run_dir)
     with directory.kept_if_begun(), _served(settings, directory.path, host) as ground:
         yield ground._replace(fresh=directory.fresh)
 
 
 @contextmanager
-def _served(settings: Postgres, folder: Path, host: str) -> Iterator[Ground]:
+def _served(settings: Postgres, folder: Path, host: str) -> Iterator[RunLocation]:
     password = settings.password.reveal() if settings.password else None
     with EmbeddedPostgres(
         folder, host=host, port=settings.port or 0, database=settings.database, user=settings.user, password=password
@@ -84,7 +84,7 @@ def _served(settings: Postgres, folder: Path, host: str) -> Iterator[Ground]:
         token = _let_students_in(server)
         near, far = (where._replace(user=CLASS, password=token) for where in (server.access, server.access_from(to_tell(host))))
         with _kept_alive(server):
-            yield Ground(str(folder), here, Invitation(near.address, "", None), Invitation(far.address, "", None))
+            yield RunLocation(str(folder), here, Invitation(near.address, "", None), Invitation(far.address, "", None))
 
 
 def _let_students_in(server: EmbeddedPostgres) -> str:

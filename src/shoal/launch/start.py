@@ -1,7 +1,6 @@
-"""One way to start a run. The command line, Python and tests decide here who takes part, and begin here.
+"""Starts the run that `start_mode.plan_start` has chosen: builds it, starts its workers, and trains.
 
-`plan` reads the settings and chooses: this process alone, several processes of one engine, workers on this machine, the processes that
-torchrun started, or workers of other machines who are invited. `started` puts the chosen run together, and its `train` runs it.
+The command line, the Python interface and tests all start runs here.
 """
 
 from __future__ import annotations
@@ -9,101 +8,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.config.derived_values import USER_KINDS
 from shoal.config.dialects import in_words_of
-from shoal.config.load import LoadedConfig, Override
-from shoal.config.missing_packages import package_problems
-from shoal.config.problems import ConfigError
-from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place, uses_several_processes
+from shoal.config.ranks import uses_several_processes
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.engine_processes import Crew, facts_of, place_in
-from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
+from shoal.launch.engine_processes import EngineProcesses
+from shoal.launch.local import LocalWorkers, factory_arguments, fair_threads, gpus_for, worker_names
+from shoal.launch.start_mode import StartMode, StartPlan
 
 if TYPE_CHECKING:
     from shoal.config import Run
-    from shoal.launch.pipeline_rendezvous import Host
+    from shoal.launch.pipeline_rendezvous import PipelineHost
     from shoal.launch.ray_workers import RayWorkers
     from shoal.launch.threads import WorkerThreads
-    from shoal.launch.torchrun import Fleet
     from shoal.runs.build_run import Progress
-    from shoal.runs.coordinator_run import ClusterLoop
-    from shoal.runs.coordinator_setup import Coordinating
+    from shoal.runs.coordinator_run import CoordinatorLoop
+    from shoal.runs.coordinator_setup import ReadyCoordinator
     from shoal.runs.invitation import Invitation
-    from shoal.runs.live_objects import Given
+    from shoal.runs.live_objects import LiveObjects
     from shoal.runs.monitoring.recorder import Reporter
-    from shoal.runs.training.loop import Loop
-    from shoal.runs.worker_run import Joined
+    from shoal.runs.training.loop import TrainingLoop
 
-Load = Callable[[Sequence[Override]], LoadedConfig]
-"""Resolves the configuration with some more settings on top."""
 Arguments = Callable[[Sequence[str]], Mapping[str, Sequence[str]]]
 """Gives each worker, by its name, further arguments of `shoal join`."""
 
 
-class Asked(NamedTuple):
-    """What somebody who starts a run wants besides its settings."""
-
-    run_dir: str | None = None
-    resume: bool = False
-    workers: int | None = None
-    """Workers on this machine; None: as the settings say."""
-    otherwise: int = 0
-    """Workers where nobody says how many; 0: that is an error."""
-    invite: bool = False
-    """Workers of other machines may join."""
-    hosts: tuple[str, ...] = ()
-    """Addresses to listen on for them; none: all that this machine has."""
-    watch: bool = False
-    """Show the run in the browser."""
-    live: tuple[str, ...] = ()
-    """Names of what the program brings along and workers need: only threads of this process can have it."""
-    up: bool = False
-    """Workers are started where launch.kind says, and others may join."""
-    above: Joined | None = None
-    """For a relay: the coordinator that it has joined."""
-
-
-class Way(Enum):
-    """What this process does."""
-
-    ALONE = auto()
-    """It trains, perhaps as one of the processes of an engine."""
-    RANKS = auto()
-    """It has to start the processes of an engine first."""
-    COORDINATES = auto()
-    """It holds the weights, and workers train."""
-    GATHERS = auto()
-    """Its machine has the first stage of a pipeline, and machines that join have the others."""
-    FOLLOWS = auto()
-    """torchrun started it, and another process coordinates."""
-
-
-class Plan(NamedTuple):
-    """Who takes part in a run, and what this process does in it."""
-
-    way: Way
-    loaded: LoadedConfig
-    asked: Asked
-    here: RankPlace | None = None
-    """Which of an engine's processes this one is."""
-    workers: int = 0
-    """Workers that are started on this machine; 0 for a run that goes on: as many as it was begun for."""
-    fleet: Fleet | None = None
-    note: str = ""
-    """What was chosen without being asked for."""
-
-    @property
-    def run(self) -> Run:
-        return self.loaded.run
-
-
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """How a run ended."""
 
     summary: dict[str, Any]
@@ -111,239 +46,54 @@ class Outcome(NamedTuple):
     """Folder of the finished model, where programs other than Shoal can read it."""
 
 
-class Started(NamedTuple):
-    """A run that is put together and has not moved yet."""
+class StartedRun(NamedTuple):
+    """A run that is built and has not trained yet."""
 
-    loop: Loop | ClusterLoop
-    train: Callable[[], Outcome]
+    loop: TrainingLoop | CoordinatorLoop
+    train: Callable[[], RunOutcome]
     invitation: Invitation | None = None
-    """How workers join."""
+    """How workers of other machines join."""
     role: str = ""
-    """In a database that others look after: the role that workers connect as."""
-
-
-def plan(load: Load, asked: Asked) -> Plan:
-    """Choose. Raises ConfigError for settings that are not good, ShoalError where they do not fit what was asked for."""
-    loaded, note = _good(load([])), ""
-    more: list[Override] = []
-    if loaded.run.alone and loaded.run.engine.kind == "pipeline":
-        return _staged(load, loaded, asked)
-    if asked.workers and loaded.run.alone:
-        answers = loaded.run.chosen_task.needs == "prompts"
-        chosen, others = (STRATEGY_FOR_ANSWERS, "") if answers else (STRATEGY_FOR_WORKERS, " (edp and async are others)")
-        note = f"strategy.kind: {chosen}, since there are workers{others}"
-        more = [Override("strategy.kind", chosen, "--workers")]
-        loaded = _good(load(more))
-    if asked.invite:
-        return _invited(loaded, asked)
-    if loaded.run.alone:
-        return _local(loaded, asked)
-    if asked.live:
-        _refuse_other_processes(loaded, asked.live)
-        more.append(Override("transport.kind", "in-process", f"{asked.live[0]}=…"))
-        loaded = _good(load(more))
-    wait_quietly()
-    here, count = rank_place(), asked.workers or loaded.run.cluster.num_workers or _otherwise(loaded.run, asked)
-    if facts := facts_of(loaded.run, here, count):
-        loaded = _good(load([*more, *facts]))
-    if here is not None:
-        return _in_fleet(loaded, asked, here)
-    return Plan(Way.COORDINATES, loaded, asked, workers=_number(loaded.run, asked, count), note=note)
-
-
-def _good(loaded: LoadedConfig) -> LoadedConfig:
-    """Raise ConfigError with everything that the run is refused for."""
-    problems = loaded.problems if not loaded.ok else package_problems(loaded)
-    if problems:
-        raise ConfigError(problems)
-    return loaded
-
-
-def _refuse_other_processes(loaded: LoadedConfig, live: tuple[str, ...]) -> None:
-    """Raise ShoalError where workers are to be processes, which cannot have live objects of this one."""
-    run, settings = loaded.run, loaded.settings
-    spoken = settings.given("transport.kind") and run.transport.kind != "in-process"
-    asks = "torchrun has started several" if rank_place() else f"transport.kind is {run.transport.kind}" if spoken else ""
-    asks = asks or (f"the engine {run.engine.kind} is several" if uses_several_processes(run) else "")
-    if asks:
-        raise ShoalError(
-            f"{' and '.join(f'{name}=' for name in live)} cannot be handed to other processes, and {asks}. For worker processes name "
-            f'functions that make them ({live[0]}="module:function"); workers that are threads of this process need no transport'
-        )
-
-
-def _local(loaded: LoadedConfig, asked: Asked) -> Plan:
-    here = place_in(loaded.run)
-    if here is None and uses_several_processes(loaded.run):
-        if asked.live:
-            _refuse_other_processes(loaded, asked.live)
-        return Plan(Way.RANKS, loaded, asked)
-    return Plan(Way.ALONE, loaded, asked, here)
-
-
-def _staged(load: Load, loaded: LoadedConfig, asked: Asked) -> Plan:
-    """One model over several processes or machines. Workers are its stages; the process that is started, or the server, is the first."""
-    run = loaded.run
-    if not asked.invite:
-        stages = Override("launch.devices_per_node", str((asked.workers or 0) + 1), "--workers")
-        return _local(_good(load([stages])) if asked.workers else loaded, asked)
-    if asked.workers:
-        raise ShoalError("--workers: this machine has one stage of the pipeline; `shoal train` starts all stages on one machine")
-    if run.transport.kind not in ("zmq", "xmlrpc"):
-        raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq, and this is {run.transport.kind}")
-    if not run.cluster.num_workers and not run.placed:
-        raise ShoalError("how many machines join this one? --set cluster.num_workers=2, or list them in cluster.workers")
-    return Plan(Way.GATHERS, loaded, asked)
-
-
-def places(plan: Plan, arguments: Sequence[str], tell: Callable[[str], None]) -> Host:
-    """The side of the coordinator that gives out the places of a pipeline. `arguments`: those of `shoal train` for the first stage."""
-    from shoal.launch.pipeline_rendezvous import Host
-
-    return Host(
-        plan.run, plan.asked.hosts or address_of_first(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",), arguments, tell
-    )
-
-
-def address_of_first(run: Run, option: str, spelling: Callable[[str], str] = lambda path: path) -> tuple[str, ...]:
-    """The server's own address where machines hold layers and the settings tell it: the entries of others are theirs. `option` names
-    another address. Raises ShoalError where this is another machine."""
-    from shoal.transports.addresses import free_port
-
-    server = run.cluster.hosts.get(run.cluster.server or "")
-    if server is None or not server.server_address or getattr(run.transport, "host", None) is not None:
-        return ()
-    try:
-        free_port(server.server_address)
-    except ShoalError:
-        where = spelling(f"cluster.hosts.{run.cluster.server}.server_address")
-        raise ShoalError(
-            f"`{where}` says that {run.cluster.server} is at {server.server_address}, which is no address of this machine: "
-            f"start it on {run.cluster.server}, or say {option} ADDRESS"
-        ) from None
-    return (server.server_address,)
-
-
-def _invited(loaded: LoadedConfig, asked: Asked) -> Plan:
-    run = loaded.run
-    if run.alone:
-        raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
-    if run.transport.kind == "in-process":
-        raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
-    if isinstance(run.transport, Postgres) and len(asked.hosts) > (run.transport.host == "embedded"):
-        raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
-    wait_quietly()
-    workers = _started_by_launcher(run, asked) if asked.up else int(run.coordinator.trains) if asked.workers is None else asked.workers
-    return Plan(Way.COORDINATES, loaded, asked, workers=workers)
-
-
-def _started_by_launcher(run: Run, asked: Asked) -> int:
-    """Workers that `shoal up` starts."""
-    count = asked.workers or run.cluster.num_workers or run.launch.nodes
-    if not count:
-        raise ShoalError("how many workers? Name them in cluster.workers, or say --workers N (--num_nodes N)")
-    return count
-
-
-def _in_fleet(loaded: LoadedConfig, asked: Asked, here: RankPlace) -> Plan:
-    """As one of the processes that torchrun started, each of which is a worker, or one of a worker's."""
-    from shoal.launch.torchrun import Fleet
-
-    fleet = Fleet(loaded.run, here)
-    if asked.workers not in (None, fleet.workers):
-        raise ShoalError(f"{asked.workers} workers are asked for, and torchrun started {fleet.workers}: leave that out")
-    if not fleet.first:
-        return Plan(Way.FOLLOWS, loaded, asked, fleet=fleet)
-    if (begun := fleet.begun()) is not None:
-        asked = asked._replace(run_dir=begun, resume=True)
-    return Plan(Way.COORDINATES, loaded, asked, workers=fleet.workers, fleet=fleet)
-
-
-def _otherwise(run: Run, asked: Asked) -> int:
-    """Workers where nobody says how many. The processes of collectives are a room of workers already; a run that goes on has as many as
-    it was begun for."""
-    return 0 if asked.resume else asked.otherwise or int(run.engine.kind == "collectives")
-
-
-def _number(run: Run, asked: Asked, count: int) -> int:
-    """Workers to start here."""
-    if not count and not asked.resume:
-        raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({run.strategy.kind})")
-    return count + bool(count and run.coordinator.trains and not asked.workers)
+    """In a database that others administer: the role that workers connect as."""
 
 
 @contextmanager
-def started(
-    plan: Plan,
+def start_run(
+    plan: StartPlan,
     reporters: list[Reporter],
     progress: Progress | None = None,
     arguments: Arguments = lambda names: dict.fromkeys(names, ()),
-    given: Given | None = None,
-) -> Iterator[Started]:
-    """Put a run together that this process trains or coordinates. What it needs besides, such as a database, is there until the end.
+    live: LiveObjects | None = None,
+) -> Iterator[StartedRun]:
+    """Build a run that this process trains or coordinates. What it needs besides, such as a database, runs until the context ends.
 
-    `given`: live parts that the program brings along.
+    `live`: live objects that the program passes. A run that fails before its first step leaves no folder behind.
     """
-    from shoal.runs.live_objects import NOTHING
+    from shoal.runs.live_objects import NO_LIVE_OBJECTS
 
-    given, loop = given or NOTHING, None
+    loop = None
     try:
-        with _put_together(plan, reporters, progress, arguments, given) as made:
-            loop = made.loop
-            yield made
+        with _built(plan, reporters, progress, arguments, live or NO_LIVE_OBJECTS) as built:
+            loop = built.loop
+            yield built
     except Exception as error:
-        if loop is not None and not loop.step and not plan.asked.invite:  # people may have been told already how to join
+        if loop is not None and not loop.step and not plan.options.invite:  # an invitation may already have been passed on
             loop.directory.forget()
         if type(error) is not ShoalError:
             raise
         raise ShoalError(in_words_of((parsed.layer.dialect for parsed in plan.loaded.files), str(error))) from error
 
 
-def load_beside(plan: Plan) -> None:
-    """Let the process that will start workers load its libraries while this one loads its own. It may be called early, and again."""
-    if plan.way is Way.COORDINATES and (plan.workers or not plan.asked.invite) and plan.run.transport.kind != "in-process":
+def preload_libraries(plan: StartPlan) -> None:
+    """Let the fork server load its libraries while this process loads its own. It may be called early, and repeatedly."""
+    if plan.mode is StartMode.COORDINATES and (plan.workers or not plan.options.invite) and plan.run.transport.kind != "in-process":
         forkserver.prepare()
 
 
-@contextmanager
-def _put_together(
-    plan: Plan, reporters: list[Reporter], progress: Progress | None, arguments: Arguments, given: Given
-) -> Iterator[Started]:
-    if plan.way is Way.ALONE:
-        yield _alone(plan, reporters, progress, given)
-        return
-    assert plan.way is Way.COORDINATES, plan.way
-    from shoal.launch.run_database import ground_for
-
-    load_beside(plan)
-    asked, hosts = plan.asked, _hosts(plan)
-    with ground_for(plan.run, asked.run_dir, asked.resume, hosts, asked.invite) as ground:
-        from shoal.runs.coordinator_setup import prepare
-
-        made = prepare(
-            plan.loaded,
-            run_dir=ground.run_dir,
-            resume=asked.resume,
-            reporters=reporters,
-            progress=progress,
-            workers=_expected(plan),
-            hosts=hosts,
-            transport=ground.transport,
-            given=given,
-            above=asked.above,
-        )
-        made.loop.directory.fresh |= ground.fresh
-        if ground.invitation is not None:
-            made = made._replace(invitation=ground.invitation)
-        workers = arguments(_names(plan, made))
-        outside = ground.outside or made.invitation
-        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given, outside), outside, ground.role)
-
-
-def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
-    """What is about to be trained, for people."""
+def headline(plan: StartPlan, loop: TrainingLoop | CoordinatorLoop) -> str:
+    """One line for the user that says what is about to be trained."""
     rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}"
-    if plan.way is Way.COORDINATES:
+    if plan.mode is StartMode.COORDINATES:
         return f"{plan.run.strategy.kind}, {rest}"
     where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
     own = plan.run.model.kind in USER_KINDS
@@ -351,75 +101,126 @@ def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
     return f"{what} on {where}, {rest}"
 
 
-def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None, given: Given) -> Started:
+@contextmanager
+def _built(
+    plan: StartPlan, reporters: list[Reporter], progress: Progress | None, arguments: Arguments, live: LiveObjects
+) -> Iterator[StartedRun]:
+    if plan.mode is StartMode.ALONE:
+        yield _alone(plan, reporters, progress, live)
+        return
+    assert plan.mode is StartMode.COORDINATES, plan.mode
+    from shoal.launch.run_database import run_location
+
+    preload_libraries(plan)
+    options, hosts = plan.options, _listen_addresses(plan)
+    with run_location(plan.run, options.run_dir, options.resume, hosts, options.invite) as location:
+        from shoal.runs.coordinator_setup import prepare
+
+        ready = prepare(
+            plan.loaded,
+            run_dir=location.run_dir,
+            resume=options.resume,
+            reporters=reporters,
+            progress=progress,
+            workers=_expected_workers(plan),
+            hosts=hosts,
+            transport=location.transport,
+            live=live,
+            above=options.above,
+        )
+        ready.loop.directory.fresh |= location.fresh
+        if location.invitation is not None:
+            ready = ready._replace(invitation=location.invitation)
+        outside = location.outside or ready.invitation
+        coordination = _Coordination(plan, ready, arguments(_worker_names(plan, ready)), live, outside)
+        yield StartedRun(ready.loop, coordination.train, outside, location.role)
+
+
+def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None, live: LiveObjects) -> StartedRun:
     from shoal.runs.training.train_alone import prepare
 
-    asked = plan.asked
+    options = plan.options
     loop = prepare(
-        plan.loaded, run_dir=asked.run_dir, resume=asked.resume, reporters=reporters, progress=progress, here=plan.here, given=given
+        plan.loaded,
+        run_dir=options.run_dir,
+        resume=options.resume,
+        reporters=reporters,
+        progress=progress,
+        here=plan.here,
+        live=live,
     )
-    return Started(loop, lambda: _finished(loop, loop.train()))
+    return StartedRun(loop, lambda: _outcome(loop, loop.train()))
 
 
-def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> Outcome:
-    from shoal.runs.trained_model import save_final
+def _outcome(loop: TrainingLoop | CoordinatorLoop, summary: dict[str, Any]) -> RunOutcome:
+    from shoal.runs.trained_model import export_final_model
 
-    return Outcome(summary, save_final(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
-
-
-def _hosts(plan: Plan) -> tuple[str, ...]:
-    if plan.asked.invite:
-        return plan.asked.hosts or _addresses_of_server(plan.run, plan.loaded.settings.spelling) or ("0.0.0.0",)
-    return plan.fleet.hosts if plan.fleet is not None else ("127.0.0.1",)
+    return RunOutcome(summary, export_final_model(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
 
 
-def _addresses_of_server(run: Run, spelling: Callable[[str], str]) -> tuple[str, ...]:
-    """Where the settings say that the hosts reach the server, its own entry first. Raises ShoalError where this is another machine."""
-    from shoal.transports.addresses import free_port
+class _Coordination(NamedTuple):
+    """A coordinator that is ready, and the workers that this process starts for it."""
 
-    if isinstance(run.transport, Postgres) or getattr(run.transport, "host", None) is not None:
-        return ()
-    names = sorted(run.cluster.hosts, key=lambda name: name != run.cluster.server)
-    found = {run.cluster.hosts[name].server_address: name for name in reversed(names)}
-    for address, name in found.items():
-        try:
-            free_port(address or "0.0.0.0")
-        except ShoalError:
-            where = spelling(f"cluster.hosts.{name}.server_address")
-            raise ShoalError(
-                f"`{where}` says that the server listens at {address}, which is no address of this machine: "
-                f"start it on {run.cluster.server or 'the server'}, or say --host ADDRESS"
-            ) from None
-    return tuple(address for address in reversed(found) if address is not None)
+    plan: StartPlan
+    ready: ReadyCoordinator
+    workers: Mapping[str, Sequence[str]]
+    """By name: further arguments of `shoal join`."""
+    live: LiveObjects
+    outside: Invitation
+    """How workers on other machines join."""
 
+    def train(self) -> RunOutcome:
+        """Start the workers and coordinate until the run ends."""
+        loop, torchrun = self.ready.loop, self.plan.torchrun
+        threads = fair_threads(len(self.workers)) if self.plan.run.transport.kind == "in-process" else 1
+        with closing(loop.server), _torch_threads(threads if self.workers else None):
+            launcher = self._launcher()
+            if torchrun is not None:
+                loop.goodbye_s = math.inf
+            loop.on_tick = lambda: launcher.look_after(loop.message, loop.report_exit)
+            with closing(launcher):
+                launcher.start()
+                summary = loop.train()
+            outcome = _outcome(loop, summary)
+        if torchrun is not None:
+            torchrun.announce_end(outcome.summary)
+        return outcome
 
-def _expected(plan: Plan) -> int:
-    """Workers that a new run is begun for."""
-    cluster = plan.run.cluster
-    return cluster.num_workers + plan.run.coordinator.trains if plan.asked.invite and cluster.num_workers else plan.workers
+    def _launcher(self) -> LocalWorkers | WorkerThreads | RayWorkers:
+        """What starts the workers. Raises ShoalError where it is not installed."""
+        plan, loop, folder = self.plan, self.ready.loop, self.ready.loop.directory.path / "workers"
+        if plan.torchrun is not None:
+            return plan.torchrun.announce(self.ready.invitation, loop.directory.path)
+        if plan.run.transport.kind == "in-process":
+            return self._threads(folder)
+        processes = EngineProcesses.of(loop.run, "join", loop.message, max(1, len(self.workers)))
+        invitation = self.ready.invitation._asdict() | ({"crew": processes} if processes is not None else {})
+        trusted, environ = factory_arguments(loop.run)
+        workers = {name: [*arguments, *trusted] for name, arguments in self.workers.items()}
+        if not (plan.options.up and plan.run.launch.elsewhere):
+            return LocalWorkers(folder, invitation, workers, gpus_for(loop.run), environ=environ)
+        if loop.run.launch.kind == "ray":
+            from shoal.launch.ray_workers import RayWorkers
 
+            return RayWorkers(loop.run, folder, self.outside, workers, loop.message)
+        from shoal.launch.ssh_workers import SshWorkers
 
-def _names(plan: Plan, made: Coordinating) -> list[str]:
-    """Names of the workers that are started here. A run that goes on has as many as it was begun for."""
-    cluster, workers = plan.run.cluster, plan.workers
-    if not plan.asked.invite and not workers:
-        workers = made.loop.coordinator.plan.expected
-    return names_for(workers, (cluster.server or "here",) if plan.asked.invite and not plan.asked.up else cluster.workers)
+        return SshWorkers(loop.run, folder, self.outside, workers, loop.message)
 
+    def _threads(self, folder: Path) -> WorkerThreads:
+        from shoal.launch.threads import WorkerThreads
 
-def _coordinate(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation) -> Outcome:
-    """Coordinate, with workers that are started here, or by each of the processes that torchrun started."""
-    threads = fair_threads(len(workers)) if plan.run.transport.kind == "in-process" else 1
-    with closing(made.loop.server), _computing_with(threads if workers else None):
-        outcome = _finished(made.loop, _train_with(plan, made, workers, given, outside))
-    if plan.fleet is not None:
-        plan.fleet.end(outcome.summary)
-    return outcome
+        if uses_several_processes(self.plan.run):
+            kind = self.plan.run.engine.kind
+            raise ShoalError(f"transport.kind in-process: workers are threads of this process, and the engine {kind} is several")
+        if any(self.workers.values()):
+            raise ShoalError("transport.kind in-process: --netem and --slowdown are for workers that are processes of their own")
+        return WorkerThreads(folder, self.ready.invitation, list(self.workers), self.live, self.ready.loop.message)
 
 
 @contextmanager
-def _computing_with(threads: int | None) -> Iterator[None]:
-    """Let torch use so many threads for a while: workers beside this process need the cores more. None: as many as it has."""
+def _torch_threads(threads: int | None) -> Iterator[None]:
+    """Limit torch to this many threads, since the workers beside this process need the cores; None: no limit."""
     import torch
 
     before = torch.get_num_threads()
@@ -430,42 +231,65 @@ def _computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation) -> dict[str, Any]:
-    loop = made.loop
-    staff = _staff(plan, made, workers, given, outside)
-    if plan.fleet is not None:
-        loop.goodbye_s = math.inf
-    loop.beside = lambda: staff.look_after(loop.message, loop.exited)
-    with closing(staff):
-        staff.start()
-        return loop.train()
+def _expected_workers(plan: StartPlan) -> int:
+    """Number of workers that a new run is divided for."""
+    cluster = plan.run.cluster
+    return cluster.num_workers + plan.run.coordinator.trains if plan.options.invite and cluster.num_workers else plan.workers
 
 
-def _staff(
-    plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation
-) -> LocalWorkers | WorkerThreads | RayWorkers:
-    """The workers that this process starts, not started yet. `outside`: how those on other machines join."""
-    loop, folder = made.loop, made.loop.directory.path / "workers"
-    if plan.fleet is not None:
-        return plan.fleet.announce(made.invitation, loop.directory.path)
-    if plan.run.transport.kind == "in-process":
-        return _threads(plan.run, made, workers, given)
-    crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
-    invitation = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
-    trusted, environ = trusting(loop.run)
-    every = {name: [*arguments, *trusted] for name, arguments in workers.items()}
-    if plan.asked.up and plan.run.launch.elsewhere:
-        from shoal.launch.remote import launcher
-
-        return launcher(loop.run, folder, outside or made.invitation, every, loop.message)
-    return LocalWorkers(folder, invitation, every, gpus_of(loop.run), environ=environ)
+def _worker_names(plan: StartPlan, ready: ReadyCoordinator) -> list[str]:
+    """Names of the workers that this process starts. A resumed run has as many as it began with."""
+    cluster, workers = plan.run.cluster, plan.workers
+    if not plan.options.invite and not workers:
+        workers = ready.loop.coordinator.plan.expected
+    return worker_names(workers, (cluster.server or "here",) if plan.options.invite and not plan.options.up else cluster.workers)
 
 
-def _threads(run: Run, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> WorkerThreads:
-    from shoal.launch.threads import WorkerThreads
+# --- addresses to listen on ----------------------------------------------------------------------------
 
-    if uses_several_processes(run):
-        raise ShoalError(f"transport.kind in-process: workers are threads of this process, and the engine {run.engine.kind} is several")
-    if any(workers.values()):
-        raise ShoalError("transport.kind in-process: --netem and --slowdown are for workers that are processes of their own")
-    return WorkerThreads(made.loop.directory.path / "workers", made.invitation, list(workers), given, made.loop.message)
+
+def pipeline_host(plan: StartPlan, arguments: Sequence[str], tell: Callable[[str], None]) -> PipelineHost:
+    """The coordinator of a pipeline over machines. `arguments`: those of `shoal train` for the first stage."""
+    from shoal.launch.pipeline_rendezvous import PipelineHost
+
+    hosts = plan.options.hosts or address_of_first(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",)
+    return PipelineHost(plan.run, hosts, arguments, tell)
+
+
+def address_of_first(run: Run, option: str, spelling: Callable[[str], str] = lambda path: path) -> tuple[str, ...]:
+    """The server's address in its own entry of cluster.hosts; empty where the settings give none. `option`: the argument that overrides
+    it. Raises ShoalError where it is no address of this machine."""
+    name = run.cluster.server or ""
+    server = run.cluster.hosts.get(name)
+    if server is None or not server.server_address or getattr(run.transport, "host", None) is not None:
+        return ()
+    said = f"says that {name} is at {server.server_address}"
+    _check_address(server.server_address, f"`{spelling(f'cluster.hosts.{name}.server_address')}` {said}", name, option)
+    return (server.server_address,)
+
+
+def _listen_addresses(plan: StartPlan) -> tuple[str, ...]:
+    if plan.options.invite:
+        return plan.options.hosts or _addresses_of_server(plan.run, plan.loaded.settings.spelling) or ("0.0.0.0",)
+    return plan.torchrun.hosts if plan.torchrun is not None else ("127.0.0.1",)
+
+
+def _addresses_of_server(run: Run, spelling: Callable[[str], str]) -> tuple[str, ...]:
+    """All addresses at which the entries of cluster.hosts reach the server, its own entry first. Raises ShoalError likewise."""
+    if isinstance(run.transport, Postgres) or getattr(run.transport, "host", None) is not None:
+        return ()
+    names = sorted(run.cluster.hosts, key=lambda name: name != run.cluster.server)
+    found = {run.cluster.hosts[name].server_address: name for name in reversed(names)}
+    for address, name in found.items():
+        said = f"`{spelling(f'cluster.hosts.{name}.server_address')}` says that the server listens at {address}"
+        _check_address(address or "0.0.0.0", said, run.cluster.server or "the server", "--host")
+    return tuple(address for address in reversed(found) if address is not None)
+
+
+def _check_address(address: str, said: str, machine: str, option: str) -> None:
+    from shoal.transports.addresses import free_port
+
+    try:
+        free_port(address)
+    except ShoalError:
+        raise ShoalError(f"{said}, which is no address of this machine: start it on {machine}, or say {option} ADDRESS") from None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Invitation
-from shoal.runs.live_objects import Given
-from shoal.runs.worker_run import Joined, Way
+from shoal.runs.live_objects import LiveObjects
+from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
 _PATIENCE_S, _LEAVING_S = 60.0, 10.0
 """How long a worker waits for an answer: on a busy machine, where many join at once, the coordinator takes its time. And how long one that
@@ -19,9 +19,9 @@ is to leave is waited for."""
 class WorkerThread:
     """One worker, and what became of it."""
 
-    def __init__(self, way: Way, given: Given, tell: Callable[[str], None]) -> None:
-        self.way, self.given, self.tell = way, given, tell
-        self.joined: Joined | None = None
+    def __init__(self, way: JoinOptions, live: LiveObjects, tell: Callable[[str], None]) -> None:
+        self.way, self.live, self.tell = way, live, tell
+        self.joined: JoinedWorker | None = None
         self.problem: BaseException | None = None
         self.noticed = self.stopping = False
         self.thread = threading.Thread(target=self._run, name=f"worker-{way.name}", daemon=True)
@@ -32,8 +32,8 @@ class WorkerThread:
 
     def _run(self) -> None:
         try:
-            self.joined = Joined(self.way, self.tell)
-            self.joined.prepare(given=self.given)
+            self.joined = JoinedWorker(self.way, self.tell)
+            self.joined.prepare(live=self.live)
             if self.stopping:
                 self.joined.stop()
             self.joined.work()
@@ -49,12 +49,12 @@ class WorkerThread:
 class WorkerThreads:
     """The workers of a run in this process."""
 
-    def __init__(self, folder: Path, invitation: Invitation, names: Sequence[str], given: Given, tell: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, invitation: Invitation, names: Sequence[str], live: LiveObjects, tell: Callable[[str], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.workers = [
             WorkerThread(
-                Way(*invitation, name=name, receipts=folder / f"{name}.jsonl", state=folder / name, patience_s=_PATIENCE_S),
-                given.copied(),
+                JoinOptions(*invitation, name=name, receipts=folder / f"{name}.jsonl", state=folder / name, patience_s=_PATIENCE_S),
+                live.copied(),
                 tell,
             )
             for name in names

@@ -23,9 +23,9 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.ranks import RankPlace, rank_environment, uses_several_processes, without_rank_variables
 from shoal.config.schema.cluster import XmlRpc, Zmq
-from shoal.engines import Meeting
+from shoal.engines import Rendezvous
 from shoal.errors import ShoalError
-from shoal.launch.local import LocalWorkers, gpus_of, names_for, trusting
+from shoal.launch.local import LocalWorkers, factory_arguments, gpus_for, worker_names
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
 
@@ -40,7 +40,7 @@ _RUNS = itertools.count()
 """A program may train more than once, in all its processes alike."""
 
 
-class Fleet:
+class TorchrunGroup:
     """This process among all of them."""
 
     def __init__(self, run: Run, here: RankPlace) -> None:
@@ -54,11 +54,11 @@ class Fleet:
         if expected is not None and self.workers not in (expected, expected + run.coordinator.trains):
             raise ShoalError(f"cluster.num_workers is {expected}, and torchrun started {self.workers}")
         self.group, self.rank = divmod(here.rank, self.per_worker)
-        self.name = names_for(self.workers, run.cluster.workers)[self.group]
+        self.name = worker_names(self.workers, run.cluster.workers)[self.group]
         self.number = next(_RUNS)
         self.start = ""
         """A name for this start of all processes, which tells it from earlier ones. The first process chooses it and the others hear it."""
-        self.meeting = Meeting(here._replace(group="fleet"))
+        self.meeting = Rendezvous(here._replace(group="fleet"))
 
     def _per_worker(self) -> int:
         """Processes that make up one worker."""
@@ -85,7 +85,7 @@ class Fleet:
 
     # --- the first process -------------------------------------------------------------------------
 
-    def begun(self) -> str | None:
+    def run_begun_before(self) -> str | None:
         """The folder of the run, where torchrun has started the processes again since it began."""
         return self.meeting.word(f"begun {self.number}")
 
@@ -101,7 +101,7 @@ class Fleet:
 
     def _answer(self, answer: str) -> None:
         """Answer every process that asks, until all have heard the answer. A process that was killed asks again."""
-        meeting, missing = Meeting(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
+        meeting, missing = Rendezvous(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
         while missing:
             for rank in tuple(missing):
                 asked = meeting.word(f"hello {self.number} {rank}")
@@ -113,7 +113,7 @@ class Fleet:
                     meeting.say(f"answer {asked}", answer)
             time.sleep(_LOOK_S)
 
-    def end(self, summary: dict[str, Any]) -> None:
+    def announce_end(self, summary: dict[str, Any]) -> None:
         """Tell the other processes the run's summary, and wait a little until they have heard it."""
         self.meeting.say(f"summary {self.start}", json.dumps(summary))
         until = time.monotonic() + _GOODBYE_S
@@ -179,8 +179,8 @@ class Fleet:
 
     def _worker(self, invitation: Invitation, folder: Path) -> LocalWorkers:
         """The worker process of this machine. The processes of an island are not started again here: torchrun starts them all together."""
-        invited, gpus, several = invitation._asdict(), gpus_of(self.run), uses_several_processes(self.run)
-        trusted, modules = trusting(self.run)
+        invited, gpus, several = invitation._asdict(), gpus_for(self.run), uses_several_processes(self.run)
+        trusted, modules = factory_arguments(self.run)
         environ = dict(modules or os.environ)
         if several:
             here = self.here._replace(rank=self.rank, size=self.per_worker, hosted=True, group=f"{self.start} {self.group}")

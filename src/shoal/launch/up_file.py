@@ -26,7 +26,7 @@ def _began(pid: int) -> str:
 
 
 @contextmanager
-def noted(folder: Path) -> Iterator[None]:
+def written_while_up(folder: Path) -> Iterator[None]:
     """Note that this process keeps the run up, while it does."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _FILE
@@ -37,7 +37,7 @@ def noted(folder: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def running(folder: Path) -> int | None:
+def running_process(folder: Path) -> int | None:
     """The process that keeps the run in a folder up."""
     try:
         saved = json.loads((folder / _FILE).read_text(encoding="utf-8"))
@@ -49,13 +49,13 @@ def running(folder: Path) -> int | None:
 
 def take_down(folder: Path, patience_s: float) -> bool:
     """Ask it to save and end, and wait; whether it did so by itself. Raises ShoalError where nothing is up."""
-    pid = running(folder)
+    pid = running_process(folder)
     if pid is None:
         raise ShoalError(f"nothing is up in {folder}: `shoal up` starts a fleet, and a run that was completed has ended by itself")
     os.kill(pid, signal.SIGTERM)
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
-        if running(folder) is None:
+        if running_process(folder) is None:
             return True
         time.sleep(_LOOK_S)
     with suppress(ProcessLookupError):

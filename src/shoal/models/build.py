@@ -8,13 +8,13 @@ from torch import nn
 from shoal.config import Run
 from shoal.config.schema.model import Model
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import Shapes
-from shoal.models.value_head import Scored, add_value
+from shoal.models.data_shapes import DataShapes
+from shoal.models.value_head import ScoreModel, add_value_head
 
 Players = dict[str, nn.Module]
 
 
-def build(run: Run, shapes: Shapes, device: str = "cpu") -> Players:
+def build(run: Run, shapes: DataShapes, device: str = "cpu") -> Players:
     """The networks of `run.model` by name. The same seed gives the same weights, on the CPU, whatever was drawn before. On the device
     `meta` they have shapes and no numbers."""
     builder = run.model.builder()
@@ -29,13 +29,13 @@ def _with_heads(run: Run, players: Players) -> Players:
     """The networks with what their task reads besides logits."""
     task, rlhf = run.task, run.rlhf
     if task is not None and task.scores:
-        return {"model": Scored(players["model"], head_only=bool(getattr(task, "head_only", False)))}
+        return {"model": ScoreModel(players["model"], head_only=bool(getattr(task, "head_only", False)))}
     if task is not None and task.needs == "prompts" and rlhf is not None and rlhf.algorithm == "ppo":
-        return players | add_value(players["model"], rlhf.value)
+        return players | add_value_head(players["model"], rlhf.value)
     return players
 
 
-def only_its_program(settings: Model, run: Run, shapes: Shapes) -> Players:
+def refuse_live_model(settings: Model, run: Run, shapes: DataShapes) -> Players:
     """Raises ShoalError: such a model is put together by the program that brought it along, and by nobody else."""
     came = f"the model of this run came from a Python program (model.kind {settings.kind})"
     raise ShoalError(f"{came}: only that program can put it together")

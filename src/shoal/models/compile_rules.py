@@ -19,7 +19,7 @@ _called: list[tuple[list[Callable[..., Any]], Callable[..., Any]]] = []
 """For each function that is left alone: what is called for it now, and the function itself."""
 
 
-def left_alone(function: Callable[P, T]) -> Callable[P, T]:
+def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """A function that runs as it is written, also where what calls it is compiled."""
     current: list[Callable[P, T]] = [function]
     _called.append((current, function))
@@ -31,7 +31,7 @@ def left_alone(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def tell_the_compiler() -> None:
+def exclude_from_compilation() -> None:
     """Call this before anything is compiled."""
     for current, function in _called:
         current[0] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]

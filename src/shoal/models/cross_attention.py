@@ -18,10 +18,10 @@ from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.gpt import Attention, FeedForward
 from shoal.models.rotary import Rotary
-from shoal.models.trunk import NEVER, Block, BlockPart, Context, Sight, Told, norm
+from shoal.models.trunk import NEVER, Block, BlockPart, EncodedContext, LayerInputs, SideOutputs, norm
 
 
-class Texts(NamedTuple):
+class ContextTexts(NamedTuple):
     """Texts beside the sequences of a batch."""
 
     ids_BPM: Tensor
@@ -45,20 +45,20 @@ class ContextEncoder(nn.Module):
     def forward(self, x_NMD: Tensor, mask_NM: Tensor) -> Tensor:
         """The states of texts, whose padding nobody sees but itself."""
         itself_MM = torch.eye(mask_NM.shape[1], dtype=torch.bool, device=mask_NM.device)
-        sight = Sight(self.rotary(0, mask_NM.shape[1]), mask_NM[:, None, None, :] | itself_MM, False, mask_NM)
+        sight = LayerInputs(self.rotary(0, mask_NM.shape[1]), mask_NM[:, None, None, :] | itself_MM, False, mask_NM)
         for block in self.blocks:
             x_NMD, _ = block(x_NMD, sight)
         encoded: Tensor = self.norm(x_NMD)
         return encoded
 
-    def read_nothing(self, input_ids_BL: Tensor, embedding: nn.Embedding) -> Context:
+    def read_nothing(self, input_ids_BL: Tensor, embedding: nn.Embedding) -> EncodedContext:
         """A context without a token, so that every batch takes the same way through a model whose parameters are sharded."""
         return self.read({"context_ids": torch.full_like(input_ids_BL[:, :1], -1).unsqueeze(1)}, embedding)
 
-    def read(self, columns: dict[str, Tensor], embedding: nn.Embedding) -> Context:
+    def read(self, columns: dict[str, Tensor], embedding: nn.Embedding) -> EncodedContext:
         """All texts beside a batch as one context."""
         states, first = [], []
-        for ids_BPM, first_BP in texts_of(columns):
+        for ids_BPM, first_BP in context_texts(columns):
             ids_NM = ids_BPM[..., : self.longest].flatten(0, 1)
             mask_NM = ids_NM >= 0
             x_NMD = embedding(ids_NM.clamp(min=0))
@@ -67,16 +67,16 @@ class ContextEncoder(nn.Module):
             states.append(self(x_NMD, mask_NM).view(len(ids_BPM), -1, x_NMD.shape[-1]))
             from_BPM = first_BP.unsqueeze(-1).expand(-1, -1, mask_NM.shape[1])
             first.append(from_BPM.flatten(1).masked_fill(~mask_NM.view(len(ids_BPM), -1), NEVER))
-        return Context(torch.cat(states, dim=1), torch.cat(first, dim=1))
+        return EncodedContext(torch.cat(states, dim=1), torch.cat(first, dim=1))
 
 
-def texts_of(columns: dict[str, Tensor]) -> list[Texts]:
+def context_texts(columns: dict[str, Tensor]) -> list[ContextTexts]:
     """The texts in a batch's columns."""
     texts = []
     if "context_ids" in columns:
-        texts.append(Texts(columns["context_ids"], torch.zeros_like(columns["context_ids"][..., 0])))
+        texts.append(ContextTexts(columns["context_ids"], torch.zeros_like(columns["context_ids"][..., 0])))
     if "passage_ids" in columns:
-        texts.append(Texts(columns["passage_ids"], columns["passage_from"]))
+        texts.append(ContextTexts(columns["passage_ids"], columns["passage_from"]))
     return texts
 
 
@@ -91,7 +91,7 @@ class CrossAttention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BLD: Tensor, context: Context, past: int, cache: LayerCache | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, context: EncodedContext, past: int, cache: LayerCache | None) -> Tensor:
         query_BHLE = self._heads(self.query(x_BLD))
         key_BHCE, value_BHCE = self._keys_and_values(context, cache)
         position_L = torch.arange(past, past + x_BLD.shape[1], device=x_BLD.device)
@@ -103,7 +103,7 @@ class CrossAttention(nn.Module):
     def _heads(self, x_BLD: Tensor) -> Tensor:
         return x_BLD.view(*x_BLD.shape[:2], -1, self.head_size).transpose(1, 2)
 
-    def _keys_and_values(self, context: Context, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, context: EncodedContext, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         if cache is not None and cache.context is not None and cache.context[0] is context:
             return cache.context[1]
         if cache is not None and cache.context is not None and context.since and cache.context[0].first_BC is context.since.earlier_BC:
@@ -136,7 +136,7 @@ class WithCrossAttention(BlockPart):
         self.cross = CrossAttention(settings)
         self.gate = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         attended_BLD, told = self.own(x_BLD, sight, cache)
         if sight.context is None:
             return attended_BLD, told
@@ -148,11 +148,11 @@ class WithCrossAttention(BlockPart):
         return [self.cross.output.weight]
 
 
-def reads(settings: schema.Moe) -> bool:
+def has_context(settings: schema.Moe) -> bool:
     """Whether a model reads something beside its input."""
     return bool(settings.cross_attention.enabled or settings.retrieval.enabled or settings.episodic_memory.enabled)
 
 
-def crosses(settings: schema.Moe, layer: int) -> bool:
+def attends_to_context(settings: schema.Moe, layer: int) -> bool:
     """Whether this layer attends to the context. The last one always does."""
-    return reads(settings) and (settings.num_layers - 1 - layer) % settings.cross_attention.every_layers == 0
+    return has_context(settings) and (settings.num_layers - 1 - layer) % settings.cross_attention.every_layers == 0

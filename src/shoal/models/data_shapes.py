@@ -7,7 +7,7 @@ from typing import Protocol
 from shoal.errors import ShoalError
 
 
-class Shapes(Protocol):
+class DataShapes(Protocol):
     """The sizes of the data; null where it has no such thing."""
 
     @property
@@ -23,7 +23,7 @@ class Shapes(Protocol):
         """Tokens of the tokenizer."""
 
 
-def vocab_size_for(setting: int | None, shapes: Shapes) -> int:
+def vocab_size_for(setting: int | None, shapes: DataShapes) -> int:
     """The vocabulary of a language model: as set, or as the tokenizer has."""
     if setting is None and shapes.vocab_size is None:
         raise ShoalError("a language model needs text: data.source gives no tokens; choose a text source, or set model.vocab_size")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import Shapes
+from shoal.models.data_shapes import DataShapes
 
 SMALLEST = {4: 8, 7: 14}
 """An image grows by doubling from 4 × 4 or 7 × 7; and the smallest image made so."""
@@ -55,7 +55,7 @@ class Discriminator(nn.Module):
         return logits_B
 
 
-def players(model: schema.Dcgan, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def players(model: schema.Dcgan, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     channels = _channels(model, shapes)
     return {
         "generator": Generator(model.latent_dim, model.generator_features, channels, model.image_size),
@@ -63,7 +63,7 @@ def players(model: schema.Dcgan, run: Run, shapes: Shapes) -> dict[str, nn.Modul
     }
 
 
-def _channels(model: schema.Dcgan, shapes: Shapes) -> int:
+def _channels(model: schema.Dcgan, shapes: DataShapes) -> int:
     if shapes.image_shape is None and model.channels is None:
         raise ShoalError("a dcgan needs images: data.source gives none; choose a source of images, or set model.channels")
     if shapes.image_shape is None:

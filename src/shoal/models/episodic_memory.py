@@ -26,10 +26,10 @@ from torch import Tensor
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.compile_rules import left_alone
+from shoal.models.compile_rules import not_compiled
 from shoal.models.generation.kv_cache import KeyValueCache
-from shoal.models.step_state import Kept
-from shoal.models.trunk import NEVER, Context, Sight
+from shoal.models.step_state import StepState
+from shoal.models.trunk import NEVER, EncodedContext, LayerInputs
 
 IGNORED = -100
 _EMPTY = -1.0
@@ -45,7 +45,7 @@ _BASE = 6364136223846793005
 """Powers of it tell sequences apart by their tokens, modulo 2^64."""
 
 
-class Seen(NamedTuple):
+class PendingEpisodes(NamedTuple):
     """Sequences that were learned from in this step, before they are written down."""
 
     vectors_BVD: Tensor
@@ -55,15 +55,15 @@ class Seen(NamedTuple):
     """Inputs, labels, losses and slots of the sequences; a slot of −1 is that of a sequence which was not replayed."""
 
 
-class Thread(NamedTuple):
+class RecallState(NamedTuple):
     """What a text that is being written has recalled so far."""
 
     sum_BD: Tensor
     """Of the hidden states of the chunk that is not complete."""
     code_B: Tensor
     """Of the tokens so far."""
-    recalled: Context | None
-    merged: tuple[Context | None, Context | None, Context | None] = (None, None, None)
+    recalled: EncodedContext | None
+    merged: tuple[EncodedContext | None, EncodedContext | None, EncodedContext | None] = (None, None, None)
     """What there was to read, what was recalled, and both together."""
 
 
@@ -86,7 +86,7 @@ class _Chunks(NamedTuple):
     """The most of them."""
 
     @classmethod
-    def of(cls, sight: Sight, length: int, size: int) -> _Chunks:
+    def of(cls, sight: LayerInputs, length: int, size: int) -> _Chunks:
         ids_BL, past = sight.input_ids_BL, sight.past
         real_BS = sight.real_BS
         if real_BS is None:
@@ -127,7 +127,7 @@ class _Chunks(NamedTuple):
         return sums_BUD[torch.arange(len(sums_BUD), device=sums_BUD.device), self.complete_B]
 
 
-class EpisodicMemory(Kept):
+class EpisodicMemory(StepState):
     """The episodes, as buffers that are saved with the weights."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
@@ -153,7 +153,7 @@ class EpisodicMemory(Kept):
         self.register_buffer("importance_N", torch.full((N,), _EMPTY))
         self.register_buffer("powers_T", _powers(longest), persistent=False)
         self.register_buffer("told_WR", torch.full((_SENT, 1 + 2 * longest + memory.vectors * width), _EMPTY), persistent=False)
-        self._seen: list[Seen] = []
+        self._seen: list[PendingEpisodes] = []
         self._untold = self.told_WR[:0]
 
     vectors_NVD: Tensor
@@ -166,9 +166,9 @@ class EpisodicMemory(Kept):
 
     # --- recall --------------------------------------------------------------------------------------
 
-    @left_alone
+    @not_compiled
     @torch.no_grad()
-    def recall(self, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Context | None:
+    def recall(self, x_BLD: Tensor, sight: LayerInputs, cache: KeyValueCache | None) -> EncodedContext | None:
         """What there is to read from here on: the context, and what the chunks that are complete now recall."""
         if not self.reading or not bool((self.importance_N > _EMPTY).any()):
             return sight.context
@@ -184,19 +184,19 @@ class EpisodicMemory(Kept):
         if merged[2] is None or merged[0] is not sight.context or merged[1] is not recalled:
             merged = (sight.context, recalled, _joined(sight.context, recalled) or _nothing(x_BLD))
         if cache is not None:
-            cache.memory = Thread(chunks.left(sums_BUD), codes_BL[:, -1], recalled, merged)
+            cache.memory = RecallState(chunks.left(sums_BUD), codes_BL[:, -1], recalled, merged)
         return merged[2]
 
-    def _begin(self, x_BLD: Tensor) -> Thread:
+    def _begin(self, x_BLD: Tensor) -> RecallState:
         nothing_B = torch.zeros(len(x_BLD), dtype=torch.int64, device=x_BLD.device)
-        return Thread(torch.zeros_like(x_BLD[:, 0], dtype=torch.float32), nothing_B, None)
+        return RecallState(torch.zeros_like(x_BLD[:, 0], dtype=torch.float32), nothing_B, None)
 
     def _codes(self, ids_BL: Tensor, chunks: _Chunks) -> Tensor:
         """A number for the tokens up to each, which tells beginnings of sequences apart. Padding has no part in it."""
         terms_BL = (ids_BL.long() + 1) * self.powers_T[chunks.place_BL]
         return (terms_BL if chunks.real_BL is None else terms_BL * chunks.real_BL).cumsum(1)
 
-    def _nearest(self, sums_BUD: Tensor, codes_BL: Tensor, chunks: _Chunks, dtype: torch.dtype) -> Context:
+    def _nearest(self, sums_BUD: Tensor, codes_BL: Tensor, chunks: _Chunks, dtype: torch.dtype) -> EncodedContext:
         """What the chunks that are complete now recall, [B, U · K · V]."""
         keys_ND = F.normalize(self.vectors_NVD.mean(1), dim=1)
         likeness_BUN = F.normalize(sums_BUD, dim=2) @ keys_ND.t()
@@ -210,18 +210,18 @@ class EpisodicMemory(Kept):
         first_BU1 = (ends_BU + chunks.start_B[:, None]).masked_fill(~chunks.is_complete_BU, NEVER).unsqueeze(2)
         first_BUK = torch.where(near.values > -torch.inf, first_BU1, NEVER)
         first_BUKV = first_BUK.unsqueeze(-1).expand(-1, -1, -1, states_BUKVD.shape[3])
-        return Context(states_BUKVD.flatten(1, 3), first_BUKV.flatten(1))
+        return EncodedContext(states_BUKVD.flatten(1, 3), first_BUKV.flatten(1))
 
     # --- writing down --------------------------------------------------------------------------------
 
-    @left_alone
+    @not_compiled
     def watch(self, x_BLD: Tensor) -> None:
         """Called while learning with the hidden states at the memory's layer: their means, and the norms of their gradients to come."""
         norms: list[Tensor] = []
         if self.counting and x_BLD.requires_grad:
             x_BLD.register_hook(lambda slope_BLD: norms.append(_norms(slope_BLD)))  # type: ignore[no-untyped-call]
             pooled = F.adaptive_avg_pool1d(x_BLD.detach().float().transpose(1, 2), self.vectors_NVD.shape[1]).transpose(1, 2)
-            self._seen.append(Seen(F.rms_norm(pooled, (pooled.shape[2],)), norms, []))
+            self._seen.append(PendingEpisodes(F.rms_norm(pooled, (pooled.shape[2],)), norms, []))
 
     def score(self, ids_BL: Tensor, labels_BL: Tensor, losses_B: Tensor, slots_B: Tensor) -> None:
         """The losses of the sequences that were watched last."""
@@ -378,30 +378,30 @@ def _append(own: Tensor, more: Tensor | None, count: int, width: int, fill: int)
     return torch.cat([F.pad(own, (0, width - own.shape[1]), value=fill), F.pad(more, (0, width - more.shape[1]), value=fill).to(own.dtype)])
 
 
-def _nothing(x_BLD: Tensor) -> Context:
+def _nothing(x_BLD: Tensor) -> EncodedContext:
     """A context that nobody may read, so that all rows take the same way through a model whose parameters are sharded."""
-    return Context(torch.zeros_like(x_BLD[:, :1]), torch.full_like(x_BLD[:, :1, 0], NEVER, dtype=torch.int64))
+    return EncodedContext(torch.zeros_like(x_BLD[:, :1]), torch.full_like(x_BLD[:, :1, 0], NEVER, dtype=torch.int64))
 
 
-def _joined(first: Context | None, second: Context | None) -> Context | None:
+def _joined(first: EncodedContext | None, second: EncodedContext | None) -> EncodedContext | None:
     if first is None or second is None:
         return first or second
-    return Context(torch.cat([first.states_BCD, second.states_BCD], 1), torch.cat([first.first_BC, second.first_BC], 1))
+    return EncodedContext(torch.cat([first.states_BCD, second.states_BCD], 1), torch.cat([first.first_BC, second.first_BC], 1))
 
 
-def _appended(before: Context | None, found: Context, chunks: _Chunks) -> Context:
+def _appended(before: EncodedContext | None, found: EncodedContext, chunks: _Chunks) -> EncodedContext:
     """What was recalled before, and what the chunks that are complete now recall, each at the place of its chunk: so rows that complete
     theirs at different times have no gaps."""
     each = found.first_BC.shape[1] // chunks.complete
     width = each * int((chunks.first_B + chunks.complete_B).max())
-    known = Context(found.states_BCD[:, :0], found.first_BC[:, :0]) if before is None else before
+    known = EncodedContext(found.states_BCD[:, :0], found.first_BC[:, :0]) if before is None else before
     states_BCD, first_BC = (one.clone() for one in known.widened(max(width, known.first_BC.shape[1])))
     row_N, chunk_N = chunks.is_complete_BU.nonzero(as_tuple=True)
     place_NX = ((chunks.first_B[row_N] + chunk_N) * each)[:, None] + torch.arange(each, device=row_N.device)
     from_NX = (chunk_N * each)[:, None] + torch.arange(each, device=row_N.device)
     states_BCD[row_N[:, None], place_NX] = found.states_BCD[row_N[:, None], from_NX]
     first_BC[row_N[:, None], place_NX] = found.first_BC[row_N[:, None], from_NX]
-    return Context(states_BCD, first_BC)
+    return EncodedContext(states_BCD, first_BC)
 
 
 def _norms(slope_BLD: Tensor) -> Tensor:

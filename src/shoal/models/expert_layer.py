@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
-from shoal.models.activations import ACTIVATIONS, blend
 from shoal.models.generation.kv_cache import LayerCache
-from shoal.models.routers import Held, Routes, router
-from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, Sight, Told
+from shoal.models.mixture_of_activations import ACTIVATIONS, blend
+from shoal.models.routers import HeldExperts, Routes, build_router
+from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 
 _HAS_TRITON = find_spec("triton") is not None
 _FEW_ROUTES = 4096
 """So few are quickly sorted anyway, and the kernel that torch.compile makes for so few does not compile for bytes (torch 2.11)."""
 
 
-class Visits(NamedTuple):
+class ExpertAssignment(NamedTuple):
     """Which token visits which expert, expert after expert.
 
     A GPU does not say how many visits there are without making this process wait, so there the routes that are not taken come last, as
@@ -49,7 +49,7 @@ class Visits(NamedTuple):
     """False for rows of no expert; null: there are none."""
 
 
-class Experts(BlockPart):
+class ExpertLayer(BlockPart):
     """Router and experts. Overflow adds nothing to the stream; evaluation and generation drop nothing."""
 
     stacks = ("up", "down")
@@ -57,7 +57,7 @@ class Experts(BlockPart):
     per_expert = (*stacks, "up_bias", "down_bias")
     """The parameters whose first dimension is the experts."""
 
-    def __init__(self, settings: schema.Moe, vocab_size: int, held: Held = None) -> None:
+    def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
         """`held`: the experts that are here; None: all of them."""
         super().__init__()
         experts = settings.experts
@@ -65,7 +65,7 @@ class Experts(BlockPart):
         self.capacity_factor, self.z_loss = experts.capacity_factor, experts.z_loss_weight > 0
         self.gated = settings.feed_forward == "swiglu"
         width, inner = settings.hidden_size, settings.intermediate_size or 4 * settings.hidden_size
-        self.router = router(experts, width, vocab_size, held)
+        self.router = build_router(experts, width, vocab_size, held)
         self.up = nn.Parameter(torch.empty(self.count, 2 * inner if self.gated else inner, width))
         self.down = nn.Parameter(torch.empty(self.count, width, inner))
         self.up_bias = nn.Parameter(torch.zeros(self.count, self.up.shape[1])) if settings.bias else None
@@ -87,18 +87,18 @@ class Experts(BlockPart):
     def last_weights(self) -> list[Tensor]:
         return [self.down]
 
-    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         x_TD, counted_T = x_BLD.flatten(0, 1), None if sight.counted_BL is None else sight.counted_BL.flatten()
         routes = self.router(x_TD, sight.input_ids_BL.flatten())
         visits = self.visits(routes, counted_T)
-        y_RD = self.experts(dispatch(x_TD, visits), pick(routes.gates_TK, visits), visits)
+        y_RD = self.experts(dispatch(x_TD, visits), gather_gates(routes.gates_TK, visits), visits)
         y_BLD = combine(y_RD, visits).view_as(x_BLD).to(x_BLD.dtype)
         return F.dropout(y_BLD, self.dropout, self.training), self.told(routes, visits, counted_T)
 
     # --- who visits whom ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def visits(self, routes: Routes, counted_T: Tensor | None) -> Visits:
+    def visits(self, routes: Routes, counted_T: Tensor | None) -> ExpertAssignment:
         """All first choices come before all second ones, and tokens that count before those that do not: the last ones find no room."""
         tokens, K = routes.experts_TK.shape
         key_S = 2 * routes.experts_TK.t().flatten()
@@ -121,15 +121,15 @@ class Experts(BlockPart):
             places_S = torch.empty_like(places_S).scatter_(0, row_S, places_S)
         return self._visits(places_S, sizes_E, dropped, tokens)
 
-    def _visits(self, places_S: Tensor, sizes_E: Tensor, dropped: Tensor, tokens: int) -> Visits:
+    def _visits(self, places_S: Tensor, sizes_E: Tensor, dropped: Tensor, tokens: int) -> ExpertAssignment:
         rows_S = torch.empty_like(places_S).scatter_(0, places_S, torch.arange(len(places_S), device=places_S.device))
         taken_S = rows_S < sizes_E.sum()
         places_R = places_S if places_S.is_cuda else places_S[: int(sizes_E.sum())]
         rows_TK, taken_TK = (one.view(-1, tokens).t() for one in (rows_S.masked_fill(~taken_S, 0), taken_S))
         real_R1 = (torch.arange(len(places_R), device=places_R.device) < sizes_E.sum())[:, None] if places_R.is_cuda else None
-        return Visits(places_R % tokens, places_R, rows_TK, taken_TK, sizes_E, dropped, real_R1)
+        return ExpertAssignment(places_R % tokens, places_R, rows_TK, taken_TK, sizes_E, dropped, real_R1)
 
-    def told(self, routes: Routes, visits: Visits, counted_T: Tensor | None) -> Told:
+    def told(self, routes: Routes, visits: ExpertAssignment, counted_T: Tensor | None) -> SideOutputs:
         """Over the tokens that count: the loads of the experts before drops, the mean probabilities, and what becomes figures."""
         if counted_T is None:
             return {}
@@ -150,7 +150,7 @@ class Experts(BlockPart):
 
     # --- what the experts compute ------------------------------------------------------------------
 
-    def experts(self, x_RD: Tensor, gates_R: Tensor, visits: Visits) -> Tensor:
+    def experts(self, x_RD: Tensor, gates_R: Tensor, visits: ExpertAssignment) -> Tensor:
         """Each row through its expert, times its gate. The gate is multiplied into what the last product reads, in the pass that computes
         that. Products are grouped; autocast does not reach them, so the types are chosen here."""
         kind, sizes_E = x_RD.device.type, visits.sizes_E
@@ -162,10 +162,10 @@ class Experts(BlockPart):
             inner_RI = self._activated(inner_RI, x_RD, gates_R, visits)
             y_RD = self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, None)
             if self.down_bias is not None:
-                y_RD = y_RD + (gates_R[:, None] * of_each_row(self.down_bias, sizes_E, len(y_RD))).to(dtype)
+                y_RD = y_RD + (gates_R[:, None] * per_row(self.down_bias, sizes_E, len(y_RD))).to(dtype)
             return y_RD
 
-    def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, visits: Visits) -> Tensor:
+    def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, visits: ExpertAssignment) -> Tensor:
         """What the second product reads."""
         if inner_RI.is_cuda and _HAS_TRITON and self.gated and self.activation_gate is None:
             from shoal.models.kernels.swiglu import swiglu
@@ -224,14 +224,14 @@ def _zeroed(x_RD: Tensor, real_R1: Tensor | None) -> Tensor:
     return x_RD if real_R1 is None else torch.where(real_R1, x_RD, 0.0)
 
 
-def dispatch(x_TD: Tensor, visits: Visits) -> Tensor:
+def dispatch(x_TD: Tensor, visits: ExpertAssignment) -> Tensor:
     """The row of each visit."""
     index = (visits.tokens_R, visits.rows_TK, visits.taken_TK, visits.real_R1)
     x_RD: Tensor = _Exchange.apply(x_TD, *index, False)  # type: ignore[no-untyped-call]
     return x_RD
 
 
-def combine(y_RD: Tensor, visits: Visits) -> Tensor:
+def combine(y_RD: Tensor, visits: ExpertAssignment) -> Tensor:
     """The sum over each token's visits."""
     index = (visits.tokens_R, visits.rows_TK, visits.taken_TK, visits.real_R1)
     y_TD: Tensor = _Exchange.apply(y_RD, *index, True)  # type: ignore[no-untyped-call]
@@ -252,12 +252,12 @@ class _Pick(torch.autograd.Function):
         return torch.where(taken_TK, slopes[0][rows_TK], 0.0) if len(slopes[0]) else slopes[0].new_zeros(rows_TK.shape), None, None, None
 
 
-def pick(gates_TK: Tensor, visits: Visits) -> Tensor:
+def gather_gates(gates_TK: Tensor, visits: ExpertAssignment) -> Tensor:
     gates_R: Tensor = _Pick.apply(gates_TK, visits.places_R, visits.rows_TK, visits.taken_TK)  # type: ignore[no-untyped-call]
     return gates_R
 
 
-def of_each_row(values_EN: Tensor, sizes_E: Tensor, rows: int) -> Tensor:
+def per_row(values_EN: Tensor, sizes_E: Tensor, rows: int) -> Tensor:
     """Each row's expert's part of these; anything for rows of no expert."""
     experts_R = torch.searchsorted(sizes_E.cumsum(0), torch.arange(rows, device=sizes_E.device), right=True)
     return values_EN[experts_R.clamp(max=len(values_EN) - 1)]
@@ -277,7 +277,7 @@ def grouped_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: T
         matrices, rows = weight_END.unbind(0), torch.split(x_RD, sizes)
         y_RN = torch.cat([F.linear(own, matrix) for own, matrix in zip(rows, matrices, strict=True)])
     if bias_EN is not None:
-        y_RN = y_RN + of_each_row(bias_EN, sizes_E, len(y_RN)).to(y_RN.dtype)
+        y_RN = y_RN + per_row(bias_EN, sizes_E, len(y_RN)).to(y_RN.dtype)
     return y_RN
 
 

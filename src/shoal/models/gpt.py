@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
-from shoal.models.data_shapes import Shapes, vocab_size_for
+from shoal.models.data_shapes import DataShapes, vocab_size_for
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.rotary import rotate, turns_in_one_pass
-from shoal.models.trunk import BlockPart, Sight, Told, Trunk
+from shoal.models.trunk import BlockPart, LayerInputs, SideOutputs, Trunk
 
 
 class Attention(BlockPart):
@@ -32,7 +32,7 @@ class Attention(BlockPart):
         self.query_key_value = nn.Linear(settings.hidden_size, all_heads * self.head_size, bias=settings.bias)
         self.output = nn.Linear(settings.hidden_size, settings.hidden_size, bias=settings.bias)
 
-    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         query_BHLE, key_BKSE, value_BKSE = self._heads(x_BLD, sight.turns)
         if cache is not None:
             key_BKSE, value_BKSE = cache.append(key_BKSE, value_BKSE)
@@ -49,7 +49,7 @@ class Attention(BlockPart):
         output_BLD: Tensor = self.output(attended_BHLE.transpose(1, 2).flatten(2))
         return F.dropout(output_BLD, self.dropout, self.training), told
 
-    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
+    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: LayerInputs) -> tuple[Tensor, SideOutputs]:
         """What the heads give, each as much as it counts."""
         return attended_BHLE, {}
 
@@ -82,7 +82,7 @@ class FeedForward(BlockPart):
         self.up = nn.Linear(settings.hidden_size, 2 * inner if self.gated else inner, bias=settings.bias)
         self.down = nn.Linear(inner, settings.hidden_size, bias=settings.bias)
 
-    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         inner = self.up(x_BLD)
         if self.gated:
             gate, content = inner.chunk(2, dim=-1)
@@ -102,5 +102,5 @@ class Gpt(Trunk):
         super().__init__(settings, vocab_size, lambda layer: (Attention(settings, settings.dropout), FeedForward(settings)))
 
 
-def players(model: schema.Gpt, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def players(model: schema.Gpt, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     return {"model": Gpt(model, vocab_size_for(model.vocab_size, shapes))}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
-from shoal.models.data_shapes import Shapes, vocab_size_for
+from shoal.models.data_shapes import DataShapes, vocab_size_for
 
 
 class LstmCache:
@@ -95,5 +95,5 @@ class Lstm(nn.Module):
         return logits_BV
 
 
-def players(model: schema.Lstm, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def players(model: schema.Lstm, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     return {"model": Lstm(model, vocab_size_for(model.vocab_size, shapes))}

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Attention
-from shoal.models.trunk import FullPrecisionLinear, Sight, Told
+from shoal.models.trunk import FullPrecisionLinear, LayerInputs, SideOutputs
 
 
 class MixtureOfHeads(Attention):
@@ -34,7 +34,7 @@ class MixtureOfHeads(Attention):
             )
         self.router = FullPrecisionLinear(settings.hidden_size, self.routed, bias=False)
 
-    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
+    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: LayerInputs) -> tuple[Tensor, SideOutputs]:
         with torch.autocast(x_BLD.device.type, enabled=False):
             probability_BLR = self.router(x_BLD.to(self.router.weight.dtype)).float().softmax(-1)
         top = probability_BLR.topk(self.chosen, dim=-1)
@@ -44,7 +44,7 @@ class MixtureOfHeads(Attention):
         weighed_BHLE = attended_BHLE * gates_BHL.unsqueeze(-1).to(attended_BHLE.dtype)
         return weighed_BHLE, self._choices(probability_BLR, top.indices, sight.counted_BL)
 
-    def _choices(self, probability_BLR: Tensor, chosen: Tensor, counted_BL: Tensor | None) -> Told:
+    def _choices(self, probability_BLR: Tensor, chosen: Tensor, counted_BL: Tensor | None) -> SideOutputs:
         """How often the tokens that count chose each routed head, and its mean probability. The model makes a loss of it."""
         if counted_BL is None:
             return {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import Shapes
+from shoal.models.data_shapes import DataShapes
 
 
 class Mlp(nn.Module):
@@ -31,11 +31,11 @@ class Mlp(nn.Module):
         return logits
 
 
-def players(model: schema.Mlp, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def players(model: schema.Mlp, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     return {"model": Mlp(_input_dim(model, shapes), model.hidden_sizes, _output_dim(model, shapes))}
 
 
-def _input_dim(model: schema.Mlp, shapes: Shapes) -> int:
+def _input_dim(model: schema.Mlp, shapes: DataShapes) -> int:
     found = math.prod(shapes.image_shape) if shapes.image_shape else None
     if found is None and model.input_dim is None:
         raise ShoalError("an mlp needs images: data.source gives none; choose a source of images, or set model.input_dim")
@@ -48,7 +48,7 @@ def _input_dim(model: schema.Mlp, shapes: Shapes) -> int:
     return model.input_dim or found or 0
 
 
-def _output_dim(model: schema.Mlp, shapes: Shapes) -> int:
+def _output_dim(model: schema.Mlp, shapes: DataShapes) -> int:
     if shapes.num_classes is None and model.output_dim is None:
         raise ShoalError("an mlp needs labels: data.source gives none; choose a source with labels, or set model.output_dim")
     if shapes.num_classes is not None and model.output_dim is not None and model.output_dim < shapes.num_classes:

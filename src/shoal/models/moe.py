@@ -15,25 +15,25 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
-from shoal.models.compile_rules import left_alone
-from shoal.models.cross_attention import ContextEncoder, WithCrossAttention, crosses, reads
-from shoal.models.data_shapes import Shapes, vocab_size_for
+from shoal.models.compile_rules import not_compiled
+from shoal.models.cross_attention import ContextEncoder, WithCrossAttention, attends_to_context, has_context
+from shoal.models.data_shapes import DataShapes, vocab_size_for
 from shoal.models.episodic_memory import EpisodicMemory
-from shoal.models.expert_layer import Experts
+from shoal.models.expert_layer import ExpertLayer
 from shoal.models.gpt import Attention
 from shoal.models.mixture_of_heads import MixtureOfHeads
-from shoal.models.routers import Held
+from shoal.models.routers import HeldExperts
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
-from shoal.models.step_state import Kept
-from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
+from shoal.models.step_state import StepState
+from shoal.models.trunk import AuxiliaryLoss, BlockPart, SideChannel, SideOutputs, Trunk
 
 
 class Moe(Trunk):
     """Its own losses: balance of the experts' loads, and z-loss."""
 
-    def __init__(self, settings: schema.Moe, vocab_size: int, held: Held = None) -> None:
+    def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
         """`held`: the experts that are here; None: all of them."""
-        reader = ContextEncoder(settings) if reads(settings) else None
+        reader = ContextEncoder(settings) if has_context(settings) else None
         parts = partial(block_parts, settings, vocab_size, held)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
         self.memory = EpisodicMemory(settings, vocab_size) if settings.episodic_memory.enabled else None
@@ -56,13 +56,13 @@ class Moe(Trunk):
         part.head_loads = StepLoads(last - first, self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
         return part
 
-    def tell(self, told: list[Told], beside: Beside) -> None:
+    def tell(self, told: list[SideOutputs], beside: SideChannel) -> None:
         super().tell(told, beside)
         self._balance("", self.balance_weight, self.loads, told, beside)
         if self.head_loads is not None:
             self._balance("head_", self.head_balance_weight, self.head_loads, told, beside)
 
-    def _balance(self, what: str, weight: float, loads: StepLoads, told: list[Told], beside: Beside) -> None:
+    def _balance(self, what: str, weight: float, loads: StepLoads, told: list[SideOutputs], beside: SideChannel) -> None:
         """Count the choices of all layers, and put down how balanced they are: the number of experts, or heads, × Σ share of the choices
         · mean probability; 1 where all are used alike."""
         end = "R" if what else "E"
@@ -77,10 +77,10 @@ class Moe(Trunk):
         balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
         beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first_layer)}
         if weight:
-            beside.losses.append(Auxiliary(f"{what}balance", weight, self.share * balance_L.mean()))
+            beside.losses.append(AuxiliaryLoss(f"{what}balance", weight, self.share * balance_L.mean()))
 
 
-class StepLoads(Kept):
+class StepLoads(StepState):
     """How often each expert, or each routed head, of each layer was chosen in this step, over all processes and the batches so far."""
 
     def __init__(self, layers: int, count: int) -> None:
@@ -91,7 +91,7 @@ class StepLoads(Kept):
 
     load_LE: Tensor
 
-    @left_alone
+    @not_compiled
     @torch.no_grad()
     def shares(self, load_LE: Tensor, training: bool, *, learning: bool) -> Tensor:
         """The share of each in the choices of this step so far; where a model learns from answers, and routes as in evaluation, in those of
@@ -106,7 +106,7 @@ class StepLoads(Kept):
     def begin_step(self) -> None:
         self.load_LE = self.load_LE.float().zero_()
 
-    def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
+    def take_over(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
         assert isinstance(part, StepLoads)
         self.load_LE[first : first + len(part.load_LE)] = part.load_LE
         self.load_LE = total(self.load_LE)
@@ -116,7 +116,7 @@ class StepLoads(Kept):
 class Loads(StepLoads):
     """The loads of experts, and what the biases of routers make of them."""
 
-    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter], held: Held = None, first: int = 0) -> None:
+    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter], held: HeldExperts = None, first: int = 0) -> None:
         """`first`: the number of the first layer."""
         self.held = [*range(experts)] if held is None else [*held]
         super().__init__(layers, len(self.held))
@@ -205,16 +205,16 @@ class Loads(StepLoads):
             self.reported_LE.copy_(movement[-1].clamp(0, 1))
 
 
-def block_parts(settings: schema.Moe, vocab_size: int, held: Held, layer: int) -> tuple[BlockPart, BlockPart]:
+def block_parts(settings: schema.Moe, vocab_size: int, held: HeldExperts, layer: int) -> tuple[BlockPart, BlockPart]:
     """The attention and the feed-forward of a layer."""
     heads = settings.mixture_of_heads.enabled
     attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
-    if crosses(settings, layer):
+    if attends_to_context(settings, layer):
         attention = WithCrossAttention(attention, settings)
-    return attention, Experts(settings, vocab_size, held)
+    return attention, ExpertLayer(settings, vocab_size, held)
 
 
-def players(model: schema.Moe, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def players(model: schema.Moe, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     network = Moe(model, vocab_size_for(model.vocab_size, shapes), run.engine.experts)
     network.loads.reports = run.shares_updates and not run.updates.privacy.enabled  # what experts are chosen tells of the data
     if network.memory is not None:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.stages import Ends, Stage, ends_of, stage_of
-from shoal.models.trunk import Beside
+from shoal.models.split_model import make_ends, make_stage
+from shoal.models.stages import ModelEnds, ModelStage
+from shoal.models.trunk import SideChannel
 
 
-class Travel:
+class StageTransport:
     """How the stream goes between the processes. An engine sets it."""
 
     receive: Callable[[], Tensor]
@@ -30,14 +31,14 @@ class Travel:
     """The last process's logits, in all processes; the others give a tensor of the same size."""
 
 
-class StagedCache:
+class PartialCache:
     """The cache of this process's layers, and how many tokens all layers have seen."""
 
     def __init__(self, own: Any) -> None:
         self.own, self.length = own, 0
 
 
-class StagedModel(nn.Module):
+class PartialModel(nn.Module):
     """The layers [first, last) of a model, and what stands before and after them where these are the first, or the last.
 
     Its parameters have the names and the order that they have in the whole model. A tied matrix is the first process's; the last one has a
@@ -49,10 +50,10 @@ class StagedModel(nn.Module):
         self.vocab_size: int = whole.vocab_size
         self.max_seq_len: int | None = whole.max_seq_len
         self.begins, self.ends = first == 0, last == depth
-        self.stage: Stage = stage_of(whole, first, last)
-        self.entry: Ends | None = ends_of(whole, exit=self.ends) if self.begins else None
-        self.exit: Ends | None = self.entry if self.begins and self.ends else ends_of(whole, entry=False) if self.ends else None
-        self.travel = Travel()
+        self.stage: ModelStage = make_stage(whole, first, last)
+        self.entry: ModelEnds | None = make_ends(whole, after=self.ends) if self.begins else None
+        self.exit: ModelEnds | None = self.entry if self.begins and self.ends else make_ends(whole, before=False) if self.ends else None
+        self.travel = StageTransport()
         shared = _shared_by_ends(whole) if not (self.begins and self.ends) else {}
         here = {id(parameter) for _, parameter in super().named_parameters()}
         names = {name: parameter for name, parameter in whole.named_parameters() if id(parameter) in here}
@@ -80,14 +81,24 @@ class StagedModel(nn.Module):
             yield name, value
 
     def forward(
-        self, input_ids_BL: Tensor, *, cache: StagedCache | None = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+        self,
+        input_ids_BL: Tensor,
+        *,
+        cache: PartialCache | None = None,
+        attention_mask: Tensor | None = None,
+        beside: SideChannel | None = None,
     ) -> Tensor:
         """Logits [B, L, V]; only the last process has them."""
         assert self.exit is not None, "the last process makes the logits"
         return self.exit.logits(self.through(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
 
     def through(
-        self, input_ids_BL: Tensor, *, cache: StagedCache | None = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+        self,
+        input_ids_BL: Tensor,
+        *,
+        cache: PartialCache | None = None,
+        attention_mask: Tensor | None = None,
+        beside: SideChannel | None = None,
     ) -> Tensor:
         """The stream after the layers that are here."""
         past = cache.length if cache is not None else 0
@@ -102,10 +113,10 @@ class StagedModel(nn.Module):
             cache.length += input_ids_BL.shape[1]
         return x_BLD
 
-    def new_cache(self, capacity: int) -> StagedCache:
-        return StagedCache(self.stage.new_cache(capacity))
+    def new_cache(self, capacity: int) -> PartialCache:
+        return PartialCache(self.stage.new_cache(capacity))
 
-    def next_logits(self, input_ids_BL: Tensor, cache: StagedCache, attention_mask: Tensor | None = None) -> Tensor:
+    def next_logits(self, input_ids_BL: Tensor, cache: PartialCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the token after these, in all processes."""
         x_BLD = self.through(input_ids_BL, cache=cache, attention_mask=attention_mask)
         if self.exit is None:
@@ -117,13 +128,13 @@ class StagedModel(nn.Module):
         self.stage.gradient_checkpointing(enabled)
 
 
-class StagedTrunk(StagedModel):
+class PartialTrunk(PartialModel):
     """Of a transformer of Shoal's own, which takes and tells things beside the tokens."""
 
-    def new_beside(self, **given: Tensor) -> Beside:
-        return Beside(**given)
+    def new_beside(self, **given: Tensor) -> SideChannel:
+        return SideChannel(**given)
 
-    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, beside: Beside | None = None) -> Tensor:
+    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
         """What the output matrix reads, in the last process."""
         after: Any = self.exit
         hidden_BLD: Tensor = after.hidden(self.through(input_ids_BL, attention_mask=attention_mask, beside=beside))
@@ -136,13 +147,13 @@ class StagedTrunk(StagedModel):
         return weight
 
 
-def staged(whole: Any, first: int, last: int, depth: int) -> StagedModel:
+def partial_model(whole: Any, first: int, last: int, depth: int) -> PartialModel:
     """This process's part of a model. The whole one can be forgotten afterwards."""
-    kind = StagedTrunk if hasattr(whole, "new_beside") else StagedModel
+    kind = PartialTrunk if hasattr(whole, "new_beside") else PartialModel
     return kind(whole, first, last, depth)
 
 
-def layers_in(stage: Stage) -> dict[str, nn.Module]:
+def layers_in(stage: ModelStage) -> dict[str, nn.Module]:
     """The layers of a stage, by their numbers in the whole model."""
     found = next((module for module in stage.modules() if isinstance(module, nn.ModuleDict)), None)
     if found is None:
@@ -152,7 +163,7 @@ def layers_in(stage: Stage) -> dict[str, nn.Module]:
 
 def _shared_by_ends(whole: Any) -> dict[int, Tensor]:
     """The parameters that stand before the first layer and after the last: tied matrices."""
-    before, after = (ends_of(whole, entry=entry, exit=not entry) for entry in (True, False))
+    before, after = (make_ends(whole, before=entry, after=not entry) for entry in (True, False))
     there = {id(parameter) for parameter in after.parameters()}
     return {id(parameter): parameter for parameter in before.parameters() if id(parameter) in there}
 

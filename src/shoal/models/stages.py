@@ -1,28 +1,79 @@
-"""A language model in pieces: stages, which hold consecutive layers, and the ends, which hold everything before and after them.
+"""Stages of a language model: a stage holds consecutive layers, and the ends hold everything before and after the layers.
 
-The parameters of a stage have the names that they have in the whole model, so a checkpoint is the whole model's, whoever held which layers.
-Hidden states pass from one stage to the next; token ids, a mask and a cache go beside them to every stage that needs them.
+The parameters of a stage have the names that they have in the whole model, so a checkpoint is always that of the whole model. Hidden
+states pass from one stage to the next; token ids, a mask and a KV cache go beside them to every stage that needs them.
 
 Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import KeyValueCache
-from shoal.models.stage_parts import Ends, Stage, fill, needed, skeleton
-from shoal.models.trunk import Beside, Trunk
+from shoal.models.trunk import SideChannel, Trunk
 
-__all__ = ["Ends", "Stage", "cut", "depth", "ends_of", "fill", "layer_parameters", "needed", "skeleton", "stage_of"]
+_ONE_AT_A_TIME = threading.RLock()
 
 
-class TrunkStage(Stage):
+class ModelStage(nn.Module):
+    """The layers [first, last) of a model."""
+
+    joins_rows = True
+    """Whether the caches of several requests can be joined into one."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        input_ids_BL: Tensor,
+        *,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        beside: SideChannel | None = None,
+    ) -> Tensor:
+        """The stream after these layers. `attention_mask` [B, S] is 0 at padding, the tokens in the cache counted; `beside` takes up what
+        these layers tell: losses count by their share of all layers."""
+        raise NotImplementedError
+
+    def new_cache(self, capacity: int) -> Any:
+        """Room for the keys and values of so many tokens in these layers; it grows where there are more."""
+        raise NotImplementedError
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether the backward pass computes activations again instead of keeping them."""
+        raise NotImplementedError
+
+
+class ModelEnds(nn.Module):
+    """What comes before the first layer (`entry`) and after the last (`exit`): either, or both."""
+
+    vocab_size: int
+    max_seq_len: int | None
+
+    def __init__(self, entry: bool, after: bool) -> None:
+        super().__init__()
+        self.entry, self.exit = entry, after
+
+    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+        """The stream before the first layer. `past`: tokens in the cache."""
+        raise NotImplementedError
+
+    def logits(self, x_BLD: Tensor) -> Tensor:
+        """Logits [B, L, V] of the stream after the last layer."""
+        raise NotImplementedError
+
+
+class TrunkStage(ModelStage):
     """Layers of a transformer of Shoal's own."""
 
     def __init__(self, model: Trunk, first: int, last: int) -> None:
@@ -37,7 +88,13 @@ class TrunkStage(Stage):
     part: Trunk
 
     def forward(
-        self, x_BLD: Tensor, input_ids_BL: Tensor, *, cache: Any = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+        self,
+        x_BLD: Tensor,
+        input_ids_BL: Tensor,
+        *,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        beside: SideChannel | None = None,
     ) -> Tensor:
         return self.part.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)
 
@@ -53,7 +110,7 @@ class TrunkStage(Stage):
         self.part.gradient_checkpointing(enabled)
 
 
-class TrunkEnds(Ends):
+class TrunkEnds(ModelEnds):
     """Embeddings, last normalisation and output matrix of a transformer of Shoal's own. A tied matrix is there once."""
 
     def __init__(self, model: Trunk, entry: bool, after: bool) -> None:
@@ -107,53 +164,50 @@ class TrunkEnds(Ends):
         return self
 
 
-def depth(model: Any) -> int:
-    """How many layers can be put onto different machines. Raises ShoalError for a model that cannot be cut."""
-    if isinstance(model, Trunk) and model.reader is None and model.memory is None:
-        return len(model.blocks)
-    if hasattr(model, "inner"):
-        from shoal.models.huggingface.stages import layers_of
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Models that are made meanwhile have parameters without numbers, which take no memory; their buffers are real."""
+    with _ONE_AT_A_TIME:
+        original: Callable[..., None] = nn.Module.register_parameter
+        own = threading.get_ident()
 
-        return len(layers_of(model.inner))
-    why = " that reads passages, a context or its memory" if isinstance(model, Trunk) else ""
-    raise ShoalError(f"a {type(model).__name__}{why} cannot be cut into stages; model.kind gpt, moe and huggingface can")
+        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            original(module, name, parameter)
+            # A tied parameter is registered twice, and must stay one; and other threads make models with numbers meanwhile
+            if parameter is not None and not parameter.is_meta and threading.get_ident() == own:
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-
-def stage_of(model: Any, first: int, last: int) -> Stage:
-    """The layers [first, last) of a model, with the model's own parameters."""
-    if not 0 <= first < last <= depth(model):
-        raise ShoalError(f"a stage cannot have the layers {first} to {last - 1}: the model has {depth(model)}")
-    if isinstance(model, Trunk):
-        return TrunkStage(model, first, last)
-    from shoal.models.huggingface.stages import HuggingFaceStage
-
-    return HuggingFaceStage(model, first, last)
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def ends_of(model: Any, **wanted: bool) -> Ends:
-    """What is before and after the layers of a model, with the model's own parameters. `entry=False` or `exit=False` leaves one out."""
-    depth(model)
-    before, after = wanted.get("entry", True), wanted.get("exit", True)
-    if isinstance(model, Trunk):
-        return TrunkEnds(model, before, after)
-    from shoal.models.huggingface.stages import HuggingFaceEnds
-
-    return HuggingFaceEnds(model, before, after)
-
-
-def cut(model: Any, bounds: Sequence[int]) -> list[Stage]:
-    """The model in stages: the first has the layers [bounds[0], bounds[1]), the next go on from there."""
-    if list(bounds[:1]) != [0] or bounds[-1] != depth(model):
-        raise ShoalError(f"stages must begin at layer 0 and end at {depth(model)}, and these have the bounds {list(bounds)}")
-    return [stage_of(model, first, last) for first, last in pairwise(bounds)]
+def required_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that must be put into a stage or into ends, by their names in the whole model; of tied ones the first name."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
 
 
-def layer_parameters(model: Any) -> list[int]:
-    """How many parameters each layer has."""
-    if isinstance(model, Trunk):
-        layers: Any = model.blocks
-    else:
-        from shoal.models.huggingface.stages import layers_of
-
-        layers = layers_of(model.inner)
-    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors into a stage or into ends that was made as a skeleton. They are not copied. Raises ShoalError."""
+    homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for owner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                homes.setdefault(id(tensor), []).append((table, name))
+    for name, tensor in required_tensors(module).items():
+        given = tensors.get(name)
+        if given is None or given.shape != tensor.shape:
+            what = "is missing" if given is None else f"has the shape {tuple(given.shape)} instead of {tuple(tensor.shape)}"
+            raise ShoalError(f"the tensor {name} of the model {what}")
+        made = nn.Parameter(given, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else given
+        for table, key in homes[id(tensor)]:
+            table[key] = made

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 
-class Kept(nn.Module):
+class StepState(nn.Module):
     """A module with such state. An engine tells it when a step begins and ends."""
 
     total: Callable[[Tensor], Tensor] = staticmethod(lambda values: values)
@@ -58,7 +58,7 @@ class Kept(nn.Module):
     def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
         """Processes that step by themselves agree on how far their steps would move it: `mean` is over all of them."""
 
-    def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
+    def take_over(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
         """Where each process has other layers: take over what `part` saw in the layers from number `first` on, and the `total` of all
         processes' parts. Then this is what was seen in all layers."""
 
@@ -69,5 +69,5 @@ class Kept(nn.Module):
         """Move the state as workers report. What they report is a claim: it must not lead out of the state's bounds."""
 
 
-def kept(module: nn.Module) -> Iterator[Kept]:
-    yield from (one for one in module.modules() if isinstance(one, Kept))
+def step_states(module: nn.Module) -> Iterator[StepState]:
+    yield from (one for one in module.modules() if isinstance(one, StepState))

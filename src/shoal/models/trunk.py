@@ -1,8 +1,8 @@
-"""What all transformers of Shoal's own share: embeddings, blocks of two parts each, a last normalisation, the output matrix, the cache.
+"""What all transformers of Shoal's own share: embeddings, blocks, the last normalisation, the output matrix and the KV cache.
 
-A block adds two parts to the stream, an attention and a feed-forward; a model chooses them layer by layer. What a part needs beside the
-stream it finds in `Sight`; what it gives beside the stream it returns, so that a block whose activations are computed again tells nothing
-twice, and so that engines which gather parameters block by block see every tensor that leaves one.
+A block adds the outputs of two parts to the residual stream: an attention and a feed-forward, which each model chooses layer by layer. A
+part reads further inputs from `LayerInputs`. It returns its side outputs instead of storing them, so that activation checkpointing, which
+runs a block twice, reports them once, and so that engines which gather parameters block by block see every tensor that leaves a block.
 
 Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary, C tokens of context.
 """
@@ -30,11 +30,11 @@ NEVER = 2**62
 """A place that no token of a sequence has."""
 _ENDS = ("token_embedding", "position_embedding", "norm", "output")
 """The modules before and after the layers."""
-Told = dict[str, Tensor]
+SideOutputs = dict[str, Tensor]
 """What a part gives beside the stream, by name: auxiliary losses, and figures to record."""
 
 
-class Auxiliary(NamedTuple):
+class AuxiliaryLoss(NamedTuple):
     """A loss of the network itself, which the task adds to its own."""
 
     name: str
@@ -43,7 +43,7 @@ class Auxiliary(NamedTuple):
     """The mean over the tokens of this batch that count, as the task's own loss is; of some of the layers their share of it."""
 
 
-class Beside:
+class SideChannel:
     """What goes into a model beside the tokens of a batch, and what comes out of it beside the logits."""
 
     def __init__(self, counted_BL: Tensor | None = None, rows_R: Tensor | None = None, **columns: Tensor) -> None:
@@ -51,29 +51,29 @@ class Beside:
         self.counted_BL, self.rows_R = counted_BL, rows_R
         """True where a token counts in the loss."""
         self.columns = columns
-        self.losses: list[Auxiliary] = []
+        self.losses: list[AuxiliaryLoss] = []
         self.output_weight: Tensor | None = None
         """The output matrix as it was lent for this pass: see `embedding.py`. Null: take the model's own."""
         self.figures: dict[str, Tensor] = {}
         """Single numbers, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
 
 
-class Context(NamedTuple):
+class EncodedContext(NamedTuple):
     """What layers with cross-attention attend to."""
 
     states_BCD: Tensor
     first_BC: Tensor
     """The first token of the sequence that may attend to each."""
-    since: Since | None = None
+    since: ContextUpdate | None = None
     """How it came from an earlier one; null: it is another altogether."""
 
-    def with_rows(self, rows_R: Tensor, new: Context) -> Context:
+    def with_rows(self, rows_R: Tensor, new: EncodedContext) -> EncodedContext:
         """The same with other vectors in some rows, which may be more."""
         width = max(self.first_BC.shape[1], new.first_BC.shape[1])
         states_BCD, first_BC = (one.clone() for one in self.widened(width))
         states_RCD, first_RC = new.widened(width)
         states_BCD[rows_R], first_BC[rows_R] = states_RCD.to(states_BCD.dtype), first_RC
-        return Context(states_BCD, first_BC, Since(self.first_BC, rows_R))
+        return EncodedContext(states_BCD, first_BC, ContextUpdate(self.first_BC, rows_R))
 
     def widened(self, width: int) -> tuple[Tensor, Tensor]:
         """Its vectors and first tokens, with vectors after them that nobody may read."""
@@ -81,7 +81,7 @@ class Context(NamedTuple):
         return F.pad(self.states_BCD, (0, 0, 0, missing)), F.pad(self.first_BC, (0, missing), value=NEVER)
 
 
-class Since(NamedTuple):
+class ContextUpdate(NamedTuple):
     """What a context has that an earlier one had not."""
 
     earlier_BC: Tensor
@@ -90,7 +90,7 @@ class Since(NamedTuple):
     """The rows that are other ones now."""
 
 
-class Sight(NamedTuple):
+class LayerInputs(NamedTuple):
     """What the parts of every layer may look at beside the stream."""
 
     turns: Tensor | None
@@ -101,7 +101,7 @@ class Sight(NamedTuple):
     input_ids_BL: Tensor
     counted_BL: Tensor | None = None
     """True where a token counts in the loss; null: nobody asks for losses and figures."""
-    context: Context | None = None
+    context: EncodedContext | None = None
     past: int = 0
     """Tokens in the cache."""
     real_BS: Tensor | None = None
@@ -111,7 +111,7 @@ class Sight(NamedTuple):
 class BlockPart(nn.Module):
     """An attention or a feed-forward. What it returns is added to the stream."""
 
-    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         raise NotImplementedError
 
     def initialise(self, std: float) -> None:
@@ -136,7 +136,7 @@ class Block(nn.Module):
         self.feed_forward_norm = norm(settings)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         attended_BLD, told = self.attention(self.attention_norm(x_BLD), sight, cache)
         x_BLD = x_BLD + attended_BLD
         fed_BLD, more = self.feed_forward(self.feed_forward_norm(x_BLD), sight, cache)
@@ -178,7 +178,7 @@ class Trunk(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         attention_mask: Tensor | None = None,
-        beside: Beside | None = None,
+        beside: SideChannel | None = None,
     ) -> Tensor:
         """Logits [B, L, V]. `attention_mask` [B, S] is 0 at padding, on either side, the tokens in the cache counted."""
         return self.project(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
@@ -189,7 +189,7 @@ class Trunk(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         attention_mask: Tensor | None = None,
-        beside: Beside | None = None,
+        beside: SideChannel | None = None,
     ) -> Tensor:
         """What the output matrix reads: logits = hidden @ output_weight.T."""
         x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask, beside)
@@ -203,7 +203,7 @@ class Trunk(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         attention_mask: Tensor | None = None,
-        beside: Beside | None = None,
+        beside: SideChannel | None = None,
     ) -> Tensor:
         """The stream after the layers that are here, from the stream before them."""
         past, length = cache.length if cache else 0, input_ids_BL.shape[1]
@@ -211,7 +211,7 @@ class Trunk(nn.Module):
         sight = _sight(input_ids_BL, turns, past, attention_mask)
         context = self._context(input_ids_BL, beside, cache)
         sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past, real_BS=attention_mask)
-        told: list[Told] = []
+        told: list[SideOutputs] = []
         sight = self._remember(-1, x_BLD, sight, cache)
         for i, block in enumerate(self.blocks.children()):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
@@ -240,7 +240,7 @@ class Trunk(nn.Module):
         part._modules = {name: module for name, module in self._modules.items() if name in _ENDS}
         return part
 
-    def _remember(self, layer: int, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Sight:
+    def _remember(self, layer: int, x_BLD: Tensor, sight: LayerInputs, cache: KeyValueCache | None) -> LayerInputs:
         """At the memory's layer, what the layers above may read of it; and while learning, what it may write down."""
         if self.memory is None or layer != self.memory.layer:
             return sight
@@ -248,17 +248,17 @@ class Trunk(nn.Module):
             self.memory.watch(x_BLD)
         return sight._replace(context=self.memory.recall(x_BLD, sight, cache))
 
-    def _context(self, input_ids_BL: Tensor, beside: Beside | None, cache: KeyValueCache | None) -> Context | None:
+    def _context(self, input_ids_BL: Tensor, beside: SideChannel | None, cache: KeyValueCache | None) -> EncodedContext | None:
         """What there is to read beside the tokens; where they are written one by one, what was there to read before, unless it is new."""
         if self.reader is None:
             return None
         if beside is not None and beside.columns:
-            context: Context = self.reader.read(beside.columns, self.token_embedding)
+            context: EncodedContext = self.reader.read(beside.columns, self.token_embedding)
             if beside.rows_R is not None:
                 assert cache is not None
                 context = cache.context.with_rows(beside.rows_R, context)
         elif cache is not None:
-            kept: Context | None = cache.context
+            kept: EncodedContext | None = cache.context
             return kept
         elif self.training:
             context = self.reader.read_nothing(input_ids_BL, self.token_embedding)
@@ -268,16 +268,16 @@ class Trunk(nn.Module):
             cache.context = context
         return context
 
-    def tell(self, told: list[Told], beside: Beside) -> None:
+    def tell(self, told: list[SideOutputs], beside: SideChannel) -> None:
         """Put down what the layers gave: losses as their mean over the layers, single numbers as figures of their layer."""
         for name, weight in self.loss_weights.items():
             values = [own[name] for own in told if name in own]
             if values:
-                beside.losses.append(Auxiliary(name, weight, self.share * torch.stack(values).mean()))
+                beside.losses.append(AuxiliaryLoss(name, weight, self.share * torch.stack(values).mean()))
         for layer, own in enumerate(told, self.first_layer):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
-    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None, beside: Beside | None = None) -> Tensor:
+    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
         """The stream before the first layer."""
         length = past + input_ids_BL.shape[1]
         if length > self.max_seq_len:
@@ -303,9 +303,9 @@ class Trunk(nn.Module):
             return self.rotary(past, length) if self.rotary is not None else None
         return self.rotary.turns_SP2[_positions(mask_BS)[:, past:]]
 
-    def new_beside(self, **given: Tensor) -> Beside:
+    def new_beside(self, **given: Tensor) -> SideChannel:
         """What `forward` and `hidden` take as `beside`, with what goes in; what comes out is in it afterwards."""
-        return Beside(**given)
+        return SideChannel(**given)
 
     @property
     def output_weight(self) -> Tensor:
@@ -324,7 +324,7 @@ class Trunk(nn.Module):
         return KeyValueCache(len(self.blocks), capacity)
 
     def next_logits(
-        self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None, beside: Beside | None = None
+        self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None, beside: SideChannel | None = None
     ) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too. `beside`: what there is to read from now on."""
         last_BD = self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1]
@@ -383,16 +383,16 @@ def _positions(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> Sight:
+def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> LayerInputs:
     """No mask where the kernel's own causal one will do, nor where one token sees all before it."""
     length = input_ids_BL.shape[1]
     if attention_mask is None and (past == 0 or length == 1):
-        return Sight(turns, None, past == 0, input_ids_BL)
+        return LayerInputs(turns, None, past == 0, input_ids_BL)
     if attention_mask is not None and past and length == 1:  # a token that was just written is no padding, and sees all before it
-        return Sight(turns, attention_mask.bool()[:, None, None, :], False, input_ids_BL)
+        return LayerInputs(turns, attention_mask.bool()[:, None, None, :], False, input_ids_BL)
     seen_LS = torch.ones(length, past + length, dtype=torch.bool, device=input_ids_BL.device).tril(past)
     if attention_mask is None:
-        return Sight(turns, seen_LS, False, input_ids_BL)
+        return LayerInputs(turns, seen_LS, False, input_ids_BL)
     # Padding sees itself: a row that sees nothing would give NaN
     itself_LS = seen_LS.triu(past)
-    return Sight(turns, (seen_LS & attention_mask.bool()[:, None, None, :]) | itself_LS, False, input_ids_BL)
+    return LayerInputs(turns, (seen_LS & attention_mask.bool()[:, None, None, :]) | itself_LS, False, input_ids_BL)

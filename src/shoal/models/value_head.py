@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 
 
-class Scored(nn.Module):
+class ScoreModel(nn.Module):
     """The trunk of a language model with one row of weights in place of its output matrix. They start at zero: all texts are equal."""
 
     def __init__(self, trunk: Any, *, head_only: bool = False) -> None:
@@ -22,7 +22,7 @@ class Scored(nn.Module):
         if not hasattr(trunk, "hidden"):
             raise ShoalError(f"a {type(trunk).__name__} gives no hidden states, which a score is read from")
         self.trunk = trunk.requires_grad_(False) if head_only else trunk
-        self.head = Row(width_of(trunk))
+        self.head = ScalarHead(width_of(trunk))
         if not head_only:
             freeze_output(trunk)
 
@@ -46,17 +46,17 @@ class Scored(nn.Module):
         return super().__getattr__(name)
 
 
-def add_value(model: Any, kind: str) -> dict[str, nn.Module]:
+def add_value_head(model: Any, kind: str) -> dict[str, nn.Module]:
     """What predicts an answer's score, for a policy: a network of its own, or a head of the policy itself."""
     if kind == "network":
-        return {"value": Scored(copy.deepcopy(model))}
+        return {"value": ScoreModel(copy.deepcopy(model))}
     if not hasattr(model, "output_weight"):
         raise ShoalError("rlhf.value: head needs a model of Shoal's own (gpt, moe); for others choose network")
-    model.value_head = Row(width_of(model))
+    model.value_head = ScalarHead(width_of(model))
     return {}
 
 
-class Row(nn.Linear):
+class ScalarHead(nn.Linear):
     """One row of weights that makes a number of each hidden state. It starts at zero."""
 
     def __init__(self, width: int) -> None:

@@ -15,7 +15,7 @@ from shoal.config.schema import Run
 from shoal.config.show import flat
 from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
-from shoal.runs.live_objects import Given, called, called_for
+from shoal.runs.live_objects import LiveObjects, call_factory, import_function
 from shoal.runs.monitoring.recorder import Reporter
 
 Config = TrainerConfig | Run | str | Path | Sequence[str | Path] | Mapping[str, Any]
@@ -36,7 +36,7 @@ def _described(found: object) -> str:
 class Brought(NamedTuple):
     """What a program brings along: live parts, and the settings that name what it does not have yet."""
 
-    given: Given
+    given: LiveObjects
     settings: list[Override]
     live: tuple[str, ...]
     """Names of live parts that workers need."""
@@ -105,14 +105,14 @@ def _is_named(name: str, part: Any, parts: Mapping[str, Any]) -> bool:
     return _is_factory(part) and (beside is None or _is_factory(parts[beside]))
 
 
-def _given(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> Given:
+def _given(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> LiveObjects:
     """The live parts. A name that goes into the settings is looked up where the run is put together."""
-    return Given(
+    return LiveObjects(
         model=None if _is_factory(model) else model,
         train=None if _is_factory(data) else data,
-        eval=called(eval_data) if _is_factory(eval_data) and not _is_factory(data) else None if _is_factory(eval_data) else eval_data,
-        collate=called_for(collate) if _is_factory(collate) else collate,
-        loss=called_for(loss) if _is_factory(loss) else loss,
+        eval=call_factory(eval_data) if _is_factory(eval_data) and not _is_factory(data) else None if _is_factory(eval_data) else eval_data,
+        collate=import_function(collate) if _is_factory(collate) else collate,
+        loss=import_function(loss) if _is_factory(loss) else loss,
         metrics=metrics,
     )
 

@@ -12,9 +12,9 @@ from torch import nn
 from shoal.config.derived_values import USER_KINDS
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.training.loop import Loop
+from shoal.runs.training.loop import TrainingLoop
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Result:
         return folder
 
 
-def result_of(loop: Loop | ClusterLoop, summary: Mapping[str, Any]) -> Result:
+def result_of(loop: TrainingLoop | CoordinatorLoop, summary: Mapping[str, Any]) -> Result:
     """The result in the process that trained, or coordinated."""
     loop.engine.finish()
     players = loop.engine.task.players

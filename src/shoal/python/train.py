@@ -13,7 +13,8 @@ from torch import nn
 from shoal.config.derived_values import USER_KINDS
 from shoal.config.plugins import load as load_plugins
 from shoal.errors import ShoalError
-from shoal.launch.start import Asked, Plan, Way, headline, plan, started
+from shoal.launch.start import headline, start_run
+from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 from shoal.python.arguments import Brought, Config, brought, check_workers, loader_of, overrides_of, reporters_of
 from shoal.python.result import Result, result_elsewhere, result_of
 from shoal.reporters.progress import progress_for
@@ -55,9 +56,9 @@ def train(
     check_workers(workers)
     own, watching = brought(model, data, eval_data, collate, loss, metrics), reporters_of(reporters)
     load = loader_of(config, [*own.settings, *overrides_of(overrides)])
-    made = plan(load, Asked(str(run_dir) if run_dir is not None else None, resume, workers, otherwise=1, live=own.live))
+    made = plan_start(load, StartOptions(str(run_dir) if run_dir is not None else None, resume, workers, default_workers=1, live=own.live))
     _check_fit(made, own)
-    return _follow(made, watching) if made.way is Way.FOLLOWS else _train(made, own, watching, progress)
+    return _follow(made, watching) if made.mode is StartMode.FOLLOWS else _train(made, own, watching, progress)
 
 
 def _check_main() -> None:
@@ -69,22 +70,24 @@ def _check_main() -> None:
         )
 
 
-def _train(made: Plan, own: Brought, watching: list[Reporter], progress: bool) -> Result:
+def _train(made: StartPlan, own: Brought, watching: list[Reporter], progress: bool) -> Result:
     """Train in this process, or coordinate in it. Of the processes of an engine the first one tells, for all of them."""
     run, speaks = made.run, made.here is None or made.here.rank == 0
-    shown: list[Reporter] = [progress_for(sys.stderr, run.log_level, made.way is Way.COORDINATES, run.log_format)] if progress else []
-    with started(made, [*shown, *sinks_for(run), *watching] if speaks else [], given=own.given) as ready:
+    shown: list[Reporter] = (
+        [progress_for(sys.stderr, run.log_level, made.mode is StartMode.COORDINATES, run.log_format)] if progress else []
+    )
+    with start_run(made, [*shown, *sinks_for(run), *watching] if speaks else [], live=own.given) as ready:
         for text in (made.note, *(f"warning: {problem.message}" for problem in made.loaded.problems), headline(made, ready.loop)):
             if text:
                 ready.loop.message(text)
         return result_of(ready.loop, ready.train().summary)
 
 
-def _check_fit(made: Plan, own: Brought) -> None:
+def _check_fit(made: StartPlan, own: Brought) -> None:
     """Raise ShoalError where parts of one's own and the settings do not make a run."""
     run, settings = made.run, made.loaded.settings
     source = run.data.source.kind if run.data.source is not None else ""
-    if made.way is Way.RANKS:
+    if made.mode is StartMode.RANKS:
         raise ShoalError(f"the engine {run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`")
     if source in USER_KINDS and run.model.kind not in USER_KINDS:
         raise ShoalError(
@@ -98,9 +101,9 @@ def _check_fit(made: Plan, own: Brought) -> None:
         raise ShoalError("data.tokenizer: name the tokenizer that your model was made for")
 
 
-def _follow(made: Plan, watching: list[Reporter]) -> Result:
+def _follow(made: StartPlan, watching: list[Reporter]) -> Result:
     """Work as torchrun's process that does not coordinate."""
-    fleet = made.fleet
+    fleet = made.torchrun
     assert fleet is not None
 
     def tell(text: str) -> None:

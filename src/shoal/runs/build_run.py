@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,31 +19,29 @@ from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
-from shoal.runs.folder.resume_rules import Change, forbidden, listed
+from shoal.runs.folder.resume_rules import SettingChange, forbidden_changes, format_changes
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.live_objects import NOTHING, Given, players_of, samples_of, task_of
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, task_for
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
-from shoal.runs.training.initial_weights import begin, passages_of, root_of
+from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of
 from shoal.strategies import run_length
-from shoal.tasks import Draws
+from shoal.tasks import Task
 from shoal.tasks.answer_logprobs import Reference
-from shoal.tasks.dpo import Dpo
 from shoal.tasks.images import grid, save_png
 from shoal.tasks.policy_gradient import PolicyGradient
-from shoal.worker.interfaces import Feed
 
 Progress = Callable[[str, int, int | None], None]
-StepsOf = Callable[[data.Data], int]
+CountSteps = Callable[[data.Data], int]
 
 
-class Parts(NamedTuple):
+class RunParts(NamedTuple):
     """What a run is made of, before it moves."""
 
     run: Run
     data: data.Data
     engine: Engine
-    feed: Feed
+    feed: data.Feed
 
     @property
     def single(self) -> SingleEngine:
@@ -62,54 +60,60 @@ def assemble(
     run: Run,
     progress: Progress | None = None,
     tokenizer_of: Path | None = None,
-    length: StepsOf | None = None,
+    length: CountSteps | None = None,
     here: RankPlace | None = None,
     world: World | None = None,
-    given: Given = NOTHING,
+    live: LiveObjects = NO_LIVE_OBJECTS,
     joins: bool = False,
     known: data.Data | None = None,
-) -> Parts:
+) -> RunParts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
-    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `live` are live parts
     that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
     source = _with_parts_of_policy(run, tokenizer_of)
-    samples = known or samples_of(run, given, lambda: data.load(source, progress=progress))
-    players = players_of(run, given, samples.info)
+    samples = known or data_for(run, live, lambda: data.load(source, progress=progress))
+    players = players_for(run, live, samples.info)
     answers = run.strategy.gives_answers and joins
     if answers:  # what scores, and what predicts scores, is the coordinator's
         players = {"model": players["model"]}
     else:
-        begin(run, players, tokenizer_of)
-    task = task_of(run, given, players, samples.info)
+        load_policy_weights(run, players, tokenizer_of)
+    task = task_for(run, live, players, samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     device = choose_device(run.training.device, here.local_rank if here else 0)
-    if isinstance(task, PolicyGradient) and not answers:
+    if answers:
+        task.answer_only(samples.info.finder)
+    if task.learns_from_answers:
         return _with_rollouts(run, samples, task, device, length, world)
-    if isinstance(task, PolicyGradient):
-        task.finder = samples.info.finder
     part = batch_share(run, rank, ranks)
-    feed = feed_of(run, samples, part=part)
+    feed = feed_for_seat(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
-    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps, learns=True)
-    if isinstance(task, Dpo):
-        task.reference = task.reference.held(engine.hold, task.players["model"])
-    return Parts(run, samples, engine, feed)
+    engine = _engine(run, task, device, steps, world)
+    task.place_frozen(engine.hold)
+    return RunParts(run, samples, engine, feed)
+
+
+def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World | None) -> Engine:
+    """The engine of a worker; without `world` one process computes, even where the workers of the run are several."""
+    if world is not None or not run.engine.several_processes:
+        return build_engine(run, task, device, steps, world or World())
+    return SingleEngine(run, task, device, steps, learns=not task.learns_from_answers)
 
 
 def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
     """A run that goes on keeps its tokenizer. A policy keeps that of the run that it goes on from, and reads the passages that it learned
     to read, unless the settings name others."""
     policy, retrieval = run.rlhf.policy if run.rlhf is not None else None, data.retrieval_of(run)
-    saved = own_folder / "tokenizer" if own_folder else root_of(policy) / "tokenizer" if policy else None
+    saved = own_folder / "tokenizer" if own_folder else run_folder_of(policy) / "tokenizer" if policy else None
     if saved is not None and saved.is_dir():
         run = run.replace(data=run.data.replace(tokenizer=str(saved)))
     if policy is None or retrieval is None or retrieval.index is not None or retrieval.passages is not None:
         return run
-    index = (passages_of(own_folder) if own_folder is not None else None) or passages_of(root_of(policy))
+    index = (passage_index_of(own_folder) if own_folder is not None else None) or passage_index_of(run_folder_of(policy))
     if index is None:
         return run
     assert isinstance(run.model, Moe)
@@ -118,21 +122,22 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
 
 
 def _with_rollouts(
-    run: Run, samples: data.Data, task: PolicyGradient, device: torch.device, length: StepsOf | None, world: World | None
-) -> Parts:
+    run: Run, samples: data.Data, task: Task, device: torch.device, length: CountSteps | None, world: World | None
+) -> RunParts:
     """A run whose feed makes its batches with the model itself."""
     assert run.rlhf is not None
     assert samples.info.tokenizer is not None
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
     reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
-    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
+    engine = _engine(run, task, device, steps, world)
     reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
-    feed = RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
-    return Parts(run, samples, engine, feed)
+    policy = cast("PolicyGradient", task)  # the only task that learns from answers
+    feed = RolloutFeed(run, policy, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
+    return RunParts(run, samples, engine, feed)
 
 
-def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.Feed:
+def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.ShardFeed:
     """The batches of a seat. Seats beyond the number of shards go through a shard that another has, too, in an order of their own.
 
     `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
@@ -142,7 +147,7 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: 
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
     assert seed is not None
-    return data.Feed(
+    return data.ShardFeed(
         samples.train,
         batch_size=batch_size * part[1],
         seed=seed + 1_000_003 * (seat // shards),
@@ -154,7 +159,7 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: 
     )
 
 
-def held_out(run: Run, samples: data.Samples | None) -> Callable[[], Iterator[data.Batch]] | None:
+def held_out_batches(run: Run, samples: data.Samples | None) -> Callable[[], Iterator[data.Batch]] | None:
     """Batches of the held-out data, from the start at each call."""
     if samples is None or run.evaluation.strategy == "never":
         return None
@@ -169,7 +174,7 @@ def held_out(run: Run, samples: data.Samples | None) -> Callable[[], Iterator[da
     return batches
 
 
-def warner(reporters: list[Reporter]) -> Callable[[str], None]:
+def warn_reporters(reporters: list[Reporter]) -> Callable[[str], None]:
     def warn(text: str) -> None:
         for reporter in reporters:
             reporter.message(f"warning: {text}")
@@ -177,14 +182,16 @@ def warner(reporters: list[Reporter]) -> Callable[[str], None]:
     return warn
 
 
-def tell_changes(found: list[Change], reporters: list[Reporter]) -> None:
+def report_changes(found: list[SettingChange], reporters: list[Reporter]) -> None:
     """A run that goes on with other settings says which."""
     if found:
         for reporter in reporters:
-            reporter.message(f"the run goes on with other settings:{listed(found)}")
+            reporter.message(f"the run goes on with other settings:{format_changes(found)}")
 
 
-def continued(run: Run, run_dir: str | None, warn: Callable[[str], None], alone: bool = False) -> tuple[RunDirectory, Checkpoint | None]:
+def find_run_to_resume(
+    run: Run, run_dir: str | None, warn: Callable[[str], None], alone: bool = False
+) -> tuple[RunDirectory, Checkpoint | None]:
     """The run to go on with: the one that is named, or the newest with the same settings. `alone`: no coordinator will ask whether another
     process is at work there, so it is asked here."""
     directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
@@ -192,10 +199,10 @@ def continued(run: Run, run_dir: str | None, warn: Callable[[str], None], alone:
         raise ShoalError(f"there is no earlier run with these settings in {run.output_dir}: name one with --run-dir")
     if not (directory.path / "config.yaml").exists():
         raise ShoalError(f"there is no run at {directory.path} to resume")
-    if different := forbidden(directory.config(), run):
+    if different := forbidden_changes(directory.config(), run):
         raise ShoalError(
             f"{directory.path} was started with other settings. These shape its numbers, so they stay as they were; a new run may have "
-            f"others:{listed(different)}"
+            f"others:{format_changes(different)}"
         )
     plugin_record.expect_those_of(directory.path)
     if alone:
@@ -211,18 +218,18 @@ def _newest_like(run: Run) -> RunDirectory | None:
     for path in found:
         directory = RunDirectory(path.parent)
         try:
-            if not forbidden(directory.config(), run):
+            if not forbidden_changes(directory.config(), run):
                 return directory
         except ShoalError:  # of another version, or no run at all
             continue
     return None
 
 
-def write_info(directory: RunDirectory, samples: data.Data) -> None:
+def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
     found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
-    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.kept_fingerprint(samples)} | found))
+    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found))
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 
@@ -233,26 +240,26 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
         before = json.loads((directory.path / "data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if "fingerprint" in before and before["fingerprint"] != data.kept_fingerprint(samples):
+    if "fingerprint" in before and before["fingerprint"] != data.local_fingerprint(samples):
         raise ShoalError(
             f"the data has changed since {directory.path} began (then: {before['name']}; now: {samples.info.name}): put it back to go on, "
             f"or begin a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"
         )
 
 
-def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.ReadBeside | None:
+def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.SideTexts | None:
     """What is read beside a text that is being written: passages that it finds, and a context that is given."""
-    return models.read_beside(finder, [tokenizer.encode(context)] if context else ())
+    return models.make_side_texts(finder, [tokenizer.encode(context)] if context else ())
 
 
-def write_text(
+def stream_text(
     model: nn.Module,
     tokenizer: data.Tokenizer,
     prompt: str,
     count: int,
     seed: int,
     decoding: Any,
-    beside: models.ReadBeside | None = None,
+    beside: models.SideTexts | None = None,
 ) -> Iterator[str]:
     """The text that follows a prompt, piece by piece. `beside`: what the model reads meanwhile."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
@@ -265,7 +272,7 @@ def write_text(
     yield text.finish()
 
 
-def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
+def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], None]:
     """What the run shows of itself at each evaluation: a grid of images, or a piece of text."""
     task, run, tokenizer = parts.engine.task, parts.run, parts.data.info.tokenizer
     folder = directory.path / "samples"
@@ -274,7 +281,6 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
 
     def images(step: int) -> None:
         if first:
-            assert isinstance(task, Draws)
             save_png(grid(task.images()), folder / f"step-{step:08d}.png")
 
     def text(step: int) -> None:
@@ -283,13 +289,12 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
         model.eval()
         beside = read_beside(parts.data.info.finder, tokenizer)
         with parts.engine.precision():
-            written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding, beside))
+            written = "".join(stream_text(model, tokenizer, "", 64, run.seed, run.serving.decoding, beside))
         model.train()
         if first:
             folder.mkdir(exist_ok=True)
             (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
 
-    if isinstance(parts.feed, RolloutFeed):
-        answers = parts.feed
-        return lambda step: answers.write_shown(folder / f"step-{step:08d}.txt") if first else None
+    if (write := parts.feed.sample_writer()) is not None:
+        return lambda step: write(folder / f"step-{step:08d}.txt") if first else None
     return {"images": images, "text": text, "": lambda step: None}[run.chosen_task.shows]

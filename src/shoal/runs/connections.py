@@ -14,7 +14,7 @@ from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.transports.database_address import is_address, parse
-from shoal.worker.sender import Answer, Lost
+from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
 from shoal.worker.session import COMPUTING, Frames
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _losing() -> Iterator[None]:
     try:
         yield
     except Unreachable as error:
-        raise Lost(str(error)) from None
+        raise ConnectionLostError(str(error)) from None
 
 
 def _plain(said: str) -> str:
@@ -43,7 +43,7 @@ def _plain(said: str) -> str:
     return "".join(letter if " " <= letter <= "~" else "?" for letter in said)[:_LONGEST_STATE]
 
 
-class ClientLine:
+class TransportConnection:
     """A transport's client."""
 
     def __init__(self, address: str, token: str, key: str | None) -> None:
@@ -63,9 +63,9 @@ class ClientLine:
         self.client = self._connect(max(largest, _WELCOME_BYTES))
         self.client.traffic = traffic
 
-    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
         with _losing():
-            return Answer(*self.client.call(Message(header, tuple(frames)), timeout_s))
+            return CoordinatorAnswer(*self.client.call(Message(header, tuple(frames)), timeout_s))
 
     def post(self, header: dict[str, Any], frames: Frames) -> bool:
         if not isinstance(self.client, Poster):
@@ -74,10 +74,10 @@ class ClientLine:
             self.client.post(Message(header, tuple(frames)), 0.0)
         return True
 
-    def answer(self, timeout_s: float) -> Answer:
+    def answer(self, timeout_s: float) -> CoordinatorAnswer:
         assert isinstance(self.client, Poster)
         with _losing():
-            return Answer(*self.client.answer(timeout_s))
+            return CoordinatorAnswer(*self.client.answer(timeout_s))
 
     def wanted(self, unit: int) -> bool:
         """Only the coordinator knows, and tells with its answers to signs of life."""
@@ -90,7 +90,7 @@ class ClientLine:
         self.client.close()
 
 
-class BoardLine:
+class DatabaseConnection:
     """The board of units in a database: it lends units, takes results and shows weights, whether the coordinator is there or not.
 
     The desk behind it tries again by itself where the database cannot be reached.
@@ -106,7 +106,7 @@ class BoardLine:
         """Whether the worker has a unit and waits for its weights: it is at work, though it does not compute yet."""
         self._figures: dict[str, float] = {}
         self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "most_lag": float("inf")}
-        self._answers: dict[str, Callable[[dict[str, Any], Frames], Answer]] = {
+        self._answers: dict[str, Callable[[dict[str, Any], Frames], CoordinatorAnswer]] = {
             "join": self._join,
             "pull": self._pull,
             "claim": self._claim,
@@ -120,14 +120,14 @@ class BoardLine:
     def allow(self, largest: int) -> None:
         """A database's rows may be as large as they are."""
 
-    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
         with _losing():
             return self._answers[header["kind"]](header, frames)
 
     def post(self, header: dict[str, Any], frames: Frames) -> bool:
         return False
 
-    def answer(self, timeout_s: float) -> Answer:
+    def answer(self, timeout_s: float) -> CoordinatorAnswer:
         raise AssertionError("nothing is ever posted here")
 
     def wanted(self, unit: int) -> bool:
@@ -141,26 +141,26 @@ class BoardLine:
 
     # --- answers -----------------------------------------------------------------------------------
 
-    def _join(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _join(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         name = self.desk.enter(header["name"], header["about"])
         place = {"seat": 0, "epoch": 0, "position": 0, "last_seq": -1}
         known = {"kind": "welcome", "name": name, "session": name, **place}
-        return Answer(self.welcome.header | known, self.welcome.frames)
+        return CoordinatorAnswer(self.welcome.header | known, self.welcome.frames)
 
-    def _pull(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _pull(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         newer = self.desk.weights(header["have"])
         if newer is None:
-            raise Lost("there are no weights yet")
+            raise ConnectionLostError("there are no weights yet")
         return self._news({"kind": "weights"}, newer)
 
-    def _news(self, header: dict[str, Any], newer: Weights | None) -> Answer:
+    def _news(self, header: dict[str, Any], newer: Weights | None) -> CoordinatorAnswer:
         """Where the run stands, with weights where there are newer ones."""
         if newer is None:
-            return Answer(header | self._known | {"weights": "same"}, ())
+            return CoordinatorAnswer(header | self._known | {"weights": "same"}, ())
         self._known |= {"version": newer.version, "step": newer.header["step"], "done": newer.header["done"]}
-        return Answer(header | self._known | {"weights": newer.header["weights"]}, newer.frames)
+        return CoordinatorAnswer(header | self._known | {"weights": newer.header["weights"]}, newer.frames)
 
-    def _claim(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _claim(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         """A unit for the weights that the worker has; where there are newer ones, those first."""
         nothing = {"kind": "lease", "unit": -1}
         if (newer := self.desk.weights(header["have"])) is not None:
@@ -180,7 +180,7 @@ class BoardLine:
         lease = {"kind": "lease", "unit": unit.id, "epoch": unit.epoch, "start": unit.start, "batches": unit.batches}
         return self._news(lease, newer)
 
-    def _contribute(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _contribute(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         assert self._unit is not None
         sent = {name: header[name] for name in ("base", "weight", "samples", "metrics")}
         status = self.desk.submit(self._unit, sent, frames)
@@ -188,17 +188,17 @@ class BoardLine:
             self.tell("warning: the result of this unit came too late: somebody else was given the unit meanwhile, or the round was over")
         self.sent_bytes += sum(len(frame) for frame in frames)
         receipt = {"kind": "receipt", "status": status, "seq": self._unit.id, "round": header["round"], "repeated": False}
-        return Answer(receipt | self._known, ())
+        return CoordinatorAnswer(receipt | self._known, ())
 
-    def _give_back(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _give_back(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         assert self._unit is not None
         self.desk.give_back(self._unit)
-        return Answer({"kind": "noted"}, ())
+        return CoordinatorAnswer({"kind": "noted"}, ())
 
-    def _fail(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _fail(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         assert self._unit is not None
         self.desk.fail(self._unit, header["reason"])
-        return Answer({"kind": "noted"}, ())
+        return CoordinatorAnswer({"kind": "noted"}, ())
 
     def _tell_notice(self) -> None:
         """Say why there is no work, where that is because of this worker. The database is asked now and then."""
@@ -218,23 +218,23 @@ class BoardLine:
                 "(batches_per_unit) or a longer lease_timeout_s"
             )
 
-    def _beat(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _beat(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         self._tell_slow(header["state"])
         self._figures = header["figures"]
         self.desk.beat(COMPUTING if self._fetching else header["state"], self._figures)
-        return Answer({"kind": "pulse"}, ())
+        return CoordinatorAnswer({"kind": "pulse"}, ())
 
-    def _leave(self, header: dict[str, Any], frames: Frames) -> Answer:
+    def _leave(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         if header["reason"]:
             self.desk.beat(_plain(f"left: {header['reason']}"), self._figures)
         self.desk.leave()
-        return Answer({"kind": "goodbye"}, ())
+        return CoordinatorAnswer({"kind": "goodbye"}, ())
 
 
-WorkerLine = ClientLine | BoardLine
+WorkerConnection = TransportConnection | DatabaseConnection
 
 
-class Caller(NamedTuple):
+class ConnectOptions(NamedTuple):
     """Who joins: what it wants to be called, where it keeps its secrets, how long it waits, and whom it tells."""
 
     name: str | None
@@ -243,23 +243,23 @@ class Caller(NamedTuple):
     tell: Callable[[str], None]
 
 
-def lines_to(address: str, token: str, key: str | None, caller: Caller) -> tuple[WorkerLine, WorkerLine]:
+def connect_worker(address: str, token: str, key: str | None, caller: ConnectOptions) -> tuple[WorkerConnection, WorkerConnection]:
     """A worker's line to its coordinator, and one for its signs of life."""
     if is_address(address):
         address = _own_address(address, caller)
         if (board := _board(address, caller.patience_s, caller.tell)) is not None:
             return board, board
-    return ClientLine(address, token, key), ClientLine(address, token, key)
+    return TransportConnection(address, token, key), TransportConnection(address, token, key)
 
 
-def _own_address(address: str, caller: Caller) -> str:
+def _own_address(address: str, caller: ConnectOptions) -> str:
     """The address with this worker's own role in it, which is made where the address is the class's."""
     from shoal.transports.postgres.enrolment import own_access  # asks for a driver that others do without
 
     return own_access(parse(address), caller.name, caller.folder, caller.patience_s, caller.tell).address
 
 
-def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> BoardLine | None:
+def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> DatabaseConnection | None:
     """The board of units in a database, where its run leases units."""
     from shoal.transports.postgres import UnitDesk  # asks for a driver that others do without
 
@@ -267,11 +267,11 @@ def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> Boar
     try:
         welcome = desk.welcome(wait_s=patience_s)
         run = configuration(welcome.header, ())
-        feed = strategies.of(run, welcome.header["shards"]).feed
+        feed = strategies.policies_for(run, welcome.header["shards"]).feed
         if feed.leased:
             assert isinstance(run.transport, Postgres)
             desk.poll_interval_s = run.transport.poll_interval_s
-            return BoardLine(desk, welcome, feed.lease_s, tell)
+            return DatabaseConnection(desk, welcome, feed.lease_s, tell)
     except BaseException:
         desk.close()
         raise

@@ -19,26 +19,24 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.run_plan import MemberLimits, RelayPlace, RunPlan
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
-from shoal.engines.learners.apply import Adoption, EngineLearner
+from shoal.engines.learners.apply import AdoptWeights, EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Progress, assemble, expect_same_data, tell_changes, warner, write_info
-from shoal.runs.coordinator_run import Agreed, ClusterLoop
-from shoal.runs.coordinator_run import Home as Place
-from shoal.runs.folder.checkpoint import find, load_weights
+from shoal.runs.build_run import Progress, assemble, expect_same_data, report_changes, warn_reporters, write_data_info
+from shoal.runs.coordinator_run import CoordinatorLoop, RunAgreement
+from shoal.runs.folder.checkpoint import find_checkpoint, load_weights
 from shoal.runs.folder.repair import confirmed_in, refuse_forgotten
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import Invitation
-from shoal.runs.live_objects import NOTHING, Given
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Reporter
-from shoal.runs.owner import keep_owner
+from shoal.runs.owner import write_owner_file
 from shoal.runs.relay import Relay
-from shoal.runs.rlhf.rollouts import RolloutFeed
-from shoal.runs.run_size import extent_of, needed, ranks_of, weight_per_sample
-from shoal.runs.storage import Home, home_of
-from shoal.runs.task_split import Cut, Extent, listed_workers, tasks_of
-from shoal.runs.training.initial_weights import keep_start
-from shoal.runs.worker_run import Joined
-from shoal.strategies import Length
+from shoal.runs.run_size import data_extent, needed_contributions, ranks_per_worker, weight_per_sample
+from shoal.runs.storage import RunStorage, storage_for
+from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, split_into_tasks
+from shoal.runs.training.initial_weights import save_initial_weights
+from shoal.runs.worker_run import JoinedWorker
+from shoal.strategies import RunLength
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
@@ -48,10 +46,10 @@ _MOST_DEVICES = 8
 """Devices of a worker, where the settings say nothing: as many as one machine has."""
 
 
-class Coordinating(NamedTuple):
+class ReadyCoordinator(NamedTuple):
     """A coordinator that is ready to serve."""
 
-    loop: ClusterLoop
+    loop: CoordinatorLoop
     invitation: Invitation
 
 
@@ -65,104 +63,104 @@ def prepare(
     workers: int | None = None,
     hosts: tuple[str, ...] = (),
     transport: Transport | None = None,
-    given: Given = NOTHING,
-    above: Joined | None = None,
-) -> Coordinating:
+    live: LiveObjects = NO_LIVE_OBJECTS,
+    above: JoinedWorker | None = None,
+) -> ReadyCoordinator:
     """A coordinator, new or continued, that listens. `above`: it is a relay, which has joined another one."""
     run = loaded.run
     place = transport or run.transport
-    home = home_of(run, run_dir, resume, place, hosts)
-    expected = home.expected or workers or run.cluster.num_workers or max(1, needed(run))
+    home = storage_for(run, run_dir, resume, place, hosts)
+    expected = home.expected or workers or run.cluster.num_workers or max(1, needed_contributions(run))
     if above is None:
-        agreed = agree(run, expected, home.directory, progress, given)
+        agreed = agree(run, expected, home.directory, progress, live)
     else:
         agreed = _agree_below(run, expected, above, home.directory, progress)
-    directory = home.directory or RunDirectory.create(run, run_dir, warner(reporters))
+    directory = home.directory or RunDirectory.create(run, run_dir, warn_reporters(reporters))
     if home.directory is not None:
         expect_same_data(directory, agreed.parts.data)
     with directory.kept_if_begun():
         made = _coordinating(loaded, home, directory, agreed, place, hosts, resume, reporters)
         if above is not None:
-            made.loop.higher = Relay(above, made.loop)
+            loop = made.loop
+            loop.relay = Relay(above, loop.coordinator, loop.learner, loop.driver, directory.path, loop.server.wake, loop.message)
         return made
 
 
 def _coordinating(
     loaded: LoadedConfig,
-    home: Home,
+    home: RunStorage,
     directory: RunDirectory,
-    agreed: Agreed,
+    agreed: RunAgreement,
     place: Transport,
     hosts: tuple[str, ...],
     resume: bool,
     reporters: list[Reporter],
-) -> Coordinating:
-    run, warn = loaded.run, warner(reporters)
-    tell_changes(directory.write_config(loaded), reporters)
-    write_info(directory, agreed.parts.data)
-    keep_start(run, agreed.parts.engine.task.players, directory.path)
+) -> ReadyCoordinator:
+    run, warn = loaded.run, warn_reporters(reporters)
+    report_changes(directory.write_config(loaded), reporters)
+    write_data_info(directory, agreed.parts.data)
+    save_initial_weights(run, agreed.parts.engine.task.players, directory.path)
     _warn_of_gaps(place, hosts, run, agreed, warn)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans, agreed.parts.feed)
     welcome = _welcome(run, directory, agreed, learner)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    plan = plan_of(run, agreed)._replace(rollouts=learner.intake)
+    plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
-    owner = keep_owner(directory.path, opened.invitation) if place.kind != "in-process" else ""  # threads of this process have no address
+    # Threads of this process have no address, so their run has no owner file
+    owner = write_owner_file(directory.path, opened.invitation) if place.kind != "in-process" else ""
     plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
     coordinator = Coordinator(plan, agreed.policies, learner)
-    around = Place(opened.server, opened.store, directory, board)
-    loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
-    feed = agreed.parts.feed
-    if isinstance(feed, RolloutFeed) and feed.starts_at_random and not resume:
-        warn("rlhf.policy is not given: the policy starts from random weights")
+    loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened._replace(board=board), reporters, welcome, _judging(run, warn))
+    agreed.parts.feed.start(lambda text: loop.message(f"warning: {text}"), new=not resume)
     try:
         _go_on(loop, run, resume, warn)
     except BaseException:
         loop.driver.close()  # another may try with the folder, in this process too
         opened.server.close()
         raise
-    if run.updates.privacy.enabled:
-        loop.warn_of_epsilon(loaded.settings.spelling("updates.privacy.noise_multiplier"))
-    return Coordinating(loop, opened.invitation)
+    warning = loop.privacy.warning(loaded.settings.spelling("updates.privacy.noise_multiplier")) if run.updates.privacy.enabled else ""
+    if warning:
+        loop.message(warning)
+    return ReadyCoordinator(loop, opened.invitation)
 
 
 def agree(
-    run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given, known: data.Data | None = None
-) -> Agreed:
+    run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, live: LiveObjects, known: data.Data | None = None
+) -> RunAgreement:
     """What the run is made of, and what its workers must agree on. `known`: its data, where that was loaded before."""
     if run.engine.experts is not None:
         raise ShoalError("engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set engine.experts=[0,1]")
-    policies, lengths = strategies.of(run, expected), list[Length]()
+    policies, lengths = strategies.policies_for(run, expected), list[RunLength]()
 
     def steps(samples: data.Data) -> int:
-        lengths.append(policies.length(extent_of(run, samples, expected)))
+        lengths.append(policies.length(data_extent(run, samples, expected)))
         return lengths[0].steps
 
     coordinated = run if policies.apply.computes else run.replace(training=run.training.replace(device="cpu", compile=False))
-    parts = assemble(coordinated, progress, directory.path if directory else None, steps, given=given, known=known)
-    return Agreed(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
+    parts = assemble(coordinated, progress, directory.path if directory else None, steps, live=live, known=known)
+    return RunAgreement(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
 
-def _agree_below(run: Run, expected: int, joined: Joined, directory: RunDirectory | None, progress: Progress | None) -> Agreed:
+def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDirectory | None, progress: Progress | None) -> RunAgreement:
     """The same for a relay's own workers: the run is as long, and as large, as the coordinator above has it."""
-    header, policies = joined.welcome.header, strategies.of(run, expected)
-    if reason := strategies.no_relay(run, policies, strategies.of(joined.run, header["shards"])):
+    header, policies = joined.welcome.header, strategies.policies_for(run, expected)
+    if reason := strategies.no_relay(run, policies, strategies.policies_for(joined.run, header["shards"])):
         raise ShoalError(f"this run cannot have relays: {reason}")
-    most = devices_of(run) // ranks_of(run)
+    most = devices_per_worker(run) // ranks_per_worker(run)
     if expected > most:
         raise ShoalError(
             f"a relay for {expected} workers, and the run above lets one that joins count for {most} "
             f"(coordinator.devices_per_worker): take fewer, or raise it there"
         )
-    made = agree(run, header["shards"], directory, progress, NOTHING)
+    made = agree(run, header["shards"], directory, progress, NO_LIVE_OBJECTS)
     above = RelayPlace(header["seat"], header["shards"], made.length.batches_per_shard)
-    return made._replace(policies=replace(policies, apply=Adoption()), expected=expected, above=above)
+    return made._replace(policies=replace(policies, apply=AdoptWeights()), expected=expected, above=above)
 
 
-def plan_of(run: Run, agreed: Agreed) -> RunPlan:
+def plan_for(run: Run, agreed: RunAgreement) -> RunPlan:
     """The run, as far as its coordinator must know it. A relay's ends when the coordinator above says so."""
     plan, above = _plan_of(run, agreed), agreed.above
     if above is None:
@@ -172,23 +170,23 @@ def plan_of(run: Run, agreed: Agreed) -> RunPlan:
         total_batches=None,
         worker_steps=_ENDLESS,
         batches_per_step=agreed.length.batches_per_contribution * agreed.expected,
-        batches_per_shard=extent_of(run, agreed.parts.data, agreed.shards).batches_of_shard(agreed.shards),
+        batches_per_shard=data_extent(run, agreed.parts.data, agreed.shards).batches_of_shard(agreed.shards),
         above=above,
     )
 
 
-def devices_of(run: Run) -> int:
+def devices_per_worker(run: Run) -> int:
     """Devices that one who joins may count for."""
-    return run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run))
+    return run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_per_worker(run))
 
 
-def _plan_of(run: Run, agreed: Agreed) -> RunPlan:
+def _plan_of(run: Run, agreed: RunAgreement) -> RunPlan:
     feed, length, samples, task = agreed.policies.feed, agreed.length, agreed.parts.data.train, agreed.parts.engine.task
     return RunPlan(
         updates=run.updates,
         seed=run.seed,
         expected=agreed.expected,
-        needed=needed(run),
+        needed=needed_contributions(run),
         total_steps=length.steps,
         total_batches=length.batches,
         batches_per_step=length.batches_per_step,
@@ -211,35 +209,35 @@ def _plan_of(run: Run, agreed: Agreed) -> RunPlan:
             joins_per_minute=run.coordinator.joins_per_minute,
             failures=run.coordinator.failures_per_worker,
             sessions=run.coordinator.workers_at_once,
-            devices=devices_of(run),
+            devices=devices_per_worker(run),
         ),
         tasks=_cut(run, agreed).tasks if run.scheduled else None,
         listed=listed_workers(run),
     )
 
 
-def _samples_per_epoch(length: Length, samples: object) -> int | None:
+def _samples_per_epoch(length: RunLength, samples: object) -> int | None:
     if length.samples_per_batch is not None and length.batches_per_epoch is not None:
         return length.samples_per_batch * length.batches_per_epoch
     return len(samples) if isinstance(samples, data.Samples) else None
 
 
-def _cut(run: Run, agreed: Agreed) -> Cut:
+def _cut(run: Run, agreed: RunAgreement) -> TaskSplit:
     """The data cut into tasks. What a contribution takes on its way decides how much a worker's bandwidth counts."""
     length, size = agreed.length, agreed.parts.engine.vector.numel()
-    extent = Extent(
+    extent = SplitInput(
         batches=length.batches_per_epoch or 0,
         grain=length.batches_per_contribution,
-        workers=max(agreed.expected, needed(run)),
+        workers=max(agreed.expected, needed_contributions(run)),
         parameters=size,
         vocabulary=agreed.parts.data.info.vocab_size or 0,
         megabits=8e-6 * (codecs.encoded_bytes(run.updates.codec, size) + 4 * size),
         frozen=agreed.parts.frozen,
     )
-    return tasks_of(run, extent)
+    return split_into_tasks(run, extent)
 
 
-def _go_on(loop: ClusterLoop, run: Run, resume: bool, warn: Callable[[str], None]) -> None:
+def _go_on(loop: CoordinatorLoop, run: Run, resume: bool, warn: Callable[[str], None]) -> None:
     """From where the run was when its coordinator ended, or from another run's weights, or from the start."""
     snapshots, weights = loop.store.snapshots, run.coordinator.checkpoint_path
     snapshot = snapshots.newest(warn) if resume else None
@@ -257,7 +255,7 @@ def _go_on(loop: ClusterLoop, run: Run, resume: bool, warn: Callable[[str], None
         loop.coordinator.publisher.publish(0, loop.learner.vector, loop.learner.buffers)
         warn(f"going on with the weights in {weights}")
     elif run.checkpoint.resume_from:
-        loop.begin_from(find(run.checkpoint.resume_from, warn))
+        loop.begin_from(find_checkpoint(run.checkpoint.resume_from, warn))
 
 
 def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
@@ -270,7 +268,7 @@ def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
         return torch.device("cpu")
 
 
-def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], run: Run, agreed: Agreed, warn: Callable[[str], None]) -> None:
+def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], run: Run, agreed: RunAgreement, warn: Callable[[str], None]) -> None:
     """Warn of what users might rely on, and cannot."""
     if transport.kind == "xmlrpc" and needs_keys(transport, hosts):
         warn("XML-RPC is not encrypted, and the token travels in clear: use it for debugging, on a network you trust")
@@ -284,7 +282,7 @@ def _largest_frame(run: Run, learner: EngineLearner) -> int:
     return max(4 * size, codecs.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel()) + (1 << 20)
 
 
-def _welcome(run: Run, directory: RunDirectory, agreed: Agreed, learner: EngineLearner) -> Message:
+def _welcome(run: Run, directory: RunDirectory, agreed: RunAgreement, learner: EngineLearner) -> Message:
     """What every worker is told: the configuration, what the data must be, and the tokenizer's files."""
     text = (directory.path / "config.yaml").read_text(encoding="utf-8")
     folder = directory.path / "tokenizer"

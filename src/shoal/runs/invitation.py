@@ -30,7 +30,7 @@ class Invitation(NamedTuple):
     """The worker's own secret key, where whoever started it has made it: the processes of an island are one worker."""
 
 
-def keep_line(folder: Path, line: str, token: str = "") -> None:
+def write_join_command(folder: Path, line: str, token: str = "") -> None:
     """Keep in a run's folder what people type to join, for those who may read the folder. `token`: a word that is asked for beside it."""
     partial = folder / ".invitation.json"
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -38,7 +38,7 @@ def keep_line(folder: Path, line: str, token: str = "") -> None:
     os.replace(partial, folder / "invitation.json")
 
 
-class Secrets(NamedTuple):
+class CoordinatorSecrets(NamedTuple):
     """What a worker needs to be let in, kept with the run so that a coordinator that comes back is the same to its workers."""
 
     token: str
@@ -51,7 +51,7 @@ class Secrets(NamedTuple):
     """Where the coordinator listened last, and whether a worker needs its key."""
 
     @classmethod
-    def of(cls, folder: Path) -> Secrets:
+    def of(cls, folder: Path) -> CoordinatorSecrets:
         path = folder / "secrets.json"
         if path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ class Secrets(NamedTuple):
         os.replace(partial, folder / "secrets.json")
 
 
-class Guests(Mapping[str, int]):
+class GuestList(Mapping[str, int]):
     """People with an invitation of their own, and how many workers each may have here at a time. `shoal invite` writes the file, and a
     coordinator that is running reads it again when it has changed."""
 
@@ -123,7 +123,7 @@ class Guests(Mapping[str, int]):
 
 def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, largest: int, expected: int) -> tuple[Server, Invitation]:
     """Open the door; the same one as before, for a run that goes on. No frame may have more bytes than `largest`."""
-    known = Secrets.of(folder)
+    known = CoordinatorSecrets.of(folder)
     if known.port and getattr(transport, "port", None) == 0:
         transport = transport.replace(port=known.port)
     keys = known.keys if needs_keys(transport, hosts) else None
@@ -137,7 +137,7 @@ def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path,
         hosts=hosts,
         further_ports=further,
         insecure=True,
-        guests=Guests(folder).all,
+        guests=GuestList(folder).all,
     )
     port = int(server.address.rpartition(":")[2]) if server.address.rpartition(":")[2].isdigit() else 0
     known._replace(port=port, expected=expected, address=server.address, encrypted=keys is not None).save(folder)

@@ -17,13 +17,13 @@ from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.config.schema.data import FactoryData
 from shoal.config.schema.model import FactoryModel
-from shoal.data.user_data import Collate, OwnSamples, OwnStream, stacked
+from shoal.data.user_data import Collate, UserSamples, UserStream, stack_samples
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
-from shoal.tasks.user_task import Custom, LossFunction, Measured, Metric, named
+from shoal.tasks.user_task import LossFunction, Metric, UserTask, WithMetrics, named
 
 
-class Given(NamedTuple):
+class LiveObjects(NamedTuple):
     """What a program has: live objects of this process, which its threads may share. Nothing of it goes to other processes."""
 
     model: nn.Module | None = None
@@ -33,40 +33,40 @@ class Given(NamedTuple):
     loss: LossFunction | None = None
     metrics: Mapping[str, Metric] | None = None
 
-    def copied(self) -> Given:
+    def copied(self) -> LiveObjects:
         """The same with a model of its own, for a worker."""
         return self._replace(model=copy.deepcopy(self.model))
 
 
-NOTHING = Given()
+NO_LIVE_OBJECTS = LiveObjects()
 
 
-def samples_of(run: Run, given: Given, load: Callable[[], data.Data]) -> data.Data:
+def data_for(run: Run, live: LiveObjects, load: Callable[[], data.Data]) -> data.Data:
     """The data of a run: what the program gave, what a factory of the settings makes, or what the settings describe."""
-    source, train, held_out, collate = run.data.source, given.train, given.eval, given.collate
+    source, train, held_out, collate = run.data.source, live.train, live.eval, live.collate
     if isinstance(source, FactoryData):
-        train = called(source.function) if train is None else train
-        held_out = called(source.eval_function) if held_out is None and source.eval_function else held_out
-        collate = called_for(source.collate) if collate is None and source.collate else collate
+        train = call_factory(source.function) if train is None else train
+        held_out = call_factory(source.eval_function) if held_out is None and source.eval_function else held_out
+        collate = import_function(source.collate) if collate is None and source.collate else collate
     if train is None:
         loaded = load()
         return loaded if held_out is None else loaded._replace(eval=_with_numbers(held_out, collate))
     name = source.function if isinstance(source, FactoryData) else type(train).__name__
-    found = _with_numbers(train, collate) if has_numbers(train) else OwnStream(train, _batcher(collate))
+    found = _with_numbers(train, collate) if is_indexable(train) else UserStream(train, _batcher(collate))
     return data.Data(found, None if held_out is None else _with_numbers(held_out, collate), data.Info("own", name))
 
 
-def has_numbers(samples: Any) -> bool:
+def is_indexable(samples: Any) -> bool:
     """Whether samples can be asked for by number."""
     return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
 
 
-def _with_numbers(samples: Any, collate: Collate | None) -> OwnSamples:
-    return OwnSamples(samples if has_numbers(samples) else list(samples), _batcher(collate))
+def _with_numbers(samples: Any, collate: Collate | None) -> UserSamples:
+    return UserSamples(samples if is_indexable(samples) else list(samples), _batcher(collate))
 
 
 def _batcher(collate: Collate | None) -> Callable[[Sequence[Any]], data.Batch]:
-    return partial(_batch, collate or stacked)
+    return partial(_batch, collate or stack_samples)
 
 
 def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:
@@ -74,13 +74,13 @@ def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:
     return named(collate(list(samples)))
 
 
-def players_of(run: Run, given: Given, info: data.Info) -> dict[str, nn.Module]:
+def players_for(run: Run, live: LiveObjects, info: data.Info) -> dict[str, nn.Module]:
     """The networks of a run, likewise."""
-    model = given.model
+    model = live.model
     if model is None and isinstance(run.model, FactoryModel):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(run.seed)
-            model = called(run.model.function)
+            model = call_factory(run.model.function)
         if not isinstance(model, nn.Module):
             raise ShoalError(f"model.function: {run.model.function} made {type(model).__name__}, which is no torch.nn.Module")
     if model is None:
@@ -91,21 +91,21 @@ def players_of(run: Run, given: Given, info: data.Info) -> dict[str, nn.Module]:
     return {"model": HuggingFace(model) if in_transformers else model}
 
 
-def task_of(run: Run, given: Given, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
+def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
     """What is learned: a loss of the program's own, or the task of the settings."""
-    loss = given.loss
+    loss = live.loss
     if loss is None and isinstance(run.model, FactoryModel) and run.model.loss:
-        loss = called_for(run.model.loss)
-    if (loss is not None or given.metrics) and set(players) != {"model"}:
+        loss = import_function(run.model.loss)
+    if (loss is not None or live.metrics) and set(players) != {"model"}:
         raise ShoalError(f"loss= and metrics= are for one network, and a model of kind {run.model.kind} is {len(players)}")
-    task: tasks.Task = Custom(players, loss) if loss is not None else tasks.build(run, players, info)
-    return Measured(task, given.metrics) if given.metrics else task
+    task: tasks.Task = UserTask(players, loss) if loss is not None else tasks.build(run, players, info)
+    return WithMetrics(task, live.metrics) if live.metrics else task
 
 
 # --- functions that settings name --------------------------------------------------------------------
 
 
-def factories_of(run: Run) -> list[str]:
+def factory_names(run: Run) -> list[str]:
     """The functions of other people's code that a run names, as `module:function`."""
     source, named_ones = run.data.source, list[str | None]()
     if isinstance(run.model, FactoryModel):
@@ -115,12 +115,12 @@ def factories_of(run: Run) -> list[str]:
     return [name for name in named_ones if name]
 
 
-def called(name: str) -> Any:
+def call_factory(name: str) -> Any:
     """What a function named `module:function` gives."""
-    return called_for(name)()
+    return import_function(name)()
 
 
-def called_for(name: str) -> Any:
+def import_function(name: str) -> Any:
     """The function itself. A module in the folder where the program was started is found, too."""
     module, _, function = name.partition(":")
     here = str(Path.cwd())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import Order, header_of
-from shoal.runs.folder.run_reader import GOING_ON, RunFolder, clean, whole_status
+from shoal.runs.folder.run_reader import UNFINISHED_STATES, RunFolder, clean, complete_status
 from shoal.runs.invitation import Invitation
 from shoal.transports.connect import connect
 from shoal.transports.interface import Client, Message, Unreachable
@@ -23,7 +23,7 @@ _ANSWER_S = 10.0
 _MOST_BYTES = 16 << 20
 
 
-class Owner(NamedTuple):
+class OwnerFile(NamedTuple):
     """What owner.json holds."""
 
     address: str
@@ -34,7 +34,7 @@ class Owner(NamedTuple):
     """The owner's key."""
 
     @classmethod
-    def read(cls, path: Path) -> Owner | None:
+    def read(cls, path: Path) -> OwnerFile | None:
         """None where there is no such file. Raises ShoalError where it is no file of an owner's."""
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -47,43 +47,43 @@ class Owner(NamedTuple):
             raise ShoalError(f"{path} is not the owner.json of a run") from None
 
 
-def keep_owner(folder: Path, invitation: Invitation) -> str:
+def write_owner_file(folder: Path, invitation: Invitation) -> str:
     """Write owner.json into a run's folder, with the key that was there if one was. Return the public half of the key."""
-    before = Owner.read(folder / FILE)
+    before = OwnerFile.read(folder / FILE)
     identity = Identity.new() if before is None else Identity(before.secret)
-    owner = Owner(invitation.address, invitation.token, invitation.key, identity.secret)
+    owner = OwnerFile(invitation.address, invitation.token, invitation.key, identity.secret)
     write_private(folder / FILE, json.dumps(owner._asdict()))
     return identity.key
 
 
-def owner_in(path: Path) -> Owner:
+def read_owner_file(path: Path) -> OwnerFile:
     """The owner by a run's folder or by an owner.json that was copied. Raises ShoalError where nobody would hear an order."""
     if not path.is_dir():
-        found = Owner.read(path)
+        found = OwnerFile.read(path)
         if found is None:
             raise ShoalError(f"there is no {path}: name a run's folder, or a copy of the owner.json in it")
         return found
     folder = RunFolder(path)
-    found, state = Owner.read(path / FILE), folder.status()["state"]
-    if state not in GOING_ON:
+    found, state = OwnerFile.read(path / FILE), folder.status()["state"]
+    if state not in UNFINISHED_STATES:
         raise ShoalError(f"{path} is over ({state}): there is no coordinator to hear this")
     if found is None:
         raise ShoalError(f"{path} has no coordinator: a run of one process is ended with Ctrl-C")
     return found
 
 
-def order(owner: Owner, action: str, name: str | None = None) -> str:
+def send_command(owner: OwnerFile, action: str, name: str | None = None) -> str:
     """Have the coordinator do something. Return what it says. Raises ShoalError."""
     return str(clean(_ask(owner, action, name).header.get("text", "done")))
 
 
-def status_from(owner: Owner) -> dict[str, Any]:
+def fetch_status(owner: OwnerFile) -> dict[str, Any]:
     """How the run goes, as its coordinator tells."""
     answer = _ask(owner, "status", None)
-    return whole_status(json.loads(bytes(answer.frames[0])) if answer.frames else {})
+    return complete_status(json.loads(bytes(answer.frames[0])) if answer.frames else {})
 
 
-def _ask(owner: Owner, action: str, name: str | None) -> Message:
+def _ask(owner: OwnerFile, action: str, name: str | None) -> Message:
     identity = Identity(owner.secret)
     client = connect(owner.address, token=owner.token, server_key=owner.key, max_frame_bytes=_MOST_BYTES, insecure=True)
     try:

@@ -11,11 +11,11 @@ from shoal.config import Run
 from shoal.config.derived_values import quorum
 from shoal.config.ranks import batch_share
 from shoal.config.schema.updates import Bucketing, NearestNeighbours
-from shoal.runs.build_run import feed_of
-from shoal.strategies import Extent
+from shoal.runs.build_run import feed_for_seat
+from shoal.strategies import DataExtent
 
 
-def needed(run: Run) -> int:
+def needed_contributions(run: Run) -> int:
     """Contributions without which the aggregation rule cannot work."""
     rule, mixing = run.updates.aggregation, run.updates.mixing
     byzantine = getattr(rule, "byzantine", None) or 0
@@ -23,14 +23,16 @@ def needed(run: Run) -> int:
     return max(least, quorum("nearest-neighbours", mixing.byzantine or 0)) if isinstance(mixing, NearestNeighbours) else least
 
 
-def ranks_of(run: Run) -> int:
+def ranks_per_worker(run: Run) -> int:
     """Processes of a worker that take batches of their own, as far as the settings say. A worker may have others, and counts its own."""
     return 1 if run.engine.kind == "single" else batch_share(run, 0, (run.launch.devices_per_node or 1) * (run.launch.nodes or 1))[1]
 
 
-def extent_of(run: Run, samples: data.Data, expected: int) -> Extent:
+def data_extent(run: Run, samples: data.Data, expected: int) -> DataExtent:
     """How much there is to learn from, by so many workers."""
-    return Extent(expected, ranks_of(run), lambda shards: feed_of(run, samples, 0, shards).batches_per_epoch, run.scheduled)
+    return DataExtent(
+        expected, ranks_per_worker(run), lambda shards: feed_for_seat(run, samples, 0, shards).batches_per_epoch, run.scheduled
+    )
 
 
 def weight_per_sample(run: Run, samples: object) -> float:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from shoal import data, models
 from shoal.config import Run
 from shoal.config.schema.cluster import Host
-from shoal.engines.pipeline.split import Layers, layers_of
-from shoal.runs.live_objects import NOTHING, players_of
-from shoal.scheduling import KINDS, Job, Machine
+from shoal.engines.pipeline.split import LayerSizes, layers_of
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for
+from shoal.scheduling import KINDS, PendingTask, WorkerSpec
 from shoal.scheduling import memory_estimate as memory
-from shoal.scheduling.task_stages import bounds_by_share, parts_of, placed
+from shoal.scheduling.task_stages import bounds_by_share, match_stages, stage_shares
 
 _PASSES = 6
 """Operations for each product of the forward pass: two forward, four backward."""
@@ -28,7 +28,7 @@ _SHAPED = ("gpt", "moe", "huggingface")
 """Models that can be laid out without their numbers; others are made by a program, with them."""
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """Consecutive layers of a model, and what training them takes."""
 
     id: str
@@ -39,7 +39,7 @@ class Stage(NamedTuple):
     """Of the model's weights."""
     work: float
     """Products for one token."""
-    memory: memory.Memory
+    memory: memory.MemoryEstimate
     priority: float = 1.0
     flops: float = 0.0
 
@@ -49,61 +49,61 @@ class Stage(NamedTuple):
         return f"`{self.id}` ({layers}, {self.share:.0%} of the weights, {needs})"
 
 
-def outlined(run: Run) -> tuple[Layers, int]:
+def layers_and_vocabulary(run: Run) -> tuple[LayerSizes, int]:
     """A run's model by its layers, and the tokens that it chooses from. Raises ShoalError where it cannot be cut."""
     info = data.load(run).info
-    players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_of(run, NOTHING, info)
+    players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_for(run, NO_LIVE_OBJECTS, info)
     return layers_of(players["model"]), info.vocab_size or 0
 
 
-def stages_of(run: Run, layers: Layers, vocabulary: int) -> list[Stage]:
+def stages_of(run: Run, layers: LayerSizes, vocabulary: int) -> list[PipelineStage]:
     """The stages that the tasks stand for, in whole layers."""
-    parts = parts_of(run.scheduler.tasks)
+    parts = stage_shares(run.scheduler.tasks)
     bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
-    stages = cut_at(run, layers, vocabulary, bounds)
+    stages = stages_between(run, layers, vocabulary, bounds)
     return [stage._replace(id=part.id, priority=part.priority, flops=part.flops) for stage, part in zip(stages, parts, strict=True)]
 
 
-def cut_at(run: Run, layers: Layers, vocabulary: int, bounds: Sequence[int]) -> list[Stage]:
+def stages_between(run: Run, layers: LayerSizes, vocabulary: int, bounds: Sequence[int]) -> list[PipelineStage]:
     """Stages with these layers, named by their numbers."""
-    return [stage_at(run, layers, vocabulary, (number, len(bounds) - 1), cut) for number, cut in enumerate(pairwise(bounds))]
+    return [stage_of_layers(run, layers, vocabulary, (number, len(bounds) - 1), cut) for number, cut in enumerate(pairwise(bounds))]
 
 
-def stage_at(run: Run, layers: Layers, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> Stage:
+def stage_of_layers(run: Run, layers: LayerSizes, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> PipelineStage:
     """A stage by its number, of how many there are, and by its first layer and the one after its last."""
     (number, stages), (first, last) = place, cut
-    passes, ends = passes_of(run), last == len(layers.sizes)
+    passes, ends = micro_batches_per_step(run), last == len(layers.sizes)
     under_way = passes if getattr(run.engine, "schedule", "") == "gpipe" else min(passes, stages - number)
     size, copied = layers.size_of(first, last), layers.copied if ends and first else 0
-    needs = memory.of_stage(run, size, copied, last - first, vocabulary if ends else 0, under_way)
-    return Stage(f"stage-{number + 1}", first, last, size / layers.size, layers.work_of(first, last), needs)
+    needs = memory.stage_memory(run, size, copied, last - first, vocabulary if ends else 0, under_way)
+    return PipelineStage(f"stage-{number + 1}", first, last, size / layers.size, layers.work_of(first, last), needs)
 
 
-def passes_of(run: Run) -> int:
+def micro_batches_per_step(run: Run) -> int:
     """Micro-batches of a step."""
     parts = min(run.training.batch_size or 1, getattr(run.engine, "micro_batches", 1))
     return parts * run.training.gradient_accumulation_steps
 
 
-def tokens_of(run: Run) -> int:
+def tokens_per_batch(run: Run) -> int:
     """Tokens of a batch."""
     return (run.training.batch_size or 1) * (run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1)
 
 
 def stream_bytes(run: Run) -> int:
     """What goes from one stage to the next for a batch, forward; the gradients that come back are as large."""
-    return 4 * tokens_of(run) * (getattr(run.model, "hidden_size", None) or 0)
+    return 4 * tokens_per_batch(run) * (getattr(run.model, "hidden_size", None) or 0)
 
 
 # --- who has which -------------------------------------------------------------------------------------
 
 
-def listed(run: Run) -> dict[str, str]:
+def listed_machines(run: Run) -> dict[str, str]:
     """The machines that the settings name."""
     return {name: name for name in (run.cluster.server, *run.cluster.workers) if name}
 
 
-def placed_on(run: Run, stages: Sequence[Stage], names: Mapping[str, str], must_have: str = "") -> dict[str, str]:
+def place_stages(run: Run, stages: Sequence[PipelineStage], names: Mapping[str, str], must_have: str = "") -> dict[str, str]:
     """The machine of each stage, by the stage's name, as the run's scheduler says. Raises ShoalError where a stage has none.
 
     `names`: of the machines, and under which one the settings tell of each; `must_have` is one that has a stage in any case.
@@ -111,26 +111,26 @@ def placed_on(run: Run, stages: Sequence[Stage], names: Mapping[str, str], must_
     hosts = {shown: run.cluster.hosts.get(name, Host()) for shown, name in names.items()}
     claims = [host.flops for host in hosts.values() if host.flops]
     usual = statistics.median(claims) if claims else 1.0
-    machines = [Machine(name, (host.flops or usual) / usual, host.memory_gb, host.bandwidth_mbps) for name, host in hosts.items()]
-    return placed(_jobs(run, stages, usual), machines, KINDS[run.scheduler.kind], must_have)
+    machines = [WorkerSpec(name, (host.flops or usual) / usual, host.memory_gb, host.bandwidth_mbps) for name, host in hosts.items()]
+    return match_stages(_jobs(run, stages, usual), machines, KINDS[run.scheduler.kind], must_have)
 
 
-def _jobs(run: Run, stages: Sequence[Stage], usual: float) -> list[Job]:
+def _jobs(run: Run, stages: Sequence[PipelineStage], usual: float) -> list[PendingTask]:
     """Stages as a scheduler sees them: a step of each is its work, in seconds of a machine of usual speed."""
-    tokens, megabits, found = tokens_of(run), 8e-6 * stream_bytes(run), []
+    tokens, megabits, found = tokens_per_batch(run), 8e-6 * stream_bytes(run), []
     for number, stage in enumerate(stages):
         work = stage.flops / usual if stage.flops else _PASSES * stage.work * tokens / _USUAL
         neighbours = (number > 0) + (number < len(stages) - 1)
-        found.append(Job(stage.id, work, stage.memory.gb, stage.priority, 2 * neighbours * megabits))
+        found.append(PendingTask(stage.id, work, stage.memory.gb, stage.priority, 2 * neighbours * megabits))
     return found
 
 
-def told(stages: Sequence[Stage], machines: dict[str, str]) -> str:
+def format_stages(stages: Sequence[PipelineStage], machines: dict[str, str]) -> str:
     """The stages and their machines, for people."""
     return "; ".join(f"{stage}{f' on {machines[stage.id]}' if stage.id in machines else ''}" for stage in stages)
 
 
-def rest_of(run: Run, stages: Sequence[Stage]) -> str:
+def format_rest(run: Run, stages: Sequence[PipelineStage]) -> str:
     """A word on the stages that no task stands for; empty: there are none."""
     further = [stage.id for stage in stages[len(run.scheduler.tasks) :]]
     if not further:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase
-from shoal.data.images.transfer import cut, images_to_serve, offered
+from shoal.data.images.transfer import image_chunks, images_to_serve, publish_images
 from shoal.errors import ShoalError
-from shoal.runs.build_run import continued
-from shoal.runs.folder.file_store import Files
-from shoal.runs.folder.resume_rules import forbidden, listed
+from shoal.runs.build_run import find_run_to_resume
+from shoal.runs.folder.file_store import FileStore
+from shoal.runs.folder.resume_rules import forbidden_changes, format_changes
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.invitation import Guests, Invitation, Secrets, listen
+from shoal.runs.invitation import CoordinatorSecrets, GuestList, Invitation, listen
 from shoal.runs.welcome import configuration, unpack
 from shoal.transports import Message, Server
 from shoal.transports.database_address import access_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.transports.postgres import PostgresServer
 
 
-class Opened(NamedTuple):
+class OpenedStorage(NamedTuple):
     """A home with its door open."""
 
     server: Server
@@ -40,7 +40,7 @@ class Opened(NamedTuple):
     """People with an invitation of their own, and how many workers each may have."""
 
 
-class Home(Protocol):
+class RunStorage(Protocol):
     """What is known of it before the run is put together."""
 
     directory: RunDirectory | None
@@ -48,20 +48,20 @@ class Home(Protocol):
     expected: int
     """Workers that a run that goes on was begun for; 0 for a new one."""
 
-    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
         """Let workers in. No frame may have more bytes than `largest`."""
         ...
 
 
-class InFolder:
+class FolderStorage:
     """State in the run's folder, and a port."""
 
     def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> None:
         self.run, self.resume, self.transport, self.hosts = run, resume, transport, hosts
-        self.directory = continued(run, run_dir, lambda text: None)[0] if resume else None
+        self.directory = find_run_to_resume(run, run_dir, lambda text: None)[0] if resume else None
         if self.directory is not None:
             self._refuse_lost_state(self.directory)
-        self.expected = Secrets.of(self._state(self.directory)).expected if self.directory else 0
+        self.expected = CoordinatorSecrets.of(self._state(self.directory)).expected if self.directory else 0
 
     def _refuse_lost_state(self, directory: RunDirectory) -> None:
         """A run may find its state in another place than before, and does not begin again because it is not there."""
@@ -75,7 +75,7 @@ class InFolder:
     def _state(self, directory: RunDirectory) -> Path:
         return Path(self.run.coordinator.state_path) if self.run.coordinator.state_path else directory.path / "coordinator"
 
-    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
         folder = self._state(directory)
         folder.mkdir(parents=True, exist_ok=True)
         if not self.resume and (folder / "secrets.json").exists():
@@ -83,10 +83,10 @@ class InFolder:
                 f"{folder} holds the state of another run: add --resume to go on with it, or choose another coordinator.state_path"
             )
         server, invitation = listen(self.run, self.transport, self.hosts, folder, largest, expected)
-        return Opened(server, Files(folder), invitation, guests=Guests(folder))
+        return OpenedStorage(server, FileStore(folder), invitation, guests=GuestList(folder))
 
 
-class InDatabase:
+class DatabaseStorage:
     """Everything in a database. The folder holds what people look at, and may be lost."""
 
     def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Postgres) -> None:
@@ -102,19 +102,19 @@ class InDatabase:
             self.expected = stored.header["shards"]
 
     def _go_on(self, stored: Message, run_dir: str | None) -> RunDirectory:
-        if different := forbidden(configuration(stored.header, ()), self.run):
+        if different := forbidden_changes(configuration(stored.header, ()), self.run):
             raise ShoalError(
                 "the database holds a run with other settings: go on with its own configuration, or `shoal db reset` first. "
-                f"These differ:{listed(different)}"
+                f"These differ:{format_changes(different)}"
             )
         try:
-            directory, _ = continued(self.run, run_dir, lambda text: None)
+            directory, _ = find_run_to_resume(self.run, run_dir, lambda text: None)
         except ShoalError:  # the folder was lost, or is on another machine: it is not needed
             directory = RunDirectory.create(self.run, run_dir)
             unpack(directory.path / "tokenizer", stored.header["tokenizer"], stored.frames)
         return directory
 
-    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
         from shoal.transports.postgres import PostgresServer
         from shoal.transports.postgres.store import Store as DatabaseStore
 
@@ -126,18 +126,18 @@ class InDatabase:
         except BaseException:
             server.close()
             raise
-        return Opened(server, DatabaseStore(server), Invitation(self.address, "", None), server)
+        return OpenedStorage(server, DatabaseStore(server), Invitation(self.address, "", None), server)
 
     def _with_images(self, server: PostgresServer, welcome: Message) -> Message:
         """Put the images into the database, where the settings say so, and tell those who join that they are there."""
         path = images_to_serve(self.run)
         if path is None or server.stored_run() is not None:
             return welcome
-        offer = offered(cut(path), ".npz" if path.suffix == ".npz" else ".zip", server.put_piece)
+        offer = publish_images(image_chunks(path), ".npz" if path.suffix == ".npz" else ".zip", server.put_piece)
         return welcome._replace(header=welcome.header | {"images": list(offer)})
 
 
-def home_of(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> Home:
+def storage_for(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> RunStorage:
     if isinstance(transport, Postgres):
-        return InDatabase(run, run_dir, resume, transport)
-    return InFolder(run, run_dir, resume, transport, hosts)
+        return DatabaseStorage(run, run_dir, resume, transport)
+    return FolderStorage(run, run_dir, resume, transport, hosts)

@@ -16,7 +16,7 @@ _CONTRIBUTIONS = 8
 """Contributions that such a task is made of at least, as long as there is a task for every worker: to begin another takes time."""
 
 
-class Extent(NamedTuple):
+class SplitInput(NamedTuple):
     """What is to be cut."""
 
     batches: int
@@ -32,14 +32,14 @@ class Extent(NamedTuple):
     """Weights that are not trained."""
 
 
-class Cut(NamedTuple):
+class TaskSplit(NamedTuple):
     """The tasks of a run, and a word to people."""
 
     tasks: TaskPlan
     note: str
 
 
-def tasks_of(run: Run, extent: Extent) -> Cut:
+def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
     """Cut the data. Raises ShoalError where there is too little of it."""
     listed, note = run.scheduler.tasks, ""
     if listed:
@@ -47,12 +47,12 @@ def tasks_of(run: Run, extent: Extent) -> Cut:
     else:
         count = _count(extent)
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
-    needs_gb = memory_estimate.of_training(run, extent.parameters, extent.vocabulary, extent.frozen).gb
+    needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen).gb
     claims = {name: DeclaredResources(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
     tasks = TaskPlan(
         _placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits
     )
-    return Cut(tasks, note)
+    return TaskSplit(tasks, note)
 
 
 def listed_workers(run: Run) -> dict[str, str]:
@@ -65,13 +65,13 @@ def listed_workers(run: Run) -> dict[str, str]:
     return found
 
 
-def _count(extent: Extent) -> int:
+def _count(extent: SplitInput) -> int:
     """Tasks that data is cut into by itself."""
     contributions = extent.batches // extent.grain
     return min(contributions, max(extent.workers, min(_PER_WORKER * extent.workers, contributions // _CONTRIBUTIONS)))
 
 
-def _with_rest(listed: tuple[ScheduledTask, ...], extent: Extent) -> tuple[list[ScheduledTask], str]:
+def _with_rest(listed: tuple[ScheduledTask, ...], extent: SplitInput) -> tuple[list[ScheduledTask], str]:
     """The tasks with a share each, and further ones for what they leave, like the others in size and needs."""
     given = [task.data_share for task in listed if task.data_share is not None]
     rest, open_ones = 1.0 - sum(given), len(listed) - len(given)
@@ -87,7 +87,7 @@ def _with_rest(listed: tuple[ScheduledTask, ...], extent: Extent) -> tuple[list[
     return [*listed, *further], f"the tasks listed have {1 - rest:.0%} of the data; what they leave is cut into {names[0]}{to}"
 
 
-def _placed(wanted: list[ScheduledTask], extent: Extent, needs_gb: float) -> tuple[DataTask, ...]:
+def _placed(wanted: list[ScheduledTask], extent: SplitInput, needs_gb: float) -> tuple[DataTask, ...]:
     """Tasks at their places in an epoch, one after the other. Whole contributions only, so shares are kept as well as can be."""
     whole, at, found = extent.batches // extent.grain, 0.0, list[DataTask]()
     if whole < len(wanted):
@@ -105,7 +105,7 @@ def _placed(wanted: list[ScheduledTask], extent: Extent, needs_gb: float) -> tup
     return tuple(found)
 
 
-def _density(wanted: list[ScheduledTask], extent: Extent) -> float:
+def _density(wanted: list[ScheduledTask], extent: SplitInput) -> float:
     """Work of a batch of tasks that do not say what they need: as much as those that do; 1 where none does."""
     telling = [task for task in wanted if task.required_flops]
     data = sum(task.data_share or 0.0 for task in telling) * extent.batches

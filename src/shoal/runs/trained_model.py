@@ -18,14 +18,14 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.mixtral import as_mixtral
 from shoal.models.trunk import Trunk
-from shoal.runs.build_run import read_beside, write_text
+from shoal.runs.build_run import read_beside, stream_text
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.checkpoint import Checkpoint, find, read_weights, save_weights
+from shoal.runs.folder.checkpoint import Checkpoint, find_checkpoint, read_weights, save_weights
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.training.initial_weights import passages_of
+from shoal.runs.training.initial_weights import passage_index_of
 
 
-class Shapes(NamedTuple):
+class SavedShapes(NamedTuple):
     """What the networks must know of the data, kept with the run."""
 
     image_shape: tuple[int, int, int] | None
@@ -34,7 +34,7 @@ class Shapes(NamedTuple):
     eos_id: int | None = None
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A run's networks with the weights of its newest checkpoint, or of its copy on the hub."""
 
     run: Run
@@ -46,7 +46,7 @@ class Trained(NamedTuple):
     """The index that it finds passages in."""
 
 
-def open_run(path: str, warn: Callable[[str], None]) -> Trained:
+def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     """The networks of a past run, without its data. Raises ShoalError."""
     folder = Path(path)
     root = folder.parent.parent if (folder / "state.json").exists() else folder
@@ -62,13 +62,13 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     shape = raw["image_shape"]
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     eos_id = tokenizer.eos_id if tokenizer else None
-    shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
+    shapes = SavedShapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
     task = tasks.build(run, models.build(run, shapes), shapes)
-    checkpoint = read_weights(pushed) if pushed.exists() else find(path, warn)
+    checkpoint = read_weights(pushed) if pushed.exists() else find_checkpoint(path, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()
-    return Trained(run, task, checkpoint, tokenizer, root, passages_of(root))
+    return TrainedModel(run, task, checkpoint, tokenizer, root, passage_index_of(root))
 
 
 def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, mixtral: bool = False) -> None:
@@ -83,7 +83,7 @@ def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bo
     _appear(folder, lambda partial: write(trained, partial))
 
 
-def _write_mixtral(trained: Trained, folder: Path) -> None:
+def _write_mixtral(trained: TrainedModel, folder: Path) -> None:
     settings, model = trained.run.model, trained.task.players["model"]
     if not isinstance(settings, Moe) or not isinstance(model, Trunk):
         raise ShoalError(f"a model of kind {settings.kind} is no mixture of experts: export it without --mixtral")
@@ -92,7 +92,7 @@ def _write_mixtral(trained: Trained, folder: Path) -> None:
         trained.tokenizer.save(folder)
 
 
-def _write_adapters(trained: Trained, folder: Path) -> None:
+def _write_adapters(trained: TrainedModel, folder: Path) -> None:
     if trained.run.model.kind != "huggingface":
         raise ShoalError(f"a model of kind {trained.run.model.kind} has no adapters: only models of Hugging Face are trained with LoRA")
     model: Any = trained.task.players["model"]
@@ -137,7 +137,7 @@ def _appear(folder: Path, write: Callable[[Path], None]) -> None:
         raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
-def save_final(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
+def export_final_model(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
     """The model of a completed run beside its checkpoints, where others than Shoal can read it; None: nobody else could."""
     if run.model.kind != "huggingface" or summary["status"] != "completed":
         return None
@@ -150,7 +150,7 @@ def save_final(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
     return final
 
 
-def _write(trained: Trained, folder: Path) -> None:
+def _write(trained: TrainedModel, folder: Path) -> None:
     if trained.run.model.kind == "huggingface":
         model: Any = trained.task.players["model"]
         model.save(folder)
@@ -168,18 +168,18 @@ def _write(trained: Trained, folder: Path) -> None:
 
 
 def generate_text(
-    trained: Trained, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None, context: str = ""
+    trained: TrainedModel, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None, context: str = ""
 ) -> Iterator[str]:
     """The text that follows a prompt, piece by piece. `context`: a text that the model reads beside it."""
     if trained.tokenizer is None:
         raise ShoalError(f"a model of kind {trained.run.model.kind} does not write text; --grid draws images")
     if context and not getattr(getattr(trained.run.model, "cross_attention", None), "enabled", False):
         raise ShoalError("this model reads no context: it was trained without model.cross_attention.enabled")
-    decoding, beside = decoding or trained.run.serving.decoding, beside_of(trained, context)
-    yield from write_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside)
+    decoding, beside = decoding or trained.run.serving.decoding, side_texts_for(trained, context)
+    yield from stream_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside)
 
 
-def beside_of(trained: Trained, context: str = "") -> models.ReadBeside | None:
+def side_texts_for(trained: TrainedModel, context: str = "") -> models.SideTexts | None:
     """What the model reads beside what it writes: passages that it finds in its index, and a context that is given."""
     assert trained.tokenizer is not None
     finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None

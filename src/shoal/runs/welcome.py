@@ -15,14 +15,14 @@ from shoal.config import Run, plugins
 from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.data import fingerprint
-from shoal.engines import Meeting, choose_device, cuda_graph
+from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Parts, Progress, assemble
-from shoal.runs.live_objects import NOTHING, Given
+from shoal.runs.build_run import Progress, RunParts, assemble
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.worker.session import Frames
 
-OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
+WORKER_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
 """What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
@@ -32,9 +32,9 @@ def parts_for(
     frames: Frames,
     overrides: Sequence[Override],
     progress: Progress | None,
-    meeting: Meeting | None = None,
-    given: Given = NOTHING,
-) -> Parts:
+    meeting: Rendezvous | None = None,
+    live: LiveObjects = NO_LIVE_OBJECTS,
+) -> RunParts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
     fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
     run = configuration(header, [*overrides, *fetched])
@@ -45,7 +45,7 @@ def parts_for(
     world = meeting.enter(device) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, given, joins=True)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, live, joins=True)
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
             f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "
@@ -63,8 +63,8 @@ def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
         raise ShoalError("the configuration was damaged on its way: try again")
     plugins.require_same(header.get("plugins", {}), "this run")
     for override in overrides:
-        if not override.path.startswith(OWN_SETTINGS):
-            raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(OWN_SETTINGS)}")
+        if not override.path.startswith(WORKER_SETTINGS):
+            raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(WORKER_SETTINGS)}")
     loaded = settings_of(header, overrides)
     if not loaded.ok:
         raise ConfigError(loaded.problems)

@@ -16,7 +16,7 @@ from shoal.runs.invitation import Invitation
 _SECRET = re.compile(r"[0-9a-f]{64}")
 
 
-class KeyFile:
+class WorkerKeyFile:
     """Where the key for a run and a name lies: in the worker's state folder, or else in the user's."""
 
     def __init__(self, folder: Path | None, invitation: Invitation, name: str) -> None:

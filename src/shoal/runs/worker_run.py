@@ -19,26 +19,25 @@ from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, batch_share
-from shoal.data.images.transfer import Offer, fetched, is_without_images
-from shoal.engines import Meeting, World
-from shoal.engines.island import Follower, Island
+from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
+from shoal.engines import Rendezvous, World
+from shoal.engines.island import Island, IslandFollower
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, header_of
-from shoal.runs.build_run import Parts, Progress, feed_of
-from shoal.runs.connections import BoardLine, Caller, ClientLine, lines_to
-from shoal.runs.folder.resume_rules import shape
-from shoal.runs.folder.worker_checkpoint import Keepsakes, Occasions
+from shoal.runs.build_run import Progress, RunParts, feed_for_seat
+from shoal.runs.connections import ConnectOptions, DatabaseConnection, TransportConnection, connect_worker
+from shoal.runs.folder.resume_rules import settings_digest
+from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.runs.invitation import Invitation
-from shoal.runs.live_objects import NOTHING, Given
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
-from shoal.runs.worker_key import KeyFile
+from shoal.runs.worker_key import WorkerKeyFile
 from shoal.strategies import Policies
-from shoal.worker.interfaces import Feed
-from shoal.worker.receipts import Receipts
-from shoal.worker.sender import Courier, Lost, Pulse
-from shoal.worker.session import Frames, Left, Protocol
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.sender import ConnectionLostError, HeartbeatThread, Sender
+from shoal.worker.session import Frames, SessionEndedError, WorkerSession
 from shoal.worker.worker import Worker, WorkerPolicies
 
 _LONGER_S = 60.0
@@ -49,7 +48,7 @@ _LOOK_S, _SIGN_S = 0.5, 5.0
 _TELL_EVERY_S = 30.0
 
 
-class Way(NamedTuple):
+class JoinOptions(NamedTuple):
     """How to reach the coordinator, and how to behave."""
 
     address: str
@@ -65,8 +64,8 @@ class Way(NamedTuple):
     state: Path | None = None
     """Where the worker keeps what it needs to go on after a break; None: nowhere but its key, which is kept in the user's own folder."""
 
-    def key_file(self, name: str) -> KeyFile:
-        return KeyFile(self.state, Invitation(self.address, self.token, self.key), name)
+    def key_file(self, name: str) -> WorkerKeyFile:
+        return WorkerKeyFile(self.state, Invitation(self.address, self.token, self.key), name)
 
     def own_key(self) -> Identity:
         """Who this worker is."""
@@ -75,15 +74,15 @@ class Way(NamedTuple):
         return (self.key_file(self.name).read() if self.name else None) or Identity.new()
 
 
-class Joined:
+class JoinedWorker:
     """A worker that takes part, from its joining to its end."""
 
-    def __init__(self, way: Way, tell: Callable[[str], None]) -> None:
+    def __init__(self, way: JoinOptions, tell: Callable[[str], None]) -> None:
         self.way, identity = way, way.own_key()
-        caller = Caller(way.name, way.state or state_folder(), way.patience_s, tell)
-        self.lines = lines_to(way.address, way.token, way.key, caller)
-        self.protocol = Protocol(way.name, about_here(), PROTOCOL, secrets.token_hex(8), way.patience_s, identity)
-        self.courier = Courier(self.lines[0], self.protocol, tell)
+        caller = ConnectOptions(way.name, way.state or state_folder(), way.patience_s, tell)
+        self.lines = connect_worker(way.address, way.token, way.key, caller)
+        self.protocol = WorkerSession(way.name, describe_machine(), PROTOCOL, secrets.token_hex(8), way.patience_s, identity)
+        self.courier = Sender(self.lines[0], self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
         self.doing = "preparing"
@@ -102,7 +101,7 @@ class Joined:
             raise
         threading.Thread(target=self._part, name="parting", daemon=True).start()
         self._told_at, self._told = time.monotonic(), ""
-        self.pulse = Pulse(self._beat, self._heartbeat_s)
+        self.pulse = HeartbeatThread(self._beat, self._heartbeat_s)
 
     def _beat(self) -> None:
         """A sign of life; and, now and then, a line that tells whoever sits here how it goes."""
@@ -140,7 +139,7 @@ class Joined:
 
     def _hold(self, experts: tuple[int, ...]) -> None:
         """Tell the coordinator which experts are here. From then on the weights of this worker are as long as it says."""
-        if not isinstance(self.lines[0], ClientLine):
+        if not isinstance(self.lines[0], TransportConnection):
             raise ShoalError("engine.experts: through a database all workers read the same weights, with all experts; leave it out")
         self.protocol.experts = experts
         self.courier.converse()
@@ -148,7 +147,7 @@ class Joined:
 
     def _keep_key(self, name: str) -> None:
         """Once kept, the key makes this worker known again when it comes back under this name."""
-        if self.way.identity is not None or not isinstance(self.lines[0], ClientLine):  # a database knows its users
+        if self.way.identity is not None or not isinstance(self.lines[0], TransportConnection):  # a database knows its users
             return
         try:
             self.way.key_file(name).write(self.protocol.identity)
@@ -163,14 +162,14 @@ class Joined:
     def _heartbeat_s(self) -> float:
         """Often enough that leases are renewed in time, too."""
         interval_s: float = self.welcome.header["heartbeat_s"]
-        feed = strategies.of(self.run, self.welcome.header["shards"]).feed
+        feed = strategies.policies_for(self.run, self.welcome.header["shards"]).feed
         return min(interval_s, feed.lease_s / 3) if feed.leased else interval_s
 
-    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, given: Given = NOTHING) -> None:
+    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, live: LiveObjects = NO_LIVE_OBJECTS) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
             self._fetch_images(progress)
-            self.worker = self._worker(progress, here, given)
+            self.worker = self._worker(progress, here, live)
         except BaseException as problem:
             self.refuse(problem)
             raise
@@ -178,23 +177,23 @@ class Joined:
     def _fetch_images(self, progress: Progress | None) -> None:
         """Get the images that this machine lacks from the class's database, if it has them. All processes of this worker are told."""
         line, header = self.lines[0], self.welcome.header
-        if "images" in header and isinstance(line, BoardLine) and is_without_images(self.run):
+        if "images" in header and isinstance(line, DatabaseConnection) and is_without_images(self.run):
             folder = (self.way.state or state_folder()) / "images"
-            found = fetched(Offer.of(header["images"]), line.desk.piece, folder, progress)
+            found = fetch_images(ImageOffer.of(header["images"]), line.desk.piece, folder, progress)
             self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property
     def state(self) -> str:
         return self.worker.doing if self.worker else self.doing
 
-    def _worker(self, progress: Progress | None, here: RankPlace | None, given: Given) -> Worker:
+    def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         meeting = self._meet(here) if here is not None else None
-        share = Share.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, given)
+        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, live)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
         if meeting is not None:
-            engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.keepsakes, part_of(share.parts)[1])
+            engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.keepsakes, batch_part(share.parts)[1])
             feed_for = self.island.sit
         strategy = share.strategy
         return Worker(
@@ -205,14 +204,14 @@ class Joined:
             self.run.updates,
             accumulation=self.run.training.gradient_accumulation_steps,
             ranks=1 if meeting is None else batch_share(self.run, 0, meeting.here.size)[1],
-            receipts=Receipts(self.way.receipts),
+            receipts=ReceiptsFile(self.way.receipts),
             keeper=keeper,
             slowdown=self.way.slowdown,
         )
 
-    def _meet(self, here: RankPlace) -> Meeting:
+    def _meet(self, here: RankPlace) -> Rendezvous:
         """Tell the other processes of this worker what the coordinator said."""
-        meeting = Meeting(here)
+        meeting = Rendezvous(here)
         words = [json.dumps(self.welcome.header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
         meeting.say("words", str(len(words)))
         for number, word in enumerate(words):
@@ -246,7 +245,7 @@ class Joined:
 
     def _say_why(self, problem: BaseException) -> None:
         """Tell the coordinator's people why this worker cannot go on, unless it was the coordinator that ended it."""
-        if self.protocol.session and isinstance(problem, Exception) and not isinstance(problem, Left):
+        if self.protocol.session and isinstance(problem, Exception) and not isinstance(problem, SessionEndedError):
             said = str(problem) if isinstance(problem, ShoalError) else repr(problem)
             self.courier.farewell(said)
 
@@ -276,13 +275,13 @@ class Joined:
     def _is_answered(self) -> bool:
         """Whether the coordinator, or its database, gives a sign of life. It is asked over a new connection: others may be stuck."""
         board = self.lines[0]
-        if isinstance(board, BoardLine):
+        if isinstance(board, DatabaseConnection):
             return board.desk.is_answered()
-        line = ClientLine(self.way.address, self.way.token, self.way.key)
+        line = TransportConnection(self.way.address, self.way.token, self.way.key)
         beat = self.protocol.heartbeat("leaving", self._figures())
         try:
             line.call(header_of(beat), (), _SIGN_S)
-        except Lost:
+        except ConnectionLostError:
             return False
         except ShoalError:  # to be refused is to be answered
             return True
@@ -321,14 +320,14 @@ class Welcome(NamedTuple):
     frames: Frames
 
 
-class Share(NamedTuple):
+class WorkerParts(NamedTuple):
     """What one process of a worker needs for the work. A worker of one process has all of it."""
 
-    parts: Parts
+    parts: RunParts
     strategy: Policies
     shards: int
-    keepsakes: Keepsakes
-    pieces: data.Pieces | None
+    keepsakes: WorkerCheckpoints
+    pieces: data.UnitBatches | None
     """The units of the data, where they are leased."""
 
     @classmethod
@@ -336,57 +335,57 @@ class Share(NamedTuple):
         cls,
         header: dict[str, Any],
         frames: Frames,
-        way: Way,
-        meeting: Meeting | None,
+        way: JoinOptions,
+        meeting: Rendezvous | None,
         tell: Callable[[str], None],
         progress: Progress | None = None,
-        given: Given = NOTHING,
-    ) -> Share:
-        parts = parts_for(header, frames, way.overrides, progress, meeting, given)
-        strategy = strategies.of(parts.run, header["shards"])
+        live: LiveObjects = NO_LIVE_OBJECTS,
+    ) -> WorkerParts:
+        parts = parts_for(header, frames, way.overrides, progress, meeting, live)
+        strategy = strategies.policies_for(parts.run, header["shards"])
         if strategy.feed.leased:
             torch.seed()  # every worker draws noise of its own
         else:
             torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.crew.rank)
         keepsakes = _keepsakes(parts, strategy, way, header["name"], tell)
-        pieces = pieces_of(parts, strategy) if strategy.feed.leased and not strategy.feed.given else None
+        pieces = unit_pieces(parts, strategy) if strategy.feed.leased and not strategy.feed.given else None
         return cls(parts, strategy, header["shards"], keepsakes, pieces)
 
-    def feed_for(self, seat: int, epoch: int, position: int) -> data.PieceFeed | Feed:
+    def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed:
         """The batches of a seat, from a position that counts batches of one process; or those of a leased unit."""
-        part = part_of(self.parts)
+        part = batch_part(self.parts)
         if self.pieces is not None:
             return self.pieces.at(epoch, position)
         if self.strategy.feed.given:  # nothing is read here
             return self.parts.feed
-        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, part)
+        feed = feed_for_seat(self.parts.run, self.parts.data, seat, self.shards, part)
         _go_to(feed, epoch, -(-position // part[1]))
         return feed
 
 
-def part_of(parts: Parts) -> tuple[int, int]:
+def batch_part(parts: RunParts) -> tuple[int, int]:
     """Which part of every batch this process reads, and of how many."""
     crew = parts.engine.crew
     return batch_share(parts.run, crew.rank, crew.size)
 
 
-def pieces_of(parts: Parts, strategy: Policies) -> data.Pieces:
+def unit_pieces(parts: RunParts, strategy: Policies) -> data.UnitBatches:
     """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
     run = parts.run
     if not isinstance(parts.data.train, data.Samples):
         raise ShoalError("work units are pieces of data that has an end")
-    return data.Pieces(
+    return data.UnitBatches(
         parts.data.train,
         batch_size=run.training.batch_size or 1,
         seed=run.data.shuffle_seed or 0,
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
         batches_per_piece=strategy.feed.batches,
-        part=part_of(parts),
+        part=batch_part(parts),
     )
 
 
-def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Callable[[str], None]) -> Keepsakes:
+def _keepsakes(parts: RunParts, strategy: Policies, way: JoinOptions, name: str, tell: Callable[[str], None]) -> WorkerCheckpoints:
     """A worker keeps its own state when the coordinator saves a checkpoint, and in the middle of a round where that is asked for."""
     settings, contribution = parts.run.checkpoint, strategy.contribution
     every = settings.every_steps if settings.strategy == "steps" and contribution.alone else None
@@ -397,10 +396,12 @@ def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Call
     own = "" if crew is parts.engine.world else f"process-{crew.rank}"  # where each steps by itself, each keeps its own
     if (held := parts.run.engine.experts) is not None:  # what is kept of other experts does not fit
         own = f"experts-{zlib.crc32(str(held).encode()):08x}"
-    due = Occasions(
-        lambda version: every is not None and contribution.passes(version, every), every, f"{shape(parts.run)} {parts.engine.crew.size}"
+    due = SaveSchedule(
+        lambda version: every is not None and contribution.passes(version, every),
+        every,
+        f"{settings_digest(parts.run)} {parts.engine.crew.size}",
     )
-    return Keepsakes(
+    return WorkerCheckpoints(
         parts.engine,
         way.state / own if way.state else None,
         earlier / "workers" / name / own if earlier else None,
@@ -410,24 +411,24 @@ def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Call
     )
 
 
-def follow(here: RankPlace, way: Way) -> None:
+def follow_first_process(here: RankPlace, way: JoinOptions) -> None:
     """Work as one of several processes, of which the first speaks with the coordinator."""
-    _follow(Meeting(here), way).close()  # when nothing of the model is left
+    _follow(Rendezvous(here), way).close()  # when nothing of the model is left
 
 
-def _follow(meeting: Meeting, way: Way) -> World:
+def _follow(meeting: Rendezvous, way: JoinOptions) -> World:
     count = int(meeting.hear("words", way.patience_s + _LONGER_S))
     header, *frames = [meeting.hear(f"word {number}", way.patience_s + _LONGER_S) for number in range(count)]
-    share = Share.of(json.loads(header), frames, way, meeting, lambda text: None)
-    Follower(share.parts.engine, share.feed_for, share.keepsakes).work()
+    share = WorkerParts.of(json.loads(header), frames, way, meeting, lambda text: None)
+    IslandFollower(share.parts.engine, share.feed_for, share.keepsakes).work()
     return share.parts.engine.crew
 
 
-def say_gone(way: Way) -> None:
+def report_gone(way: JoinOptions) -> None:
     """For a worker whose processes have ended: nobody need wait for it. Where this does not arrive, its silence tells."""
-    with contextlib.suppress(ShoalError, Lost):
+    with contextlib.suppress(ShoalError, ConnectionLostError):
         identity, name = way.own_key(), way.name or ""
-        line = ClientLine(way.address, way.token, way.key)
+        line = TransportConnection(way.address, way.token, way.key)
         try:
             gone = Gone(name, identity.key)
             nonce = line.call(header_of(gone), (), _GONE_S).header.get("nonce", "")
@@ -436,12 +437,12 @@ def say_gone(way: Way) -> None:
             line.close()
 
 
-def about_here() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """What a worker tells of itself."""
     return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
 
 
-def _go_to(feed: data.Feed, epoch: int, position: int) -> None:
+def _go_to(feed: data.ShardFeed, epoch: int, position: int) -> None:
     """Take up a shard where it was left. A stream has to be read up to there."""
     if feed.batches_per_epoch is not None:
         feed.load_state_dict(feed.state_dict() | {"epoch": epoch, "position": position})

@@ -1,6 +1,6 @@
 """Which worker does which task: pure functions of tasks and machines. Whoever has tasks and workers calls them; they remember nothing."""
 
-from shoal.scheduling.matching import KINDS, Job, Machine, Match, Matching, lacking
-from shoal.scheduling.work_stealing import Burden, Theft, worth_stealing
+from shoal.scheduling.matching import KINDS, Match, Matching, PendingTask, WorkerSpec, lacking
+from shoal.scheduling.work_stealing import RemainingWork, StolenShare, worth_stealing
 
-__all__ = ["KINDS", "Burden", "Job", "Machine", "Match", "Matching", "Theft", "lacking", "worth_stealing"]
+__all__ = ["KINDS", "Match", "Matching", "PendingTask", "RemainingWork", "StolenShare", "WorkerSpec", "lacking", "worth_stealing"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shoal.errors import ShoalError
 
 
-class Hands(NamedTuple):
+class MachineSpec(NamedTuple):
     """What one machine can do."""
 
     speed: float
@@ -26,7 +26,7 @@ class Hands(NamedTuple):
 
 def split(
     costs: Sequence[float],
-    machines: Sequence[Hands],
+    machines: Sequence[MachineSpec],
     *,
     before: float = 0.0,
     after: float = 0.0,

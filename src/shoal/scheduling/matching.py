@@ -7,6 +7,7 @@ job to a machine that it does not fit, and depends on nothing but its arguments:
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ _COMPUTE, _BANDWIDTH, _HEADROOM = 0.6, 0.25, 0.15
 """What compute, bandwidth and free memory count in a machine's score. Compute decides how long a task takes, so it counts most."""
 
 
-class Job(NamedTuple):
+class PendingTask(NamedTuple):
     """A task that wants a worker."""
 
     id: str
@@ -27,7 +28,7 @@ class Job(NamedTuple):
     """What travels between the worker and the coordinator meanwhile."""
 
 
-class Machine(NamedTuple):
+class WorkerSpec(NamedTuple):
     """A worker that has room for tasks."""
 
     name: str
@@ -44,20 +45,20 @@ class Machine(NamedTuple):
 
 Match = dict[str, list[str]]
 """The ids of each machine's jobs. A machine without any is not in it."""
-Matching = Callable[[Sequence[Job], Sequence[Machine]], Match]
+Matching = Callable[[Sequence[PendingTask], Sequence[WorkerSpec]], Match]
 
 
-def fits(job: Job, machine: Machine) -> bool:
+def fits(job: PendingTask, machine: WorkerSpec) -> bool:
     return machine.memory_gb is None or job.memory_gb <= machine.memory_gb
 
 
-def seconds(job: Job, machine: Machine) -> float:
+def seconds(job: PendingTask, machine: WorkerSpec) -> float:
     """How long a machine is expected to take for a job."""
     travels = 0.0 if machine.measured or not machine.bandwidth_mbps else job.megabits / machine.bandwidth_mbps
     return job.work / machine.speed + travels
 
 
-def lacking(job: Job, machines: Sequence[Machine]) -> str:
+def lacking(job: PendingTask, machines: Sequence[WorkerSpec]) -> str:
     """What keeps a job from fitting any of these machines, for people; empty: it fits one of them, or there is none to ask."""
     if not machines or any(fits(job, machine) for machine in machines):
         return ""
@@ -68,7 +69,7 @@ def lacking(job: Job, machines: Sequence[Machine]) -> str:
 Rank = tuple[float, float, float, str]
 
 
-def rank_of(job: Job) -> Rank:
+def rank_of(job: PendingTask) -> Rank:
     """What machines go by when they choose between jobs, smallest first: the more urgent one, the one that needs more memory, the larger
     one, and then the name.
 
@@ -78,10 +79,23 @@ def rank_of(job: Job) -> Rank:
     return (-job.priority, -job.memory_gb, -job.work, job.id)
 
 
+def estimate_speeds(claimed: Mapping[str, float | None], measured: Mapping[str, float | None]) -> dict[str, float]:
+    """Work per second of each worker, from what the settings claim and what was measured.
+
+    A measurement overrides a claim. Claims are relative (a file says 100 and 200 of two machines), so the claim of a worker without a
+    measurement is scaled by the median of measured / claimed over the other workers. A worker with neither gets the median speed.
+    """
+    ratios = [found / claim for name, claim in claimed.items() if claim and (found := measured.get(name))]
+    scale = statistics.median(ratios) if ratios else 1.0
+    known = {name: found for name, claim in claimed.items() if (found := measured.get(name) or (claim and claim * scale))}
+    middle = statistics.median(known.values()) if known else 1.0
+    return {name: known.get(name, middle) for name in claimed}
+
+
 # --- priority ---------------------------------------------------------------------------------------------
 
 
-def priority(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
+def priority(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
     """The most urgent task takes the first worker that it fits; of tasks that are equally urgent the one listed first does."""
     room, match = [machine.capacity for machine in machines], Match()
     for job in sorted(jobs, key=lambda job: -job.priority):
@@ -96,14 +110,14 @@ def priority(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
 # --- capability -------------------------------------------------------------------------------------------
 
 
-def score(job: Job, machine: Machine, fastest: float, widest: float) -> float:
+def score(job: PendingTask, machine: WorkerSpec, fastest: float, widest: float) -> float:
     """How well a machine suits a job, from 0 to 1. What nobody said of a machine is taken to be average."""
     bandwidth = 0.5 if machine.bandwidth_mbps is None or not widest else machine.bandwidth_mbps / widest
     headroom = 0.5 if not machine.memory_gb else 1.0 - job.memory_gb / machine.memory_gb
     return _COMPUTE * (machine.speed / fastest if fastest else 0.0) + _BANDWIDTH * bandwidth + _HEADROOM * headroom
 
 
-def capability(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
+def capability(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
     """The most urgent task takes the worker with the best score for it, then the one that needs the most memory, then the largest one."""
     fastest = max((machine.speed for machine in machines), default=0.0)
     widest = max((machine.bandwidth_mbps or 0.0 for machine in machines), default=0.0)
@@ -122,13 +136,13 @@ def capability(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
 # --- gale-shapley -----------------------------------------------------------------------------------------
 
 
-def liked_by_job(job: Job, machines: Sequence[Machine]) -> list[int]:
+def liked_by_job(job: PendingTask, machines: Sequence[WorkerSpec]) -> list[int]:
     """The machines that a job fits, best first: those that do it soonest, and of equally fast ones those with more free memory."""
     suited = [index for index, machine in enumerate(machines) if fits(job, machine)]
     return sorted(suited, key=lambda index: (seconds(job, machines[index]), -(machines[index].memory_gb or 0.0), machines[index].name))
 
 
-def gale_shapley(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
+def gale_shapley(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
     """A stable matching: no task and no worker would both rather have each other than what they got.
 
     Tasks propose, so each task gets the best worker that it has in any stable matching. A worker keeps the best of those that proposed, as

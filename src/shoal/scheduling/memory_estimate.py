@@ -16,7 +16,7 @@ _ROWS_OF_LSTM = 8
 """The same for a layer of an LSTM: four gates, the cell, its hyperbolic tangent, the output, and the input."""
 
 
-class Memory(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes that training takes."""
 
     weights: int
@@ -28,22 +28,22 @@ class Memory(NamedTuple):
     def gb(self) -> float:
         return sum(self) / _GB
 
-    def shared(self, devices: int) -> Memory:
+    def shared(self, devices: int) -> MemoryEstimate:
         """What each of some devices takes that share all but the activations of their own batches."""
         weights, gradients, optimizer = (-(-part // devices) for part in self[:3])
-        return Memory(weights, gradients, optimizer, self.activations)
+        return MemoryEstimate(weights, gradients, optimizer, self.activations)
 
 
-def of_training(run: Run, parameters: int, vocabulary: int = 0, frozen: int = 0) -> Memory:
+def training_memory(run: Run, parameters: int, vocabulary: int = 0, frozen: int = 0) -> MemoryEstimate:
     """What one worker of one process takes. Weights, gradients and the optimizer are 32-bit; activations are those of one batch.
 
     `vocabulary`: tokens that a language model chooses from. `frozen`: weights beside the parameters, which are used and not trained.
     """
     kept = _activations(run, parameters, vocabulary, run.training.batch_size or 1, getattr(run.model, "num_layers", None))
-    return Memory(_FLOAT * (parameters + frozen), _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
+    return MemoryEstimate(_FLOAT * (parameters + frozen), _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
 
 
-def of_stage(run: Run, parameters: int, copied: int, layers: int, vocabulary: int, under_way: int) -> Memory:
+def stage_memory(run: Run, parameters: int, copied: int, layers: int, vocabulary: int, under_way: int) -> MemoryEstimate:
     """What one stage of a pipeline takes, which keeps the activations of so many micro-batches at a time.
 
     `copied`: numbers of a matrix that another stage steps; `vocabulary`: 0 for a stage that makes no logits.
@@ -52,7 +52,7 @@ def of_stage(run: Run, parameters: int, copied: int, layers: int, vocabulary: in
     each = -(-batch // min(batch, getattr(engine, "micro_batches", 1)))
     kept = under_way * _activations(run, parameters, vocabulary, each, layers)
     held = _FLOAT * (parameters + copied)
-    return Memory(held, held, _FLOAT * _states(run) * parameters, kept)
+    return MemoryEstimate(held, held, _FLOAT * _states(run) * parameters, kept)
 
 
 def _states(run: Run) -> int:

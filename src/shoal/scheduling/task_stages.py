@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from shoal.config.schema.cluster import ScheduledTask
 from shoal.errors import ShoalError
-from shoal.scheduling.matching import Job, Machine, Matching, fits, lacking
+from shoal.scheduling.matching import Matching, PendingTask, WorkerSpec, fits, lacking
 
 _ROUNDING = 0.02
 """Shares whose sum is as near to 1 as this are taken for all of the model: 0.33 three times."""
 
 
-class Part(NamedTuple):
+class StageShare(NamedTuple):
     """A task as a stage."""
 
     id: str
@@ -30,16 +30,16 @@ class Part(NamedTuple):
     """What it needs, in the units of the machines' claims; 0: nobody said."""
 
 
-def parts_of(tasks: Sequence[ScheduledTask]) -> list[Part]:
+def stage_shares(tasks: Sequence[ScheduledTask]) -> list[StageShare]:
     """The stages that tasks stand for. What they leave of the model is cut into further ones, none of which is larger than the largest
     task."""
     whole = sum(task.model_share for task in tasks)
-    rest, parts = 1.0 - whole, [Part(task.id, task.model_share, task.priority, task.required_flops) for task in tasks]
+    rest, parts = 1.0 - whole, [StageShare(task.id, task.model_share, task.priority, task.required_flops) for task in tasks]
     if abs(rest) <= _ROUNDING:
         return [part._replace(share=part.share / whole) for part in parts]
     count = math.ceil(rest / max(part.share for part in parts) - 1e-9)
     least = min(part.priority for part in parts)
-    return [*parts, *(Part(f"rest-{number + 1}", rest / count, least, 0.0) for number in range(count))]
+    return [*parts, *(StageShare(f"rest-{number + 1}", rest / count, least, 0.0) for number in range(count))]
 
 
 def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: float = 0.0, after: float = 0.0) -> list[int]:
@@ -60,7 +60,7 @@ def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: flo
     return [*bounds, layers]
 
 
-def placed(jobs: Sequence[Job], machines: Sequence[Machine], matching: Matching, must_have: str = "") -> dict[str, str]:
+def match_stages(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matching: Matching, must_have: str = "") -> dict[str, str]:
     """Which machine has which stage: the machine's name by the stage's. Raises ShoalError with the stage that has none, and what it lacks.
 
     `must_have`: a machine that has a stage in any case, and that the smallest one fits; where the scheduler gives it none, that is it.
@@ -76,7 +76,7 @@ def placed(jobs: Sequence[Job], machines: Sequence[Machine], matching: Matching,
     return {own.id: here.name} | _completed([job for job in jobs if job.id != own.id], others, matching)
 
 
-def _completed(jobs: Sequence[Job], machines: Sequence[Machine], matching: Matching) -> dict[str, str]:
+def _completed(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matching: Matching) -> dict[str, str]:
     """A scheduler's match, and where it leaves a stage without a machine, one in which as few as can be had to move."""
     chosen = matching(jobs, [machine._replace(capacity=1) for machine in machines])
     found = {ids[0]: name for name, ids in chosen.items()}
@@ -86,7 +86,9 @@ def _completed(jobs: Sequence[Job], machines: Sequence[Machine], matching: Match
     return found
 
 
-def _make_room(job: Job, jobs: Sequence[Job], machines: Sequence[Machine], found: dict[str, str], asked: set[str]) -> bool:
+def _make_room(
+    job: PendingTask, jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], found: dict[str, str], asked: set[str]
+) -> bool:
     """Give a stage a machine, whose stage finds another one if it has to."""
     holders = {name: one for one, name in found.items()}
     for machine in machines:
@@ -100,7 +102,7 @@ def _make_room(job: Job, jobs: Sequence[Job], machines: Sequence[Machine], found
     return False
 
 
-def _without_machine(job: Job, jobs: Sequence[Job], machines: Sequence[Machine]) -> str:
+def _without_machine(job: PendingTask, jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> str:
     if len(machines) < len(jobs):
         return f"{len(jobs)} stages need a machine each, and there are {len(machines)}: none is left for `{job.id}`"
     able = [machine.name for machine in machines if fits(job, machine)]

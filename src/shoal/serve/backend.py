@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.generation.side_texts import ReadBeside, Reader
-from shoal.models.kernels.cpu_packing import pack
-from shoal.serve.kv_caches import Rows
+from shoal.models.generation.side_texts import SideTextReader, SideTexts
+from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.serve.kv_caches import KvCaches
 from shoal.serve.nodes.layer_host import free_memory
 
 LONGEST_UNBOUNDED = 32_768
 """Tokens that a request may have where the model itself has no longest sequence: its cache, or the time to read it, is bounded so."""
 
 
-class Machine(NamedTuple):
+class MachineStatus(NamedTuple):
     """One machine that holds layers of the model."""
 
     name: str
@@ -42,7 +42,7 @@ class Machine(NamedTuple):
     """Whether it embeds tokens and has the output matrix."""
 
 
-class Work(NamedTuple):
+class ForwardBatch(NamedTuple):
     """Tokens that the model reads next: a piece of one request's prompt, whole prompts of one length, or one token of each of several
     requests."""
 
@@ -58,12 +58,12 @@ class Work(NamedTuple):
         return len(self.ids[0]) == 1
 
 
-def smooth(before: float, now: float) -> float:
+def moving_average(before: float, now: float) -> float:
     """A mean of times that follows the newest ones; 0: there was none before."""
     return now if not before else 0.7 * before + 0.3 * now
 
 
-class Stages(Protocol):
+class Backend(Protocol):
     """A language model that keeps a cache for each request, by number."""
 
     longest: int
@@ -75,11 +75,11 @@ class Stages(Protocol):
         """Works that it takes to keep all machines busy."""
         ...
 
-    def start(self, work: Work) -> None:
+    def start(self, work: ForwardBatch) -> None:
         """Let the model read. Works of one request are read in the order in which they were started."""
         ...
 
-    def finished(self) -> Iterator[tuple[Work, Tensor | None]]:
+    def finished(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
         """What was read, with the logits [B, V] of the tokens that come next, where somebody asks for them; it waits a moment where nothing
         is finished yet."""
         ...
@@ -101,7 +101,7 @@ class Stages(Protocol):
         """Forget what was started and is not finished."""
         ...
 
-    def machines(self) -> list[Machine]:
+    def machines(self) -> list[MachineStatus]:
         """Who holds which layers."""
         ...
 
@@ -121,43 +121,43 @@ def reads_beside(model: Any) -> bool:
     return getattr(model, "memory", None) is not None or getattr(model, "reader", None) is not None
 
 
-class OneNode:
+class LocalBackend:
     """The whole model on this machine."""
 
     groups = 1
 
-    def __init__(self, model: Any, beside: ReadBeside | None = None) -> None:
+    def __init__(self, model: Any, beside: SideTexts | None = None) -> None:
         """`beside`: where texts that are written find what the model reads. What each request has read is its own, so the requests of a
         model that reads are decoded one by one."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.memory_bytes, self.token_s, self.tokens = free_memory(), 0.0, 0
-        pack(self.model, self.memory_bytes)
+        pack_matrices(self.model, self.memory_bytes)
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
         self.beside = beside
-        self.rows = Rows(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
-        self._readers: dict[int, Reader] = {}
-        self._started: deque[Work] = deque()
+        self.rows = KvCaches(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
+        self._readers: dict[int, SideTextReader] = {}
+        self._started: deque[ForwardBatch] = deque()
 
-    def start(self, work: Work) -> None:
+    def start(self, work: ForwardBatch) -> None:
         self._started.append(work)
 
-    def finished(self) -> Iterator[tuple[Work, Tensor | None]]:
+    def finished(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
         while self._started:
             work, start = self._started.popleft(), time.perf_counter()
             logits_BV = self._read(work)
             self.tokens += sum(map(len, work.ids))
             if work.is_decoding:
-                self.token_s = smooth(self.token_s, time.perf_counter() - start)
+                self.token_s = moving_average(self.token_s, time.perf_counter() - start)
             yield work, logits_BV
 
     def drop(self) -> None:
         self._started.clear()
 
     @torch.inference_mode()
-    def _read(self, work: Work) -> Tensor | None:
+    def _read(self, work: ForwardBatch) -> Tensor | None:
         if not work.ends and hasattr(self.model, "project") and not reads_beside(self.model):
             # A model of our own can leave out the product with its output matrix, which is as large as many layers
             self.model.hidden(torch.tensor(work.ids, device=self.device), cache=self.rows.of_one(work.requests[0], len(work.ids[0])))
@@ -170,7 +170,7 @@ class OneNode:
 
     def _alone(self, request: int, ids: Sequence[int]) -> Tensor:
         cache, ids_1L = self.rows.of_one(request, len(ids)), torch.tensor([ids], device=self.device)
-        keywords = self._readers.setdefault(request, Reader(self.model, self.beside)).after(ids_1L) if self.beside else {}
+        keywords = self._readers.setdefault(request, SideTextReader(self.model, self.beside)).after(ids_1L) if self.beside else {}
         logits_1V: Tensor = self.model.next_logits(ids_1L, cache, **keywords)
         return logits_1V
 
@@ -187,10 +187,10 @@ class OneNode:
         self.rows.release(request)
         self._readers.pop(request, None)
 
-    def machines(self) -> list[Machine]:
+    def machines(self) -> list[MachineStatus]:
         parameters = list(self.model.parameters())
         count, size = sum(one.numel() for one in parameters), sum(one.nbytes for one in parameters)
-        return [Machine("this machine", count, None, True, size, self.memory_bytes, self.token_s, self.tokens)]
+        return [MachineStatus("this machine", count, None, True, size, self.memory_bytes, self.token_s, self.tokens)]
 
     def close(self) -> None:
         """There are none."""

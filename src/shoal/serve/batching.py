@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.generation.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
-from shoal.serve.backend import Stages, Work, smooth
-from shoal.serve.prefix_cache import Prefixes
+from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, TokenDraws, Warp, apply_penalties, choose
+from shoal.serve.backend import Backend, ForwardBatch, moving_average
+from shoal.serve.prefix_cache import PrefixCache
 
 _SMALLEST_PIECE = 8
 """Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4 tokens in 0.21 s, and 8 in 0.26 s."""
@@ -32,43 +32,43 @@ _LARGEST_PIECE = 512
 """Tokens of a prompt that are read at once where nobody waits for a token meanwhile."""
 
 
-class Likely(NamedTuple):
+class TokenLogprob(NamedTuple):
     """A token and the logarithm of its probability."""
 
     token: int
     logprob: float
 
 
-class Written(NamedTuple):
+class GeneratedToken(NamedTuple):
     """One token of an answer."""
 
     token: int
     logprob: float | None = None
     """Null where the request did not ask."""
-    others: tuple[Likely, ...] = ()
+    others: tuple[TokenLogprob, ...] = ()
     """The most likely tokens at this place."""
 
 
-class Ended(NamedTuple):
+class Finished(NamedTuple):
     """The last thing a request hears."""
 
     reason: str
     """`stop`, `length`, `timeout`, `cancelled` or `failed`."""
 
 
-Heard = Written | Ended
+JobEvent = GeneratedToken | Finished
 
 
 @dataclass
-class Job:
+class GenerationJob:
     """One answer that is asked for. `hear` is called in the engine's thread; it returns true when the text is to end."""
 
     prompt_ids: Sequence[int]
     max_tokens: int
-    draws: Draws
-    hear: Callable[[Heard], bool]
+    draws: TokenDraws
+    hear: Callable[[JobEvent], bool]
     warp: Warp
-    penalties: Penalties = NO_PENALTIES
+    penalties: LogitPenalties = NO_PENALTIES
     eos_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
     """How many of the most likely tokens are told with each token; null: no probabilities at all."""
@@ -89,34 +89,34 @@ class Job:
     written: list[int] = field(default_factory=list)
 
 
-class FullError(Exception):
+class QueueFullError(Exception):
     """As many requests wait as may."""
 
 
-class Engine:
+class BatchingEngine:
     """Requests in the order they came: some run, the others wait."""
 
-    def __init__(self, stages: Stages, *, most_running: int, most_waiting: int, clock: Callable[[], float], kept_tokens: int = 0) -> None:
+    def __init__(self, stages: Backend, *, most_running: int, most_waiting: int, clock: Callable[[], float], kept_tokens: int = 0) -> None:
         """`kept_tokens`: how many tokens of ended requests stay in the caches for prompts that begin like them."""
         self.stages, self.most_running, self.most_waiting, self.clock = stages, most_running, most_waiting, clock
         self.arrived = threading.Condition()
-        self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
+        self.waiting: deque[GenerationJob] = deque()
+        self.running: list[GenerationJob] = []
         self.tokens_written = 0
         self.wrote_at = float("-inf")
         """When the last token went through the model."""
         self.tokens_read = 0
         self.tokens_reused = 0
-        self.prefixes = Prefixes(kept_tokens)
+        self.prefixes = PrefixCache(kept_tokens)
         self._gone: set[int] = set()
         self._next_number = 0
-        self._pace = _Pace()
+        self._pace = _PrefillBudget()
 
-    def submit(self, *jobs: Job) -> list[int]:
+    def submit(self, *jobs: GenerationJob) -> list[int]:
         """Take in the choices of one request, all or none. Raises FullError."""
         with self.arrived:
             if len(self.waiting) + len(jobs) > self.most_waiting + max(0, self.most_running - len(self.running)):
-                raise FullError
+                raise QueueFullError
             for job in jobs:
                 job.number, self._next_number = self._next_number, self._next_number + 1
                 self.waiting.append(job)
@@ -147,7 +147,7 @@ class Engine:
             self._finish(work, logits_BV, start)
             start = self.clock()
 
-    def _reuse(self, job: Job) -> None:
+    def _reuse(self, job: GenerationJob) -> None:
         """What a kept text has of the prompt's beginning is not read again."""
         found = self.prefixes.longest(job.prompt_ids)
         if found is None:
@@ -165,7 +165,7 @@ class Engine:
         writing = [job for job in self.running if job.read == len(job.prompt_ids) and job.written]
         for group in _grouped(writing, self.stages.groups):
             if not any(job.under_way for job in group):
-                self._begin(Work(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
+                self._begin(ForwardBatch(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
         self._pace.weigh(sum(job.read < len(job.prompt_ids) for job in self.running), len(writing))
         room = self._pace.piece() if writing else _LARGEST_PIECE * self.stages.groups
         room -= sum(job.reading for job in self.running)
@@ -173,7 +173,7 @@ class Engine:
             while room > 0 and job.read < len(job.prompt_ids):
                 room -= self._read(job, min(room, _LARGEST_PIECE))
 
-    def _read(self, job: Job, room: int) -> int:
+    def _read(self, job: GenerationJob, room: int) -> int:
         """Start to read so much of a prompt, and whole prompts of the same length beside it, such as those of a request's other choices."""
         piece, fresh = job.prompt_ids[job.read : job.read + room], job.read == 0
         whole = len(job.prompt_ids) == len(piece)
@@ -183,15 +183,15 @@ class Engine:
             one.read += len(piece)
             one.reading += len(piece)
         ids = tuple(tuple(one.prompt_ids[one.read - len(piece) : one.read]) for one in jobs)
-        self._begin(Work(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids)), jobs)
+        self._begin(ForwardBatch(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids)), jobs)
         return len(piece) * len(jobs)
 
-    def _begin(self, work: Work, jobs: list[Job]) -> None:
+    def _begin(self, work: ForwardBatch, jobs: list[GenerationJob]) -> None:
         for job in jobs:
             job.under_way += 1
         self.stages.start(work)
 
-    def _finish(self, work: Work, logits_BV: Tensor | None, start: float) -> None:
+    def _finish(self, work: ForwardBatch, logits_BV: Tensor | None, start: float) -> None:
         by_number = {job.number: job for job in self.running}
         rows = [(by_number[number], row) for row, number in enumerate(work.requests) if number in by_number]
         reads = any(job.reading for job, _ in rows)
@@ -222,24 +222,24 @@ class Engine:
             dropped = [job for job in self.waiting if job.number in gone or job.deadline < now]
             self.waiting = deque(job for job in self.waiting if job not in dropped)
         for job in dropped:
-            job.hear(Ended("cancelled" if job.number in gone else "timeout"))
+            job.hear(Finished("cancelled" if job.number in gone else "timeout"))
         for job in list(self.running):
             if job.number in gone or job.deadline < now:
                 self._end(job, "cancelled" if job.number in gone else "timeout")
 
     @torch.inference_mode()
-    def _choose(self, jobs: list[Job], logits_BV: Tensor) -> None:
+    def _choose(self, jobs: list[GenerationJob], logits_BV: Tensor) -> None:
         scores_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
         if any(job.penalties != NO_PENALTIES for job in jobs):
             rows = zip(jobs, scores_BV, strict=True)
-            scores_BV = torch.stack([penalised(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
+            scores_BV = torch.stack([apply_penalties(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
         tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
         self.wrote_at = self.clock()
         for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):
             self.tokens_written += 1
             self._take(job, logits_V, token)
 
-    def _take(self, job: Job, logits_V: Tensor, token: int) -> None:
+    def _take(self, job: GenerationJob, logits_V: Tensor, token: int) -> None:
         if token in job.eos_ids:
             self._end(job, "stop")
             return
@@ -249,12 +249,12 @@ class Engine:
         elif len(job.written) >= job.max_tokens:
             self._end(job, "length")
 
-    def _end(self, job: Job, reason: str) -> None:
+    def _end(self, job: GenerationJob, reason: str) -> None:
         self.running.remove(job)
         self._keep(job, reason)
-        job.hear(Ended(reason))
+        job.hear(Finished(reason))
 
-    def _keep(self, job: Job, reason: str) -> None:
+    def _keep(self, job: GenerationJob, reason: str) -> None:
         """Keep the caches of a request that ended in order, as far as there is room; those of others are forgotten."""
         gone = [job.number]
         if reason in ("stop", "length") and not job.under_way and self.prefixes.most_tokens and self.stages.rest(job.number):
@@ -263,7 +263,7 @@ class Engine:
             self.stages.release(number)
 
 
-def _grouped(writing: list[Job], count: int) -> list[list[Job]]:
+def _grouped(writing: list[GenerationJob], count: int) -> list[list[GenerationJob]]:
     """Requests in as many groups as keep all machines busy, of about the same size. A request stays in its group, so that the joined caches
     of the groups stay as they are."""
     sizes = [sum(job.group == group for job in writing) for group in range(count)]
@@ -278,16 +278,16 @@ def _grouped(writing: list[Job], count: int) -> list[list[Job]]:
     return [group for group in groups if group]
 
 
-def _written(logits_V: Tensor, token: int, count: int | None) -> Written:
+def _written(logits_V: Tensor, token: int, count: int | None) -> GeneratedToken:
     if count is None:
-        return Written(token)
+        return GeneratedToken(token)
     logprobs_V = logits_V.double().log_softmax(-1)
     best = logprobs_V.topk(min(count, len(logprobs_V)))
-    others = tuple(Likely(int(i), float(p)) for i, p in zip(best.indices, best.values, strict=True))
-    return Written(token, float(logprobs_V[token]), others)
+    others = tuple(TokenLogprob(int(i), float(p)) for i, p in zip(best.indices, best.values, strict=True))
+    return GeneratedToken(token, float(logprobs_V[token]), others)
 
 
-class _Pace:
+class _PrefillBudget:
     """How much of prompts is read beside those that write: on the mean, so much as takes `_SHARE` of the time for their tokens.
 
     Whatever its size, a piece costs the time to go through all weights: so it takes about as long as a token, and not every token has one.
@@ -315,8 +315,8 @@ class _Pace:
     def read(self, tokens: int, seconds: float) -> None:
         self.credit_s = max(self.credit_s - seconds, -_MOST_OWED * self._crowd * self.token_s)
         if tokens >= _SMALLEST_PIECE:
-            self.reading_s = smooth(self.reading_s, seconds / tokens)
+            self.reading_s = moving_average(self.reading_s, seconds / tokens)
 
     def wrote(self, seconds: float) -> None:
         self.credit_s = min(self.credit_s, 0.0) + _SHARE * self._crowd * seconds
-        self.token_s = smooth(self.token_s, seconds)
+        self.token_s = moving_average(self.token_s, seconds)

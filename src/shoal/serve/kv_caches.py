@@ -18,7 +18,7 @@ class _Joint(NamedTuple):
     cache: Any
 
 
-class Rows:
+class KvCaches:
     """A cache for each request, by number, and how many tokens it holds."""
 
     def __init__(self, new_cache: Callable[[int], Any], joins: bool, device: torch.device) -> None:

@@ -13,19 +13,19 @@ from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
-from shoal.models.generation.side_texts import ReadBeside
-from shoal.models.huggingface.as_gpt import Adopted, adopted
+from shoal.models.generation.side_texts import SideTexts
+from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
-from shoal.models.stages import needed
-from shoal.runs.trained_model import beside_of, open_run
+from shoal.models.stages import required_tensors
+from shoal.runs.trained_model import open_run, side_texts_for
 from shoal.serve.api.chat_format import ChatTemplate, read_object, template_in
 from shoal.serve.gguf import converted
-from shoal.serve.nodes.model_description import bones, described_hugging_face, described_own
-from shoal.serve.nodes.weights import Tensors
+from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model
+from shoal.serve.nodes.weights import WeightStore
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """A model with all that it needs to answer."""
 
     name: str
@@ -38,19 +38,19 @@ class Served(NamedTuple):
     eos_ids: frozenset[int]
     nodes: int = 1
     """Machines to spread the layers over, this one counted."""
-    tensors: Tensors | None = None
+    tensors: WeightStore | None = None
     """Where the model's numbers are, if they are not in it."""
     described: Mapping[str, Any] | None = None
     """What another machine needs to make the model without numbers; null: the model cannot be spread."""
-    adopted: Adopted | None = None
+    gpt_conversion: GptConversion | None = None
     """How the tensors become those of the model, where our own layers compute a model of Hugging Face."""
     run: Run | None = None
     """Where machines join, and which there are."""
-    beside: ReadBeside | None = None
+    beside: SideTexts | None = None
     """Where texts that are written find what the model reads; null: it reads nothing, or what it remembers."""
 
 
-def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> Served:
+def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> ServedModel:
     """The model that is named on the command line: one folder, or files of a configuration. `nodes`: machines to spread its layers over;
     null: as many as the settings say. Raises ShoalError."""
     target, folder = targets[0], Path(targets[0])
@@ -79,7 +79,7 @@ def _checked(loaded: LoadedConfig) -> Run:
     return loaded.run
 
 
-def _run(target: str, overrides: list[Override], warn: Callable[[str], None], nodes: int | None) -> Served:
+def _run(target: str, overrides: list[Override], warn: Callable[[str], None], nodes: int | None) -> ServedModel:
     trained = open_run(target, warn)
     model, tokenizer = trained.task.players.get("model"), trained.tokenizer
     if tokenizer is None or model is None:
@@ -88,7 +88,7 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     nodes = nodes or run.serving.num_nodes or 1
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
     ends = _ends(model, tokenizer, folders)
-    served = Served(
+    served = ServedModel(
         trained.root.resolve().name,
         model,
         tokenizer,
@@ -98,45 +98,45 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
         ends,
         nodes,
         run=run,
-        beside=beside_of(trained),
+        beside=side_texts_for(trained),
     )
     if isinstance(model, HuggingFace):
-        return _computed(served, Tensors(model.state_dict()))
-    return served._replace(described=described_own(trained.run.model, model))
+        return _computed(served, WeightStore(model.state_dict()))
+    return served._replace(described=describe_own_model(trained.run.model, model))
 
 
-def _hugging_face(run: Run, name: str, nodes: int) -> Served:
+def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
     token = run.hub.token.reveal() if run.hub.token else None
     settings: Any = run.model
     model, tensors = _without_numbers(settings) or (None, None)
-    if model is None or (nodes == 1 and adopted(model) is None):
+    if model is None or (nodes == 1 and gpt_conversion(model) is None):
         model, tensors = HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None
     tokenizer, folder = data.load_tokenizer(settings.pretrained, token=token), Path(settings.pretrained)
     start_ids, ends = getattr(tokenizer, "opening", ()), _ends(model, tokenizer, [folder])
-    served = Served(name, model.eval(), tokenizer, template_in([folder]), run.serving, start_ids, ends, nodes, run=run)
-    return _computed(served, tensors or Tensors(model.state_dict()))
+    served = ServedModel(name, model.eval(), tokenizer, template_in([folder]), run.serving, start_ids, ends, nodes, run=run)
+    return _computed(served, tensors or WeightStore(model.state_dict()))
 
 
-def _computed(served: Served, tensors: Tensors) -> Served:
+def _computed(served: ServedModel, tensors: WeightStore) -> ServedModel:
     """The model of Hugging Face by our own layers where they can, else by its own. If it is spread, its numbers stay in their files."""
     assert served.run is not None
-    own, described = adopted(served.model), described_hugging_face(served.model)
+    own, described = gpt_conversion(served.model), describe_huggingface_model(served.model)
     if own is None:
         return served._replace(tensors=tensors, described=described)
     model = own.make() if served.nodes > 1 else own.whole(tensors.get).to(choose_device(served.run.training.device))
-    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described, adopted=own)
+    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described, gpt_conversion=own)
 
 
-def _without_numbers(settings: Any) -> tuple[HuggingFace, Tensors] | None:
+def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:
     """The model of a folder without its numbers, which are read from its files layer by layer. None where the files name their tensors
     otherwise than the model does, or are elsewhere: then the whole model is loaded first."""
     folder = Path(settings.weights or settings.pretrained)
     if not folder.is_dir() or settings.from_scratch or not Path(settings.pretrained).is_dir():
         return None
-    model = bones(Path(settings.pretrained))
+    model = meta_model(Path(settings.pretrained))
     check_layers(settings, model.inner.config)
-    tensors, own = Tensors.of_folder(folder, "inner."), adopted(model)
-    names = needed(model) if own is None else (source for name in needed(own.make()) for source in own.sources(name))
+    tensors, own = WeightStore.of_folder(folder, "inner."), gpt_conversion(model)
+    names = required_tensors(model) if own is None else (source for name in required_tensors(own.make()) for source in own.sources(name))
     return (model, tensors) if all(name in tensors for name in names) else None
 
 

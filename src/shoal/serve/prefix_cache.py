@@ -8,7 +8,7 @@ SHORTEST = 16
 """Tokens that a text, or what two have in common, must have: to copy fewer is not worth it."""
 
 
-class Prefixes:
+class PrefixCache:
     """The kept texts, by the number of their request, and the one that was used last at the end. Together they are bounded."""
 
     def __init__(self, most_tokens: int) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.serve.api.app import make_app
-from shoal.serve.backend import OneNode, Stages
-from shoal.serve.batching import Engine
-from shoal.serve.load_model import Served
-from shoal.web.auth import Doors, bound, is_loopback
+from shoal.serve.backend import Backend, LocalBackend
+from shoal.serve.batching import BatchingEngine
+from shoal.serve.load_model import ServedModel
+from shoal.web.auth import AuthMiddleware, is_loopback, listening_socket
 from shoal.web.connection_limits import bounded_server
 
 
-class Driver:
+class EngineThread:
     """Steps while there is something to do, and waits while there is not."""
 
-    def __init__(self, engine: Engine, warn: Callable[[str], None]) -> None:
+    def __init__(self, engine: BatchingEngine, warn: Callable[[str], None]) -> None:
         self.engine, self.warn = engine, warn
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
@@ -50,24 +50,26 @@ class Driver:
             return not self._ending
 
 
-class Service:
+class ModelServer:
     """A model that answers on one or more ports, until `stop` or a signal."""
 
-    def __init__(self, served: Served, host: str, ports: Sequence[int], warn: Callable[[str], None], stages: Stages | None = None) -> None:
+    def __init__(
+        self, served: ServedModel, host: str, ports: Sequence[int], warn: Callable[[str], None], stages: Backend | None = None
+    ) -> None:
         """`stages`: where the model's layers are; null: all of them here."""
         settings = served.settings
         key = settings.api_key.reveal() if settings.api_key else None
-        refuse_open_door(host, key)
-        self.engine = Engine(
-            stages or OneNode(served.model, served.beside),
+        require_key(host, key)
+        self.engine = BatchingEngine(
+            stages or LocalBackend(served.model, served.beside),
             most_running=settings.max_running,
             most_waiting=settings.max_waiting,
             clock=time.monotonic,
             kept_tokens=settings.prefix_cache_tokens,
         )
-        self.driver = Driver(self.engine, warn)
-        self.sockets = [bound(host, port) for port in ports]
-        app: Any = Doors(make_app(served, self.engine), key)
+        self.driver = EngineThread(self.engine, warn)
+        self.sockets = [listening_socket(host, port) for port in ports]
+        app: Any = AuthMiddleware(make_app(served, self.engine), key)
         self.server = bounded_server(app)
 
     @property
@@ -89,7 +91,7 @@ class Service:
         self.server.should_exit = True
 
 
-def refuse_open_door(host: str, key: str | None) -> None:
+def require_key(host: str, key: str | None) -> None:
     """Raises ShoalError where others than this machine could ask without a key."""
     if key is None and not is_loopback(host):
         raise ShoalError(f"{host} can be reached from other machines, so a key is needed: export SHOAL_API_KEY=… (16 letters or more)")

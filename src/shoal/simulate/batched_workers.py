@@ -32,7 +32,7 @@ _ONE_AFTER_THE_OTHER = "There is a performance drop"
 """How torch begins to tell that it takes one after the other, which each can do by itself."""
 
 
-class Ahead:
+class PrefetchedFeed:
     """A feed some of whose next batches were drawn already."""
 
     def __init__(self, feed: Any) -> None:
@@ -49,7 +49,7 @@ class Ahead:
         return state
 
 
-class TaughtEngine(SingleEngine):
+class BatchedEngine(SingleEngine):
     """An engine whose gradients, or whose steps, may have been computed together with those of others."""
 
     def __init__(self, run: Run, task: Task, total_steps: int) -> None:
@@ -79,18 +79,18 @@ class TaughtEngine(SingleEngine):
             network.attach_gradients()
 
 
-class Asked(NamedTuple):
+class PendingStep(NamedTuple):
     """What a worker has begun."""
 
-    feed: Ahead
+    feed: PrefetchedFeed
     steps: int
     """Steps of its own optimizer; 0: it wants a gradient, and takes none."""
 
 
-class _Row(NamedTuple):
+class _StepBatch(NamedTuple):
     """A batch of a worker's step, and its share in that step."""
 
-    engine: TaughtEngine
+    engine: BatchedEngine
     batch: Batch
     share: float
 
@@ -111,31 +111,31 @@ class _Loss(nn.Module):
         return loss.value, {name: figure.detach() for name, figure in loss.metrics.items()}
 
 
-class Together:
+class BatchedSteps:
     """Those who have begun a step, and what came of it."""
 
-    def __init__(self, run: Run, engine: TaughtEngine, vocabulary: int, leased: bool) -> None:
+    def __init__(self, run: Run, engine: BatchedEngine, vocabulary: int, leased: bool) -> None:
         """`engine`: like those of the workers."""
         self.accumulation = run.training.gradient_accumulation_steps
-        self.reason = why_alone(run, engine, leased)
+        self.reason = reason_not_batched(run, engine, leased)
         """Why workers compute one by one; empty: they need not."""
         self.calls = self.computed = 0
         """Calls that were made, and batches that they were about."""
-        self._asked: dict[TaughtEngine, Asked] = {}
+        self._asked: dict[BatchedEngine, PendingStep] = {}
         self._whole, self._tried = _Loss(engine.task), False
-        each = memory_estimate.of_training(run, engine.vector.numel(), vocabulary)
+        each = memory_estimate.training_memory(run, engine.vector.numel(), vocabulary)
         self._most = max(1, int(_MOST_BYTES // sum(each)))
 
-    def begin(self, engine: TaughtEngine, feed: Ahead, steps: int) -> None:
+    def begin(self, engine: BatchedEngine, feed: PrefetchedFeed, steps: int) -> None:
         if not self.reason:
-            self._asked[engine] = Asked(feed, steps)
+            self._asked[engine] = PendingStep(feed, steps)
 
-    def drop(self, engine: TaughtEngine) -> None:
+    def drop(self, engine: BatchedEngine) -> None:
         """Nobody wants any more what this worker has begun."""
         self._asked.pop(engine, None)
         engine.ready.clear()
 
-    def finish(self, engine: TaughtEngine) -> None:
+    def finish(self, engine: BatchedEngine) -> None:
         """A worker is done with what it began: compute it, and with it what all others have begun."""
         if engine not in self._asked:
             return
@@ -145,14 +145,14 @@ class Together:
             if not self._compute(rows, asked):
                 return
 
-    def _rows(self, engine: TaughtEngine, asked: Asked) -> list[_Row]:
+    def _rows(self, engine: BatchedEngine, asked: PendingStep) -> list[_StepBatch]:
         batches = [next(asked.feed) for _ in range(self.accumulation)]
         counts = [engine.task.count(batch) for batch in batches]
-        return [_Row(engine, batch, count / max(1, sum(counts))) for batch, count in zip(batches, counts, strict=True)]
+        return [_StepBatch(engine, batch, count / max(1, sum(counts))) for batch, count in zip(batches, counts, strict=True)]
 
-    def _compute(self, rows: list[_Row], asked: dict[TaughtEngine, Asked]) -> bool:
+    def _compute(self, rows: list[_StepBatch], asked: dict[BatchedEngine, PendingStep]) -> bool:
         """Compute a step of each engine. False: they cannot be computed together, and each gets its batches back."""
-        found: dict[TaughtEngine, list[tuple[_Row, Tensor, dict[str, Tensor]]]] = {}
+        found: dict[BatchedEngine, list[tuple[_StepBatch, Tensor, dict[str, Tensor]]]] = {}
         for alike in _alike(rows):
             for at in range(0, len(alike), self._most):
                 group = alike[at : at + self._most]
@@ -167,7 +167,7 @@ class Together:
             self._hand_over(engine, asked[engine], parts)
         return True
 
-    def _hand_over(self, engine: TaughtEngine, asked: Asked, parts: list[tuple[_Row, Tensor, dict[str, Tensor]]]) -> None:
+    def _hand_over(self, engine: BatchedEngine, asked: PendingStep, parts: list[tuple[_StepBatch, Tensor, dict[str, Tensor]]]) -> None:
         """Add up the batches of a step; then keep the gradient, or take the step."""
         gradient = _sum([(row.share, {"": slope}) for row, slope, _ in parts])[""]
         metrics = _sum([(row.share, told) for row, _, told in parts])
@@ -180,7 +180,7 @@ class Together:
             asked.feed.drawn.extend(batches)
             engine.ready.append((gradient, result))
 
-    def _gradients(self, rows: list[_Row]) -> list[tuple[_Row, Tensor, dict[str, Tensor]]] | None:
+    def _gradients(self, rows: list[_StepBatch]) -> list[tuple[_StepBatch, Tensor, dict[str, Tensor]]] | None:
         """The gradient of each row, and its figures; None where the model does not let itself be mapped."""
         try:
             with warnings.catch_warnings():
@@ -195,7 +195,7 @@ class Together:
         self.calls, self.computed, self._tried = self.calls + 1, self.computed + len(rows), True
         return [(row, gradients[i], {name: value[i] for name, value in metrics.items()}) for i, row in enumerate(rows)]
 
-    def _mapped(self, rows: list[_Row]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _mapped(self, rows: list[_StepBatch]) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients [rows, weights] and figures. Where all have the same weights, these are not copied."""
         first = rows[0].engine
         (network,) = first.networks.values()
@@ -215,7 +215,7 @@ class Together:
             slopes, metrics = mapped(weights, batch)
         return torch.cat([slope.flatten(1) for slope in slopes.values()], dim=1), metrics
 
-    def _as_alone(self, row: _Row, gradient: Tensor) -> bool:
+    def _as_alone(self, row: _StepBatch, gradient: Tensor) -> bool:
         """Whether a row's gradient is what its engine computes by itself."""
         SingleEngine.gradients(row.engine, [row.batch])
         alone = row.engine.gradient
@@ -228,7 +228,7 @@ class Together:
         return f"{self.computed:,} in {self.calls:,} calls, {self.computed / self.calls:.1f} at once" if self.calls else ""
 
 
-def why_alone(run: Run, engine: SingleEngine, leased: bool) -> str:
+def reason_not_batched(run: Run, engine: SingleEngine, leased: bool) -> str:
     """Why workers of a run cannot compute together; empty: nothing speaks against it."""
     training, modules = run.training, [module for player in engine.task.players.values() for module in player.modules()]
     reasons = {
@@ -249,9 +249,9 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(share, float) and share > 0
 
 
-def _alike(rows: list[_Row]) -> list[list[_Row]]:
+def _alike(rows: list[_StepBatch]) -> list[list[_StepBatch]]:
     """Rows whose batches have the same shapes."""
-    groups: dict[tuple[Any, ...], list[_Row]] = {}
+    groups: dict[tuple[Any, ...], list[_StepBatch]] = {}
     for row in rows:
         groups.setdefault(tuple((name, value.shape) for name, value in row.batch.items()), []).append(row)
     return list(groups.values())

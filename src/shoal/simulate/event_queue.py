@@ -13,7 +13,7 @@ _Planned = tuple[float, float, Callable[..., None], tuple[Any, ...]]
 """When, which of those that were planned, what, and what it is given."""
 
 
-class Timeline:
+class EventQueue:
     """Things happen in the order of their times, and those of the same time in the order in which they were planned."""
 
     def __init__(self) -> None:

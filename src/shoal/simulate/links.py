@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable
 
-from shoal.simulate.event_queue import Timeline
+from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.machines import always_lit
 from shoal.transports.netem.profiles import Profile
 from shoal.transports.netem.streams import PACKET_BYTES, Lane
@@ -71,7 +71,7 @@ class Link:
 class Cores:
     """Processors that several workers share: while more compute than there are cores, each gets its part of them."""
 
-    def __init__(self, timeline: Timeline, count: float, others: float = 0.0) -> None:
+    def __init__(self, timeline: EventQueue, count: float, others: float = 0.0) -> None:
         """`others`: processes of other people that compute here all the time."""
         self._timeline, self._count, self._others = timeline, count, others
         self._left: dict[int, tuple[float, Callable[[], None]]] = {}

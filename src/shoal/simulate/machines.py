@@ -22,7 +22,7 @@ _SITES = 20
 _DAY_S, _HOUR_S = 86_400.0, 3600.0
 
 
-class Machine(NamedTuple):
+class SimulatedMachine(NamedTuple):
     """One worker's machine."""
 
     name: str
@@ -51,7 +51,7 @@ def always_lit(moment: float) -> float:
 class Weather(NamedTuple):
     """How machines and their links are in a simulation."""
 
-    machines: tuple[Machine, ...]
+    machines: tuple[SimulatedMachine, ...]
     dark: dict[str, tuple[Stay, ...]]
     """By site: when it is cut off."""
     cores: dict[str, float]
@@ -81,10 +81,10 @@ def weather_named(name: str, count: int, step_s: float, hours: float, seed: int,
         machines, dark = _mixed(count, step_s, hours, dice)
     elif name == "straggler":
         slow = [step_s * (10.0 if number == 0 else 1.0) for number in range(count)]
-        machines, dark = [Machine(f"w{number + 1}", one, PROFILES["good"]) for number, one in enumerate(slow)], {}
+        machines, dark = [SimulatedMachine(f"w{number + 1}", one, PROFILES["good"]) for number, one in enumerate(slow)], {}
     else:
         link = CALM if name == "calm" else _profile(name)
-        machines, dark = [Machine(f"w{number + 1}", step_s, link) for number in range(count)], {}
+        machines, dark = [SimulatedMachine(f"w{number + 1}", step_s, link) for number in range(count)], {}
     for number in dice.sample(range(count), round(false_share * count)):
         machines[number] = machines[number]._replace(false=True)
     return Weather(tuple(machines), dark, {})
@@ -98,7 +98,7 @@ def _profile(name: str) -> Profile:
         raise ShoalError(f"`{name}` is no weather we know: {names}, or a rate such as 50mbit") from None
 
 
-def _mixed(count: int, step_s: float, hours: float, dice: random.Random) -> tuple[list[Machine], dict[str, tuple[Stay, ...]]]:
+def _mixed(count: int, step_s: float, hours: float, dice: random.Random) -> tuple[list[SimulatedMachine], dict[str, tuple[Stay, ...]]]:
     span_s, sites = hours * _HOUR_S, [f"site-{number}" for number in range(_SITES)]
     zones = {site: dice.randrange(24) for site in sites}
     crowd_at = dice.uniform(0.2, 0.8) * span_s
@@ -112,7 +112,7 @@ def _mixed(count: int, step_s: float, hours: float, dice: random.Random) -> tupl
             "day": _days(span_s, zones[site], dice),
             "crowd": ((crowd_at + dice.uniform(0, min(600.0, 0.1 * span_s)), math.inf),),
         }[habit]
-        machines.append(Machine(f"w{number + 1}", step_s * dice.lognormvariate(0, 0.6), PROFILES[links[number]], stays, site))
+        machines.append(SimulatedMachine(f"w{number + 1}", step_s * dice.lognormvariate(0, 0.6), PROFILES[links[number]], stays, site))
     return machines, {site: _darkness(span_s, dice) for site in sites}
 
 
@@ -132,6 +132,6 @@ def _darkness(span_s: float, dice: random.Random) -> tuple[Stay, ...]:
     return ((start, start + dice.uniform(60.0, min(3600.0, max(61.0, 0.2 * span_s)))),)
 
 
-def listed(machines: Sequence[Machine], cores: dict[str, float] | None = None) -> Weather:
+def weather_of(machines: Sequence[SimulatedMachine], cores: dict[str, float] | None = None) -> Weather:
     """The weather of machines that are known one by one."""
     return Weather(tuple(machines), {}, dict(cores or {}))

@@ -14,12 +14,12 @@ from shoal.config.schema.engine import Ddp, Fsdp
 from shoal.engines import SingleEngine
 from shoal.engines.pipeline.split import numbers_used
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Parts, feed_of
-from shoal.runs.coordinator_run import Agreed
-from shoal.runs.live_objects import NOTHING, players_of, samples_of, task_of
-from shoal.runs.run_size import extent_of, ranks_of
+from shoal.runs.build_run import RunParts, feed_for_seat
+from shoal.runs.coordinator_run import RunAgreement
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, data_for, players_for, task_for
+from shoal.runs.run_size import data_extent, ranks_per_worker
 from shoal.scheduling import memory_estimate as memory
-from shoal.simulate.machines import CALM, Machine
+from shoal.simulate.machines import CALM, SimulatedMachine
 
 APART, SHARING = Ddp().kind, Fsdp().kind
 """Engines for a worker of several devices: each device has all of the weights, or they share them."""
@@ -29,28 +29,28 @@ _PASSES, _LEARNING = 4, 2
 """Operations for each weight and token: two forward and two backward; and two more where the weight is trained."""
 
 
-class Sketch(NamedTuple):
+class MetaModel(NamedTuple):
     """What is the same whatever the strategy, the codec and the batch are."""
 
     run: Run
-    parts: Parts
+    parts: RunParts
 
     @property
     def parameters(self) -> int:
         return self.parts.single.vector.numel()
 
-    def agreed(self, run: Run, workers: int) -> Agreed:
+    def agreed(self, run: Run, workers: int) -> RunAgreement:
         """What so many workers of a run would agree on. Raises ShoalError where the settings and the data do not fit."""
         samples = self.parts.data
         expected = shards_of(run, samples.train, workers)
-        policies = strategies.of(run, expected)
-        length = policies.length(extent_of(run, samples, expected))
-        return Agreed(self.parts, policies, length, (), expected)
+        policies = strategies.policies_for(run, expected)
+        length = policies.length(data_extent(run, samples, expected))
+        return RunAgreement(self.parts, policies, length, (), expected)
 
-    def memory(self, run: Run) -> memory.Memory:
+    def memory(self, run: Run) -> memory.MemoryEstimate:
         """What a worker takes, or each of its devices."""
-        whole = memory.of_training(run, self.parameters, self.parts.data.info.vocab_size or 0, self.parts.frozen)
-        return whole.shared(ranks_of(run)) if run.engine.kind == SHARING else whole
+        whole = memory.training_memory(run, self.parameters, self.parts.data.info.vocab_size or 0, self.parts.frozen)
+        return whole.shared(ranks_per_worker(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
         """Seconds that a batch takes on a machine. A batch of twice the size takes twice as long."""
@@ -64,7 +64,7 @@ class Sketch(NamedTuple):
         if kind.devices == 1:
             return self.step_s(run, kind)
         exchanged = _EXCHANGES[run.engine.kind] * 32e-6 * self.parameters / kind.device_mbps
-        return (self.step_s(run, kind) + exchanged) / ranks_of(run)
+        return (self.step_s(run, kind) + exchanged) / ranks_per_worker(run)
 
     def operations(self, run: Run) -> float:
         """What a batch takes to compute. Raises ShoalError for convolutions, which use a weight at every place of an image."""
@@ -83,11 +83,11 @@ class Sketch(NamedTuple):
 def data_of(run: Run, count: int | None = None) -> data.Data:
     """The data of a run, for a simulation of times: what is on this machine is read. Of what is not, and where `count` says how many
     samples there are, only the number and the shapes are supposed. Raises ShoalError where nobody knows them."""
-    return samples_of(run, NOTHING, lambda: data.load(run)) if is_read(run, count) else data.suppose(run, count)
+    return data_for(run, NO_LIVE_OBJECTS, lambda: data.load(run)) if is_read(run, count) else data.make_fake_data(run, count)
 
 
 def is_read(run: Run, count: int | None) -> bool:
-    return count is None and data.is_here(run.data.source)
+    return count is None and data.is_local(run.data.source)
 
 
 def shards_of(run: Run, samples: object, workers: int) -> int:
@@ -97,25 +97,25 @@ def shards_of(run: Run, samples: object, workers: int) -> int:
     return max(1, min(workers, len(samples) // (run.training.batch_size or 1)))
 
 
-def sketch(run: Run, samples: data.Data | None = None) -> Sketch:
+def build_meta_model(run: Run, samples: data.Data | None = None) -> MetaModel:
     """Lay out the networks without their numbers: so a model that fits nowhere here can be planned, too. `samples`: its data, where that is
     not to be read."""
     samples = samples or data_of(run)
     shaped = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan", "huggingface")  # others are made by a program, with their numbers
-    players = models.build(run, samples.info, "meta") if shaped else players_of(run, NOTHING, samples.info)
+    players = models.build(run, samples.info, "meta") if shaped else players_for(run, NO_LIVE_OBJECTS, samples.info)
     with torch.device("meta"):
-        task = task_of(run, NOTHING, players, samples.info)
+        task = task_for(run, NO_LIVE_OBJECTS, players, samples.info)
         engine = SingleEngine(run, task, torch.device("meta"), 1)
-    return Sketch(run, Parts(run, samples, engine, feed_of(run, samples)))
+    return MetaModel(run, RunParts(run, samples, engine, feed_for_seat(run, samples)))
 
 
-def machines_of(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> list[Machine]:
+def machines_of(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> list[SimulatedMachine]:
     """The machines one by one, as a simulation has them. They are there from the beginning."""
     made = []
     for name, kind in kinds.items():
         link = CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps)
         names = [name] if kind.count == 1 else [f"{name}-{number + 1}" for number in range(kind.count)]
-        made += [Machine(one, found.worker_step_s(run, kind), link, start_s=0.0) for one in names]
+        made += [SimulatedMachine(one, found.worker_step_s(run, kind), link, start_s=0.0) for one in names]
     return made
 
 
@@ -128,7 +128,7 @@ def devices_of(kinds: dict[str, MachineKind]) -> int:
     return counts.pop() if counts else 1
 
 
-def sharing(run: Run, devices: int) -> Run:
+def with_sharded_engine(run: Run, devices: int) -> Run:
     """The run with the engine that takes least memory of each of several devices."""
     if devices == 1:
         return run
@@ -136,13 +136,13 @@ def sharing(run: Run, devices: int) -> Run:
     return made
 
 
-def fitting(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> dict[str, MachineKind]:
+def machines_that_fit(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> dict[str, MachineKind]:
     """The machines whose memory is large enough to train this."""
     needs_gb = found.memory(run).gb
     return {name: kind for name, kind in kinds.items() if kind.memory_gb is None or needs_gb <= kind.memory_gb}
 
 
-def what_would_fit(found: Sketch, run: Run, memory_gb: float) -> list[str]:
+def ways_to_fit(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
     """What would let a machine with so much memory train the model, for people: one way on each line."""
     training, ways = run.training, list[str]()
     batches = [training.batch_size or 1]
@@ -158,7 +158,7 @@ def what_would_fit(found: Sketch, run: Run, memory_gb: float) -> list[str]:
     return ways or _in_parts(found, run, memory_gb)
 
 
-def _in_parts(found: Sketch, run: Run, memory_gb: float) -> list[str]:
+def _in_parts(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
     """Several devices share weights, gradients and the optimizer; each keeps the activations of its own batch."""
     least = found.memory(run.replace(training=run.training.replace(batch_size=1)))
     room, shared = memory_gb - least.activations / 1e9, least.gb - least.activations / 1e9

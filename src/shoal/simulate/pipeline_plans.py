@@ -15,14 +15,14 @@ from shoal.config.problems import errors
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.errors import ShoalError
-from shoal.runs.build_run import feed_of
-from shoal.runs.stage_placement import Stage, cut_at, stage_at
-from shoal.scheduling.layer_split import Hands, split
-from shoal.simulate.machines import CALM, Machine
-from shoal.simulate.meta_model import Sketch
-from shoal.simulate.pipeline_timing import Step, held_by, step_of
+from shoal.runs.build_run import feed_for_seat
+from shoal.runs.stage_placement import PipelineStage, stage_of_layers, stages_between
+from shoal.scheduling.layer_split import MachineSpec, split
+from shoal.simulate.machines import CALM, SimulatedMachine
+from shoal.simulate.meta_model import MetaModel
+from shoal.simulate.pipeline_timing import PipelineStep, stages_on, time_step
 from shoal.strategies import run_length
 
 _ENGINES = tuple(Pipeline(micro_batches=parts, schedule=schedule) for parts in (4, 8, 16, 32) for schedule in get_args(Schedule))
@@ -31,7 +31,7 @@ _MOST = 16
 """Machines that are tried as stages, at most."""
 
 
-class Staged(NamedTuple):
+class PipelineCandidate(NamedTuple):
     """Machines with a stage each, as settings. The one that is first keeps the run's folder."""
 
     machines: tuple[str, ...]
@@ -64,13 +64,13 @@ class Staged(NamedTuple):
         return f"local, pipeline ({shares}) micro_batches={self.engine.micro_batches} {self.engine.schedule}"
 
 
-class StagedPlan(NamedTuple):
+class PipelinePlan(NamedTuple):
     """What such machines would do together."""
 
-    candidate: Staged
+    candidate: PipelineCandidate
     loaded: LoadedConfig
-    stages: list[Stage]
-    step: Step
+    stages: list[PipelineStage]
+    step: PipelineStep
     samples_per_s: float
     samples: int
     """Of the whole run."""
@@ -85,13 +85,13 @@ Variant = Callable[[Mapping[str, Any]], LoadedConfig]
 Chosen = Sequence[tuple[str, MachineKind]]
 
 
-def staged_plans(found: Sketch, kinds: Mapping[str, MachineKind], variant: Variant) -> list[StagedPlan]:
+def pipeline_plans(found: MetaModel, kinds: Mapping[str, MachineKind], variant: Variant) -> list[PipelinePlan]:
     """For each number of machines that can hold the model together, the quickest way. None where the model cannot be cut, or where
     machines are several devices each. Raises ShoalError with the reason where the machines have too little memory, or all are refused."""
     if found.run.model.kind not in CUT_INTO_STAGES or any(kind.devices > 1 for kind in kinds.values()):
         return []
     layers = layers_of(found.parts.engine.task.players["model"])
-    best, reason, plans = dict[int, _Tried](), "", list[StagedPlan]()
+    best, reason, plans = dict[int, _Tried](), "", list[PipelinePlan]()
     for chosen, engine in itertools.product(_orders(kinds, len(layers.sizes)), _ENGINES):
         try:
             tried = _try(found, layers, chosen, engine)
@@ -130,62 +130,62 @@ def _slow_ones_last(machine: tuple[str, MachineKind]) -> float:
 class _Tried(NamedTuple):
     chosen: Chosen
     engine: Pipeline
-    stages: list[Stage]
-    step: Step
+    stages: list[PipelineStage]
+    step: PipelineStep
 
 
-def _try(found: Sketch, layers: Layers, chosen: Chosen, engine: Pipeline) -> _Tried:
+def _try(found: MetaModel, layers: LayerSizes, chosen: Chosen, engine: Pipeline) -> _Tried:
     """Machines in this order. Raises ShoalError where they cannot hold the model."""
     run = found.run.replace(engine=engine)
-    stages = cut_at(run, layers, _vocabulary(found), _bounds(found, run, layers, chosen))
+    stages = stages_between(run, layers, _vocabulary(found), _bounds(found, run, layers, chosen))
     machines = [_machine(found, run, name, kind) for name, kind in chosen]
-    return _Tried(chosen, engine, stages, step_of(run, layers, held_by(run, layers, stages, machines)))
+    return _Tried(chosen, engine, stages, time_step(run, layers, stages_on(run, layers, stages, machines)))
 
 
-def _settled(found: Sketch, tried: _Tried, variant: Variant) -> StagedPlan:
+def _settled(found: MetaModel, tried: _Tried, variant: Variant) -> PipelinePlan:
     """What was tried, as settings. Raises ShoalError where they are refused."""
     shares = tuple(round(stage.share, 4) for stage in tried.stages)
     hosts = tuple((name, _told(found, kind)) for name, kind in tried.chosen)
     names = tuple(name for name, _ in tried.chosen)
-    candidate = Staged(names, shares, hosts, tried.engine, found.run.training.batch_size or 1)
+    candidate = PipelineCandidate(names, shares, hosts, tried.engine, found.run.training.batch_size or 1)
     loaded = variant(candidate.settings())
     run = loaded.run  # raises ConfigError where the settings do not go together
     if refused := errors(package_problems(loaded, packages="warning")):
         raise ShoalError(refused[0].message)
     each = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
-    steps = run_length.alone(run, feed_of(run, found.parts.data).batches_per_epoch, 1)
+    steps = run_length.alone(run, feed_for_seat(run, found.parts.data).batches_per_epoch, 1)
     price = sum(kind.price_per_hour for _, kind in tried.chosen)
-    return StagedPlan(candidate, loaded, tried.stages, tried.step, each / tried.step.seconds, steps * each, price)
+    return PipelinePlan(candidate, loaded, tried.stages, tried.step, each / tried.step.seconds, steps * each, price)
 
 
-def _vocabulary(found: Sketch) -> int:
+def _vocabulary(found: MetaModel) -> int:
     return found.parts.data.info.vocab_size or 0
 
 
-def _machine(found: Sketch, run: Run, name: str, kind: MachineKind) -> Machine:
-    return Machine(name, found.step_s(run, kind), CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps))
+def _machine(found: MetaModel, run: Run, name: str, kind: MachineKind) -> SimulatedMachine:
+    return SimulatedMachine(name, found.step_s(run, kind), CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps))
 
 
-def _told(found: Sketch, kind: MachineKind) -> dict[str, float]:
+def _told(found: MetaModel, kind: MachineKind) -> dict[str, float]:
     """What the settings tell of a machine."""
     speed = {"flops": float(f"{found.operations(found.run) / found.step_s(found.run, kind):.3g}"), "bandwidth_mbps": kind.bandwidth_mbps}
     return speed if kind.memory_gb is None else {"memory_gb": kind.memory_gb} | speed
 
 
-def _bounds(found: Sketch, run: Run, layers: Layers, chosen: Chosen) -> list[int]:
+def _bounds(found: MetaModel, run: Run, layers: LayerSizes, chosen: Chosen) -> list[int]:
     """The split whose slowest machine is quickest, each within its memory."""
     vocabulary = _vocabulary(found)
 
     def holds(number: int, first: int, last: int) -> bool:
         memory_gb = chosen[number][1].memory_gb
-        return memory_gb is None or stage_at(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
+        return memory_gb is None or stage_of_layers(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
 
     whole = sum(layers.work) + layers.work_after
-    hands = [Hands(whole / found.step_s(run, kind)) for _, kind in chosen]
+    hands = [MachineSpec(whole / found.step_s(run, kind)) for _, kind in chosen]
     return split(layers.work, hands, after=layers.work_after, holds=holds)
 
 
-def machines_needed(found: Sketch, run: Run, memory_gb: float) -> tuple[int, int] | None:
+def machines_needed(found: MetaModel, run: Run, memory_gb: float) -> tuple[int, int] | None:
     """How many machines with so much memory can train the model together, and with how many micro-batches; None: however many there are,
     some layer does not fit."""
     if run.model.kind not in CUT_INTO_STAGES:

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.engines.pipeline.split import LayerSizes, layers_of
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
-from shoal.scheduling.layer_split import Hands, split
-from shoal.simulate.machines import Machine
-from shoal.simulate.meta_model import Sketch, data_of, sketch
-from shoal.simulate.pipeline_timing import Held, Step, held_by, step_of
-from shoal.simulate.report import span
-from shoal.simulate.simulation import Asked, step_s_for, weather_for
+from shoal.scheduling.layer_split import MachineSpec, split
+from shoal.simulate.machines import SimulatedMachine
+from shoal.simulate.meta_model import MetaModel, build_meta_model, data_of
+from shoal.simulate.pipeline_timing import PipelineStep, PlacedStage, stages_on, time_step
+from shoal.simulate.report import format_hours
+from shoal.simulate.simulation import SimulationOptions, step_s_for, weather_for
 from shoal.strategies import run_length
 
 
 class PipelineReport(NamedTuple):
     """What a pipeline would do."""
 
-    held: list[Held]
-    step: Step
+    held: list[PlacedStage]
+    step: PipelineStep
     samples: int
     """Of a step."""
     steps: int
@@ -53,58 +53,62 @@ class PipelineReport(NamedTuple):
             ("run", f"pipeline, {len(self.held)} stages, {self.passes} micro-batches a step"),
             *stages,
             ("step", f"{1e3 * self.step.seconds:,.1f} ms"),
-            ("virtual time", f"{span(done * self.step.seconds / 3600)}, {done:,} of {self.steps:,} steps{end}"),
+            ("virtual time", f"{format_hours(done * self.step.seconds / 3600)}, {done:,} of {self.steps:,} steps{end}"),
             ("samples/s", f"{self.samples_per_s:,.1f}"),
             ("utilisation", f"{self.step.utilisation:.1%} of the time ({busy})"),
             ("bytes", f"{self.step.bytes / 1e6:,.2f} MB a step, {done * self.step.bytes / 1e6:,.1f} MB in all"),
         ]
 
 
-def pipelined(run: Run, asked: Asked) -> PipelineReport:
+def pipelined(run: Run, asked: SimulationOptions) -> PipelineReport:
     """Simulate a run whose strategy is local and whose engine is pipeline. Raises ShoalError where a stage fits nobody."""
     if asked.learns or asked.false_share or asked.cores is not None:
         raise ShoalError("of a pipeline times and bytes are simulated: leave --learn, --false-workers and --cores out")
-    found = sketch(run, data_of(run, asked.samples))
+    found = build_meta_model(run, data_of(run, asked.samples))
     layers, vocabulary = layers_of(found.parts.engine.task.players["model"]), found.parts.data.info.vocab_size or 0
     step_s = asked.step_s or _batch_s(found, asked)
     stages = stage_placement.stages_of(run, layers, vocabulary) if run.placed else None
     machines = _machines(run, asked, len(stages) if stages else None, step_s)
     if stages is None:
-        stages = stage_placement.cut_at(run, layers, vocabulary, _bounds(run, layers, machines))
+        stages = stage_placement.stages_between(run, layers, vocabulary, _bounds(run, layers, machines))
     else:
         machines = _placed(run, stages, machines)
-    held = held_by(run, layers, stages, machines)
+    held = stages_on(run, layers, stages, machines)
     samples = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
     steps = run_length.alone(run, found.parts.feed.batches_per_epoch, 1)
-    return PipelineReport(held, step_of(run, layers, held), samples, steps, asked.hours, stage_placement.passes_of(run))
+    return PipelineReport(held, time_step(run, layers, held), samples, steps, asked.hours, stage_placement.micro_batches_per_step(run))
 
 
-def _batch_s(found: Sketch, asked: Asked) -> float:
+def _batch_s(found: MetaModel, asked: SimulationOptions) -> float:
     """What a batch takes, in micro-batches as the engine has them: many small ones take a processor longer than one large."""
     training, engine = found.run.training, found.run.engine
     size = training.batch_size or 1
     smaller = max(1, size // getattr(engine, "micro_batches", 1))
-    return size / smaller * step_s_for(sketch(found.run.replace(training=training.replace(batch_size=smaller)), found.parts.data), asked)
+    return (
+        size
+        / smaller
+        * step_s_for(build_meta_model(found.run.replace(training=training.replace(batch_size=smaller)), found.parts.data), asked)
+    )
 
 
-def _machines(run: Run, asked: Asked, stages: int | None, step_s: float) -> list[Machine]:
+def _machines(run: Run, asked: SimulationOptions, stages: int | None, step_s: float) -> list[SimulatedMachine]:
     """The machines that the settings list, the server first; else as many as there are stages, which are alike."""
-    names = list(stage_placement.listed(run))
+    names = list(stage_placement.listed_machines(run))
     count = asked.workers or len(names) or stages or (run.cluster.num_workers or 1) + 1
     named = run.replace(cluster=run.cluster.replace(workers=tuple(names)))
     return list(weather_for(named, asked, count, step_s, asked.hours or 1.0).machines)
 
 
-def _placed(run: Run, stages: Sequence[stage_placement.Stage], machines: Sequence[Machine]) -> list[Machine]:
+def _placed(run: Run, stages: Sequence[stage_placement.PipelineStage], machines: Sequence[SimulatedMachine]) -> list[SimulatedMachine]:
     """The machine of each stage."""
     by_name = {machine.name: machine for machine in machines}
-    found = stage_placement.placed_on(run, stages, {name: name for name in by_name})
+    found = stage_placement.place_stages(run, stages, {name: name for name in by_name})
     return [by_name[found[stage.id]] for stage in stages]
 
 
-def _bounds(run: Run, layers: Layers, machines: Sequence[Machine]) -> list[int]:
+def _bounds(run: Run, layers: LayerSizes, machines: Sequence[SimulatedMachine]) -> list[int]:
     """As the engine itself would cut the layers for machines of these speeds."""
     given = getattr(run.engine, "layers", ())
     if given:
         return [sum(given[:stage]) for stage in range(len(given) + 1)]
-    return split(layers.work, [Hands(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)
+    return split(layers.work, [MachineSpec(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)

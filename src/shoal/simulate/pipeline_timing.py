@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.pipeline.schedule import Turns
-from shoal.engines.pipeline.split import Layers
-from shoal.runs.stage_placement import Stage, passes_of, stream_bytes
-from shoal.simulate.machines import Machine
+from shoal.engines.pipeline.schedule import PassSchedule
+from shoal.engines.pipeline.split import LayerSizes
+from shoal.runs.stage_placement import PipelineStage, micro_batches_per_step, stream_bytes
+from shoal.simulate.machines import SimulatedMachine
 
 _FORWARD = 1 / 3
 """The part of a step that forward passes take: a backward pass has two products for each of a forward pass."""
@@ -25,16 +25,16 @@ _AGREEMENTS = 4
 """How often all stages wait for each other in a step: what counts, who leaves, the gradient's norm, the figures."""
 
 
-class Held(NamedTuple):
+class PlacedStage(NamedTuple):
     """A stage on its machine."""
 
-    stage: Stage
-    machine: Machine
+    stage: PipelineStage
+    machine: SimulatedMachine
     computes_s: float
     """What a step takes it to compute."""
 
 
-class Step(NamedTuple):
+class PipelineStep(NamedTuple):
     """One step of a pipeline."""
 
     seconds: float
@@ -48,18 +48,18 @@ class Step(NamedTuple):
         return sum(self.computing_s) / (len(self.computing_s) * self.seconds)
 
 
-def held_by(run: Run, layers: Layers, stages: Sequence[Stage], machines: Sequence[Machine]) -> list[Held]:
+def stages_on(run: Run, layers: LayerSizes, stages: Sequence[PipelineStage], machines: Sequence[SimulatedMachine]) -> list[PlacedStage]:
     """The stages on machines whose `step_s` is what a batch of the whole model takes them, in the order of the stages."""
     whole, batches = sum(layers.work) + layers.work_after, run.training.gradient_accumulation_steps
     return [
-        Held(stage, machine, batches * machine.step_s * machine.slowdown * stage.work / whole)
+        PlacedStage(stage, machine, batches * machine.step_s * machine.slowdown * stage.work / whole)
         for stage, machine in zip(stages, machines, strict=True)
     ]
 
 
-def step_of(run: Run, layers: Layers, held: Sequence[Held]) -> Step:
+def time_step(run: Run, layers: LayerSizes, held: Sequence[PlacedStage]) -> PipelineStep:
     """What a step takes, computed event by event."""
-    batches, parts = run.training.gradient_accumulation_steps, passes_of(run)
+    batches, parts = run.training.gradient_accumulation_steps, micro_batches_per_step(run)
     streams, tied = batches * stream_bytes(run), 4 * layers.copied
     passes_s = _Passes(run, held, parts, streams / parts).run()
     hops = [_hop(one.machine, other.machine) for one, other in itertools.pairwise(held)]
@@ -68,10 +68,10 @@ def step_of(run: Run, layers: Layers, held: Sequence[Held]) -> Step:
     if hops and tied:  # its gradient comes to the first stage, and the new one goes to the last
         latency, rate = _hop(held[0].machine, held[-1].machine)
         agreeing_s, travels = agreeing_s + 2 * (latency + tied / rate), travels + 2 * tied
-    return Step(passes_s + agreeing_s, [one.computes_s for one in held], travels)
+    return PipelineStep(passes_s + agreeing_s, [one.computes_s for one in held], travels)
 
 
-def _hop(one: Machine, other: Machine) -> tuple[float, float]:
+def _hop(one: SimulatedMachine, other: SimulatedMachine) -> tuple[float, float]:
     """From one machine to another: seconds that a message is under way, and bytes a second. Each is as far from the middle of the network
     as its own link says."""
     rates = [machine.link.mbit_per_s * 1e6 / 8 for machine in (one, other) if machine.link.mbit_per_s]
@@ -81,10 +81,10 @@ def _hop(one: Machine, other: Machine) -> tuple[float, float]:
 class _Passes:
     """All forward and backward passes of one step."""
 
-    def __init__(self, run: Run, held: Sequence[Held], parts: int, stream: float) -> None:
+    def __init__(self, run: Run, held: Sequence[PlacedStage], parts: int, stream: float) -> None:
         """`parts`: micro-batches; `stream`: bytes that go on from one stage to the next for each."""
         count, schedule = len(held), getattr(run.engine, "schedule", "1f1b")
-        self.turns = [Turns(stage, count, parts, schedule) for stage in range(count)]
+        self.turns = [PassSchedule(stage, count, parts, schedule) for stage in range(count)]
         forward = _FORWARD / _AGAIN if run.training.gradient_checkpointing else _FORWARD
         self.forward_s = [one.computes_s * forward / parts for one in held]
         self.backward_s = [one.computes_s * (1 - forward) / parts for one in held]

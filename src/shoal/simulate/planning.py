@@ -16,13 +16,13 @@ from shoal.config.missing_packages import package_problems
 from shoal.config.problems import errors
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
-from shoal.runs.coordinator_run import Agreed
-from shoal.simulate.machines import Machine, listed
-from shoal.simulate.meta_model import APART, SHARING, Sketch, devices_of, fitting, machines_of, sharing
-from shoal.simulate.pipeline_plans import Staged, staged_plans
-from shoal.simulate.report import Report
+from shoal.runs.coordinator_run import RunAgreement
+from shoal.simulate.machines import SimulatedMachine, weather_of
+from shoal.simulate.meta_model import APART, SHARING, MetaModel, devices_of, machines_of, machines_that_fit, with_sharded_engine
+from shoal.simulate.pipeline_plans import PipelineCandidate, pipeline_plans
+from shoal.simulate.report import SimulationReport
 from shoal.simulate.simulation import scenario_of
-from shoal.simulate.virtual_run import World
+from shoal.simulate.virtual_run import VirtualRun
 from shoal.updates import codecs
 
 CODECS = ("none", "fp16", "int8", "int4")
@@ -70,7 +70,7 @@ class Candidate(NamedTuple):
 class Prediction(NamedTuple):
     """What a candidate would do."""
 
-    candidate: Candidate | Staged
+    candidate: Candidate | PipelineCandidate
     loaded: LoadedConfig
     workers: int
     samples_per_s: float
@@ -110,10 +110,10 @@ class Planned(NamedTuple):
     """The machine that is fastest by itself, and its samples a second without a coordinator; None: it fits no machine."""
 
 
-def plan(found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int = 0) -> Planned:
+def plan(found: MetaModel, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int = 0) -> Planned:
     """Try what may suit. Raises ShoalError where nothing can be run. `variant` gives the run with some settings changed."""
-    found = found._replace(run=sharing(found.run, devices_of(kinds)))  # what takes least memory says what fits at all
-    every, kinds = kinds, fitting(found, _with_batch(found, 1), kinds)
+    found = found._replace(run=with_sharded_engine(found.run, devices_of(kinds)))  # what takes least memory says what fits at all
+    every, kinds = kinds, machines_that_fit(found, _with_batch(found, 1), kinds)
     planner = _Planner(found, kinds, variant, progress, seed)
     planner.try_in_stages(every)
     if kinds:
@@ -127,15 +127,17 @@ def plan(found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progres
     return Planned(ranked, first, reason_for(first, ranked), planner.refused, _alone(found, kinds) if kinds else None)
 
 
-def _alone(found: Sketch, kinds: dict[str, MachineKind]) -> tuple[str, float]:
+def _alone(found: MetaModel, kinds: dict[str, MachineKind]) -> tuple[str, float]:
     run = _with_batch(found, _largest_batch(found, kinds, 1))
-    rates = {name: (run.training.batch_size or 1) / found.worker_step_s(run, kind) for name, kind in fitting(found, run, kinds).items()}
+    rates = {
+        name: (run.training.batch_size or 1) / found.worker_step_s(run, kind) for name, kind in machines_that_fit(found, run, kinds).items()
+    }
     name = max(rates, key=lambda one: rates[one])
     return name, rates[name]
 
 
 class _Planner:
-    def __init__(self, found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int) -> None:
+    def __init__(self, found: MetaModel, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int) -> None:
         self._found, self._kinds, self._variant, self._progress, self._seed = found, kinds, variant, progress, seed
         self._predictions: dict[Candidate | str, Prediction] = {}
         self.refused: dict[str, str] = {}
@@ -148,7 +150,7 @@ class _Planner:
     def try_in_stages(self, kinds: dict[str, MachineKind]) -> None:
         """One model over several machines, also over those that do not hold all of it."""
         try:
-            plans = staged_plans(self._found, kinds, self._variant)
+            plans = pipeline_plans(self._found, kinds, self._variant)
         except ShoalError as error:
             self.refused["local, pipeline"] = _first_reason(error)
             return
@@ -172,7 +174,7 @@ class _Planner:
         workers = sum(kind.count for kind in self._kinds.values())
         loaded = self._variant(candidate.settings(workers))
         run = loaded.run  # raises ConfigError where the settings do not go together
-        there = fitting(found, run, self._kinds)
+        there = machines_that_fit(found, run, self._kinds)
         machines = machines_of(found, run, there)
         if not machines:
             raise ShoalError(f"with a batch of {candidate.batch} it fits no machine: it needs {found.memory(run).gb:.3g} GB")
@@ -183,7 +185,7 @@ class _Planner:
             raise ShoalError(refused[0].message)
         agreed = found.agreed(run, len(machines))
         span_s = _span_s(found, agreed, loaded, machines, contributions)
-        report = World(scenario_of(run, agreed, learns=False), listed(machines), span_s / 3600, self._seed).run()
+        report = VirtualRun(scenario_of(run, agreed, learns=False), weather_of(machines), span_s / 3600, self._seed).run()
         price = sum(kind.count * kind.price_per_hour for kind in there.values())
         order = self._predictions[candidate].order if candidate in self._predictions else len(self._predictions)
         rate, each = _steady(report)
@@ -200,7 +202,7 @@ def _first_reason(error: ShoalError) -> str:
 # --- what is tried ------------------------------------------------------------------------------------
 
 
-def _coarse(found: Sketch, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
+def _coarse(found: MetaModel, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
     workers, batch, devices = sum(kind.count for kind in kinds.values()), _largest_batch(found, kinds, 1), devices_of(kinds)
     engines = (APART, SHARING) if devices > 1 else ("",)
     for name, section in Strategy.kinds.items():
@@ -208,7 +210,7 @@ def _coarse(found: Sketch, kinds: dict[str, MachineKind]) -> Iterator[Candidate]
             yield Candidate((("kind", name), *settings.items()), codec, batch, engine, devices)
 
 
-def _fine(ranked: list[Prediction], found: Sketch, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
+def _fine(ranked: list[Prediction], found: MetaModel, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
     """The fastest strategies, and those that are as fast and nearer together: with other codecs, and batches that all machines bear."""
     near = [one for one in ranked if one.samples_per_s >= _NEAR * ranked[0].samples_per_s]
     best = [*sorted(near, key=_faithful)[:_FINEST], *ranked[:_FINEST]]
@@ -225,21 +227,21 @@ def _fine(ranked: list[Prediction], found: Sketch, kinds: dict[str, MachineKind]
                 yield candidate
 
 
-def _batches(found: Sketch, kinds: dict[str, MachineKind]) -> list[int]:
+def _batches(found: MetaModel, kinds: dict[str, MachineKind]) -> list[int]:
     """Twice the batch; and where the batch does not fit everywhere, the largest one that does."""
     batch, everywhere = found.run.training.batch_size or 1, _largest_batch(found, kinds, len(kinds))
     return [2 * batch] if everywhere == batch else [everywhere]
 
 
-def _largest_batch(found: Sketch, kinds: dict[str, MachineKind], least: int) -> int:
+def _largest_batch(found: MetaModel, kinds: dict[str, MachineKind], least: int) -> int:
     """The batch of the settings, or the half, the quarter … of it with which training fits so many kinds of machines."""
     batch = found.run.training.batch_size or 1
-    while batch > 1 and len(fitting(found, _with_batch(found, batch), kinds)) < least:
+    while batch > 1 and len(machines_that_fit(found, _with_batch(found, batch), kinds)) < least:
         batch //= 2
     return batch
 
 
-def _with_batch(found: Sketch, batch: int) -> Run:
+def _with_batch(found: MetaModel, batch: int) -> Run:
     run: Run = found.run.replace(training=found.run.training.replace(batch_size=batch))
     return run
 
@@ -247,7 +249,7 @@ def _with_batch(found: Sketch, batch: int) -> Run:
 # --- what a simulation tells --------------------------------------------------------------------------
 
 
-def _span_s(found: Sketch, agreed: Agreed, loaded: LoadedConfig, machines: list[Machine], contributions: int) -> float:
+def _span_s(found: MetaModel, agreed: RunAgreement, loaded: LoadedConfig, machines: list[SimulatedMachine], contributions: int) -> float:
     """Virtual seconds: some rounds of the slowest machine, fewer where the others send much meanwhile."""
     size, batches = found.parameters, agreed.length.batches_per_contribution
     bits = 8.0 * (codecs.encoded_bytes(loaded.run.updates.codec, size) + 4 * size)
@@ -256,7 +258,7 @@ def _span_s(found: Sketch, agreed: Agreed, loaded: LoadedConfig, machines: list[
     return max(_LEAST_ROUNDS * slowest, min(_MOST_ROUNDS * slowest, contributions / together))
 
 
-def _steady(report: Report) -> tuple[float, float]:
+def _steady(report: SimulationReport) -> tuple[float, float]:
     """Samples a second, and bytes for each, from the first version to the last. Raises ShoalError where nothing was learned."""
     first, last = report.first, report.last
     if first is None or last is None or not report.samples:
@@ -267,12 +269,12 @@ def _steady(report: Report) -> tuple[float, float]:
     return learned / (3600 * (last.hours - first.hours)), (last.bytes - first.bytes) / learned
 
 
-def _apart(report: Report, agreed: Agreed, workers: int) -> float:
+def _apart(report: SimulationReport, agreed: RunAgreement, workers: int) -> float:
     each = agreed.length.batches_per_contribution
     return each * (1 + report.mean_lag * report.accepted / max(1, report.versions) / workers)
 
 
-def _batches_of(agreed: Agreed) -> int:
+def _batches_of(agreed: RunAgreement) -> int:
     """Batches of the whole run."""
     length = agreed.length
     return length.batches or length.steps * length.batches_per_step

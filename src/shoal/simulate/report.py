@@ -14,7 +14,7 @@ POINTS = 120
 """Points of a curve over the whole time."""
 
 
-class Moment(NamedTuple):
+class ProgressPoint(NamedTuple):
     """How far a run had come when a version was made."""
 
     hours: float
@@ -24,7 +24,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Report:
+class SimulationReport:
     """Figures of one simulated run. Times are virtual, except the coordinator's and the simulation's own."""
 
     workers: int
@@ -66,8 +66,8 @@ class Report:
     """Hours, and the mean loss that workers told of."""
     curves: dict[str, Curve] = field(default_factory=dict)
     """By name: hours, and what a figure was in the time before."""
-    first: Moment | None = None
-    last: Moment | None = None
+    first: ProgressPoint | None = None
+    last: ProgressPoint | None = None
     """When the first and the last version were made: what lies between them holds neither a beginning nor half a round."""
     digest: int = 0
     """Of the ledger: the same settings, machines and seed give the same."""
@@ -135,7 +135,7 @@ class Report:
         rows = [
             ("run", f"{self.strategy}, codec {self.codec}, {self.workers:,} workers, {'learning' if self.learning else 'timing only'}"),
             ("data", self.data),
-            ("virtual time", f"{span(self.hours)}{': the run came to its end' if self.finished else ''}"),
+            ("virtual time", f"{format_hours(self.hours)}{': the run came to its end' if self.finished else ''}"),
             ("samples/s", f"{self.samples_per_s:,.1f} ({self.samples:,} in all, {self.versions:,} versions)"),
             ("utilisation", f"{self.utilisation:.1%} of the time that workers were there"),
             ("lag", f"mean {self.mean_lag:.2f}, 95 % at most {self.lag_below(0.95)}"),
@@ -159,6 +159,6 @@ class Report:
         return [(name, text) for name, text in rows if text]
 
 
-def span(hours: float) -> str:
+def format_hours(hours: float) -> str:
     """A time in virtual hours, for people."""
     return f"{hours:.2f} h" if hours >= 0.1 else f"{3600 * hours:.1f} s"

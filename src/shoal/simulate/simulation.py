@@ -13,16 +13,16 @@ import torch
 from shoal import data
 from shoal.config import Run
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Parts, assemble
-from shoal.runs.coordinator_run import Agreed
-from shoal.runs.coordinator_setup import agree, plan_of
-from shoal.runs.live_objects import NOTHING, samples_of
-from shoal.runs.run_size import needed, ranks_of
-from shoal.simulate.machines import CALM, Machine, Weather, listed, weather_named
-from shoal.simulate.meta_model import Sketch, data_of, is_read, shards_of, sketch
-from shoal.simulate.report import Report
-from shoal.simulate.virtual_run import Scenario, World
-from shoal.simulate.worker_updates import Drift, Learning, Timing
+from shoal.runs.build_run import RunParts, assemble
+from shoal.runs.coordinator_run import RunAgreement
+from shoal.runs.coordinator_setup import agree, plan_for
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, data_for
+from shoal.runs.run_size import needed_contributions, ranks_per_worker
+from shoal.simulate.machines import CALM, SimulatedMachine, Weather, weather_named, weather_of
+from shoal.simulate.meta_model import MetaModel, build_meta_model, data_of, is_read, shards_of
+from shoal.simulate.report import SimulationReport
+from shoal.simulate.virtual_run import Scenario, VirtualRun
+from shoal.simulate.worker_updates import LearnedUpdates, PlainDescent, TimedUpdates
 
 _TIMED = 5
 """Steps that are timed, after a first one that is not."""
@@ -32,7 +32,7 @@ _HERE = "here"
 _MOST_NAMED = 8
 
 
-class Asked(NamedTuple):
+class SimulationOptions(NamedTuple):
     """What a simulation is asked for; null: what the settings say."""
 
     workers: int | None = None
@@ -56,32 +56,32 @@ class Asked(NamedTuple):
 
 def simulate(
     run: Run,
-    machines: Sequence[Machine] | Weather | int,
+    machines: Sequence[SimulatedMachine] | Weather | int,
     weather: str = "calm",
     hours: float = 1.0,
     seed: int = 0,
     learns: bool = False,
     samples: int | None = None,
-) -> Report:
+) -> SimulationReport:
     """Simulate a run on these machines, or on so many in a weather, for some virtual hours. Raises ShoalError where it cannot be.
 
     `learns`: workers really learn; else only times, bytes and decisions are simulated. `samples`: how many the data has, which is then not
     read.
     """
     if isinstance(machines, int):
-        return simulated(run, Asked(machines, weather, hours, seed, learns=learns, samples=samples), None)
-    found = machines if isinstance(machines, Weather) else listed(machines)
-    agreed = agreed_for(run, len(found.machines), _data_for(run, Asked(learns=learns, samples=samples)), learns)
-    return _reported(World(scenario_of(run, agreed, learns), found, hours, seed), agreed)
+        return simulated(run, SimulationOptions(machines, weather, hours, seed, learns=learns, samples=samples), None)
+    found = machines if isinstance(machines, Weather) else weather_of(machines)
+    agreed = agreed_for(run, len(found.machines), _data_for(run, SimulationOptions(learns=learns, samples=samples)), learns)
+    return _reported(VirtualRun(scenario_of(run, agreed, learns), found, hours, seed), agreed)
 
 
-def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None) -> Report:
+def simulated(run: Run, asked: SimulationOptions, look: Callable[[int, VirtualRun], None] | None) -> SimulationReport:
     """Simulate what was asked for. Where no hours are given, `simulation` of the settings says how many heartbeats and rounds of scheduling
     there are; `look` is called at each round of scheduling, with its number."""
-    count = asked.workers or run.cluster.num_workers or max(1, needed(run))
+    count = asked.workers or run.cluster.num_workers or max(1, needed_contributions(run))
     samples, settings = _data_for(run, asked), run.simulation
     agreed = agreed_for(run, count, samples, asked.learns)
-    step_s = asked.step_s or step_s_for(Sketch(run, agreed.parts._replace(data=samples)), asked)
+    step_s = asked.step_s or step_s_for(MetaModel(run, agreed.parts._replace(data=samples)), asked)
     heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
     rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
     hours = asked.hours or max(heartbeats_s, rounds_s) / 3600
@@ -91,29 +91,29 @@ def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None)
     weather = weather_for(run, asked, count, step_s, hours)
     if asked.hours is None:  # a few heartbeats of workers that are there already
         weather = weather._replace(machines=tuple(one._replace(start_s=0.0) for one in weather.machines))
-    world = World(scenario, weather, hours, asked.seed)
+    world = VirtualRun(scenario, weather, hours, asked.seed)
     if look is not None and asked.hours is None:
         _look_at_rounds(world, look, settings.scheduling_rounds, settings.scheduling_interval_s)
     return _reported(world, agreed)
 
 
-def _reported(world: World, agreed: Agreed) -> Report:
+def _reported(world: VirtualRun, agreed: RunAgreement) -> SimulationReport:
     report = world.run()
     report.data = agreed.parts.data.info.name
     return report
 
 
-def _look_at_rounds(world: World, look: Callable[[int, World], None], rounds: int, interval_s: float) -> None:
+def _look_at_rounds(world: VirtualRun, look: Callable[[int, VirtualRun], None], rounds: int, interval_s: float) -> None:
     for number in range(1, rounds + 1):
         world.timeline.at(number * interval_s, look, number, world)
 
 
-def weather_for(run: Run, asked: Asked, count: int, step_s: float, hours: float) -> Weather:
+def weather_for(run: Run, asked: SimulationOptions, count: int, step_s: float, hours: float) -> Weather:
     """The machines of a simulation, as they were asked for. Raises ShoalError for a name that none of them has."""
     return _on_one_machine(_weather(run, asked, count, step_s, hours), asked)
 
 
-def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) -> Weather:
+def _weather(run: Run, asked: SimulationOptions, count: int, step_s: float, hours: float) -> Weather:
     """The weather that was asked for; else the machines that the settings list, as far as they are known."""
     if asked.weather is not None or not run.cluster.workers:
         return weather_named(asked.weather or "calm", count, step_s, hours, asked.seed, asked.false_share)
@@ -126,11 +126,11 @@ def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) ->
         host = run.cluster.hosts.get(name)
         speed = host.flops / usual if host is not None and host.flops else 1.0
         link = CALM._replace(mbit_per_s=host.bandwidth_mbps) if host is not None and host.bandwidth_mbps else CALM
-        found.append(Machine(name, step_s / speed, link))
-    return listed(found)
+        found.append(SimulatedMachine(name, step_s / speed, link))
+    return weather_of(found)
 
 
-def _on_one_machine(weather: Weather, asked: Asked) -> Weather:
+def _on_one_machine(weather: Weather, asked: SimulationOptions) -> Weather:
     """The same machines, as slow as was asked for, and as processes that share cores where it says so. Raises ShoalError for a name that
     none of them has."""
     names = [one.name for one in weather.machines]
@@ -142,7 +142,7 @@ def _on_one_machine(weather: Weather, asked: Asked) -> Weather:
     return weather._replace(machines=machines, cores={} if asked.cores is None else {_HERE: asked.cores}, others=asked.others)
 
 
-def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> Agreed:
+def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> RunAgreement:
     """What a run comes to with so many workers: with networks that can learn, or with their shapes only. Raises ShoalError where it cannot
     be simulated."""
     if run.alone:
@@ -150,30 +150,30 @@ def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> Agre
     if run.strategy.gives_answers:
         raise ShoalError(f"workers of the strategy {run.strategy.kind} answer prompts, and how long answers become cannot be foretold")
     if not learns:
-        return sketch(run, samples).agreed(run, workers)
-    return agree(run, shards_of(run, samples.train, workers), None, None, NOTHING, samples)
+        return build_meta_model(run, samples).agreed(run, workers)
+    return agree(run, shards_of(run, samples.train, workers), None, None, NO_LIVE_OBJECTS, samples)
 
 
-def _data_for(run: Run, asked: Asked) -> data.Data:
+def _data_for(run: Run, asked: SimulationOptions) -> data.Data:
     if asked.learns and asked.samples is not None:
         raise ShoalError("--learn: workers that learn read the data, so --samples cannot say how many samples there are")
-    return samples_of(run, NOTHING, lambda: data.load(run)) if asked.learns else data_of(run, asked.samples)
+    return data_for(run, NO_LIVE_OBJECTS, lambda: data.load(run)) if asked.learns else data_of(run, asked.samples)
 
 
-def scenario_of(run: Run, agreed: Agreed, learns: bool) -> Scenario:
+def scenario_of(run: Run, agreed: RunAgreement, learns: bool) -> Scenario:
     """What is simulated of a run: its plan, its policies, and what its workers send."""
-    plan, policies, engine = plan_of(run, agreed), agreed.policies, agreed.parts.single
+    plan, policies, engine = plan_for(run, agreed), agreed.policies, agreed.parts.single
     if learns:
         learner = policies.apply.learner(engine, agreed.spans)
-        teaching = Learning(agreed.parts, policies, agreed.expected, agreed.spans)
+        teaching = LearnedUpdates(agreed.parts, policies, agreed.expected, agreed.spans)
         return Scenario(plan, policies, learner, teaching, run.updates.codec.kind, run.strategy.kind)
-    batches = run.training.gradient_accumulation_steps * ranks_of(run)
+    batches = run.training.gradient_accumulation_steps * ranks_per_worker(run)
     each = run.training.batch_size or 1
-    timing = Timing(policies, run.updates, engine.vector.numel(), each, batches, plan.batches_per_shard)
-    return Scenario(plan._replace(spans=()), policies, Drift(timing.size), timing, run.updates.codec.kind, run.strategy.kind)
+    timing = TimedUpdates(policies, run.updates, engine.vector.numel(), each, batches, plan.batches_per_shard)
+    return Scenario(plan._replace(spans=()), policies, PlainDescent(timing.size), timing, run.updates.codec.kind, run.strategy.kind)
 
 
-def step_s_for(found: Sketch, asked: Asked) -> float:
+def step_s_for(found: MetaModel, asked: SimulationOptions) -> float:
     """What a batch takes: as its operations say, or as it takes here. Raises ShoalError where it cannot be timed here."""
     run = found.run
     if asked.flops is not None:
@@ -184,7 +184,7 @@ def step_s_for(found: Sketch, asked: Asked) -> float:
     return measured_step_s(to_be_timed(found, asked.samples, told))
 
 
-def to_be_timed(found: Sketch, samples: int | None, told: str) -> Parts:
+def to_be_timed(found: MetaModel, samples: int | None, told: str) -> RunParts:
     """What computes a few batches here. `samples`: how many the data has, where it is not read; `told`: what to do where that is not
     enough. Raises ShoalError."""
     run = found.run
@@ -193,7 +193,7 @@ def to_be_timed(found: Sketch, samples: int | None, told: str) -> Parts:
     return assemble(run, length=lambda _: 1, known=found.parts.data)
 
 
-def measured_step_s(parts: Parts) -> float:
+def measured_step_s(parts: RunParts) -> float:
     """What a batch takes on this machine: the best of a few, since something else may go on here."""
     engine, feed, found = parts.single, parts.feed, []
     for _ in range(_TIMED + 1):

@@ -16,15 +16,15 @@ from shoal.coordinator.effects import Published
 from shoal.coordinator.events import RequestReceived, RunConcluded
 from shoal.coordinator.run_plan import Learner, RunPlan
 from shoal.protocol.messages import EMPTY, Asked, Contribute, Message
-from shoal.simulate.event_queue import Timeline
+from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Cores, Link
-from shoal.simulate.machines import Machine, Weather
-from shoal.simulate.report import POINTS, Moment, Report
-from shoal.simulate.virtual_store import Desk, Memory
+from shoal.simulate.machines import SimulatedMachine, Weather
+from shoal.simulate.report import POINTS, ProgressPoint, SimulationReport
+from shoal.simulate.virtual_store import CallbackServer, CountingStore
 from shoal.simulate.virtual_worker import VirtualWorker
-from shoal.simulate.worker_updates import Learning, Timing, seeded
+from shoal.simulate.worker_updates import LearnedUpdates, TimedUpdates, seeded_generator
 from shoal.strategies import Policies
-from shoal.worker.session import SLOWEST_LINK, Frames, Question, Receipt
+from shoal.worker.session import SLOWEST_LINK_BYTES_PER_S, ContributionReceipt, Frames, SessionRequest
 from shoal.worker.worker import WorkerPolicies
 
 _HEADER_BYTES = 300
@@ -48,7 +48,7 @@ class Scenario(NamedTuple):
     plan: RunPlan
     policies: Policies
     learner: Learner
-    teaching: Timing | Learning
+    teaching: TimedUpdates | LearnedUpdates
     codec: str
     strategy: str
 
@@ -65,21 +65,21 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-class World:
+class VirtualRun:
     """One simulation."""
 
     def __init__(self, scenario: Scenario, weather: Weather, hours: float, seed: int, warm_up_s: float = 0.0) -> None:
         """`warm_up_s`: the coordinator's processor time counts from here on, where its joining workers are not to be in it."""
         self.scenario, self.weather, self.seed = scenario, weather, seed
-        self.timeline, self.dice = Timeline(), seeded(seed)
+        self.timeline, self.dice = EventQueue(), seeded_generator(seed)
         self.until_s, self.warm_up_s = hours * 3600, warm_up_s
         self.heartbeat_s = scenario.plan.heartbeat_interval_s
         self.tick_s = max(TICK_S, min(_LONGEST_TICK_S, self.heartbeat_s / 4, self._quickest_s() / _TICKS_OF_A_ROUND))
         policies = scenario.policies
         self.policies = WorkerPolicies(policies.feed, policies.contribution, policies.pull, policies.rounds.window, scenario.plan.spans)
-        self.store, self.confirmed = Memory(), Counter[str]()
-        learns = isinstance(scenario.teaching, Learning)
-        self.report = Report(len(weather.machines), hours, seed, scenario.strategy, scenario.codec, learns)
+        self.store, self.confirmed = CountingStore(), Counter[str]()
+        learns = isinstance(scenario.teaching, LearnedUpdates)
+        self.report = SimulationReport(len(weather.machines), hours, seed, scenario.strategy, scenario.codec, learns)
         self.here: dict[str, VirtualWorker] = {}
         self._cores = {host: Cores(self.timeline, count, weather.others) for host, count in weather.cores.items()}
         self._since: dict[str, float] = {}
@@ -94,12 +94,12 @@ class World:
         self.coordinator = Coordinator(scenario.plan, policies, scenario.learner)
         self.coordinator.authenticator.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
         self.driver = self._driver()
-        self.each: list[tuple[float, Callable[[World], None]]] = []
+        self.each: list[tuple[float, Callable[[VirtualRun], None]]] = []
         """What is to be done again and again: after how many virtual seconds, and what."""
 
     def _driver(self) -> CoordinatorDriver:
         around = DriverDeps(
-            server=Desk(),
+            server=CallbackServer(),
             store=self.store,
             watcher=self,
             welcome=Message({"size": round(self.scenario.teaching.scale * self.scenario.learner.vector.numel())}),
@@ -123,7 +123,7 @@ class World:
 
     # --- the whole of it -------------------------------------------------------------------------------
 
-    def run(self) -> Report:
+    def run(self) -> SimulationReport:
         began = time.perf_counter()
         with _rare_collections():
             self._run()
@@ -172,7 +172,7 @@ class World:
         report.hours, report.finished = ended / 3600, coordinator.finished
         report.handled = self._judged() - self._handled_before
         report.versions, report.samples = coordinator.state.version, coordinator.state.samples
-        if isinstance(self.scenario.teaching, Learning):
+        if isinstance(self.scenario.teaching, LearnedUpdates):
             report.gradients = self.scenario.teaching.together.told()
         report.digest, report.violations = self.store.ledger.digest, list(self.store.ledger.violations)
         if coordinator.tasks is not None:
@@ -195,7 +195,7 @@ class World:
         if self.coordinator.finished and not self._ended:
             self.timeline.stop()
 
-    def _again(self, interval_s: float, what: Callable[[World], None]) -> None:
+    def _again(self, interval_s: float, what: Callable[[VirtualRun], None]) -> None:
         def happen() -> None:
             what(self)
             self.timeline.after(interval_s, happen)
@@ -226,7 +226,7 @@ class World:
 
     def published(self, version: Published, replaying: bool) -> None:
         report = self.report
-        report.last = Moment(self.timeline.now / 3600, self.coordinator.state.samples, report.received_bytes + report.sent_bytes)
+        report.last = ProgressPoint(self.timeline.now / 3600, self.coordinator.state.samples, report.received_bytes + report.sent_bytes)
         report.first = report.first or report.last
         if "loss" in version.metrics:
             self._losses = (self._losses[0] + version.weight * version.metrics["loss"], self._losses[1] + version.weight)
@@ -237,7 +237,7 @@ class World:
 
     # --- machines ------------------------------------------------------------------------------------------
 
-    def _come(self, machine: Machine, link: Link, life: int) -> None:
+    def _come(self, machine: SimulatedMachine, link: Link, life: int) -> None:
         if machine.name in self.here:
             self._vanish(machine.name)
         worker = VirtualWorker(self, machine, link, self.scenario.teaching.mind(machine.false), life)
@@ -281,10 +281,10 @@ class World:
         self.timeline.at(arrives, self._arrive, worker, asked, frames, question)
         return True
 
-    def patience_s(self, question: Question) -> float:
+    def patience_s(self, question: SessionRequest) -> float:
         """How long a worker waits for an answer. The protocol has seen the bytes of a stand-in."""
         bytes_more = (self.scenario.teaching.scale - 1) * sum(map(len, question.frames)) if question.frames else 0.0
-        return question.timeout_s + bytes_more / SLOWEST_LINK
+        return question.timeout_s + bytes_more / SLOWEST_LINK_BYTES_PER_S
 
     def _size(self, frames: Frames) -> float:
         return _HEADER_BYTES + self.scenario.teaching.scale * sum(map(len, frames)) if frames else _HEADER_BYTES
@@ -327,7 +327,7 @@ class World:
                 self._handle(called, _TIMED_BEATS)
         self.pulse(worker)
 
-    def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
+    def settled(self, worker: VirtualWorker, receipt: ContributionReceipt, work_s: float) -> None:
         self.report.outcomes[receipt.status] += 1
         useful = receipt.status == "accepted"
         self.report.work_s["useful" if useful else "wasted"] += work_s

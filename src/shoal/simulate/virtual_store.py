@@ -43,7 +43,7 @@ class CountingJournal:
     def close(self) -> None: ...
 
 
-class JudgedLedger:
+class CheckedLedger:
     """Every line is looked at once: versions count up by one, and no contribution is in two of them."""
 
     length = 0
@@ -88,13 +88,13 @@ class NoSnapshots:
         return None
 
 
-class Memory:
+class CountingStore:
     """The store of a coordinator in virtual time."""
 
     transactional, receipt_key = False, b""
 
     def __init__(self) -> None:
-        self.journal, self.ledger, self.snapshots = CountingJournal(), JudgedLedger(), NoSnapshots()
+        self.journal, self.ledger, self.snapshots = CountingJournal(), CheckedLedger(), NoSnapshots()
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
         return work()
@@ -105,7 +105,7 @@ class Memory:
     def forget(self) -> None: ...
 
 
-class Desk:
+class CallbackServer:
     """A server whose callers are functions that take the answer."""
 
     def __init__(self) -> None:

@@ -5,23 +5,35 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
-from typing import Protocol as Interface
+from typing import Any, Protocol
 
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Message
-from shoal.simulate.event_queue import Timeline
+from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Link
-from shoal.simulate.machines import Machine
-from shoal.simulate.worker_updates import Mind, Parcel
+from shoal.simulate.machines import SimulatedMachine
+from shoal.simulate.worker_updates import EncodedUpdate, UpdateSource
 from shoal.worker.sender import JOINING_PAUSE_S
-from shoal.worker.session import COMPUTING, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, News, Protocol, Question, Receipt, Seated, Unit
-from shoal.worker.worker import Pace, WorkerPolicies, may_overlap
+from shoal.worker.session import (
+    COMPUTING,
+    FIRST_PAUSE_S,
+    TOO_FAST,
+    ContributionReceipt,
+    Frames,
+    LeasedUnit,
+    RunNews,
+    SeatAssigned,
+    SessionEndedError,
+    SessionEvent,
+    SessionRequest,
+    WorkerSession,
+)
+from shoal.worker.worker import WorkerPace, WorkerPolicies, may_overlap
 
 _UNEVEN = 0.05
 """Steps of one machine differ so much: the sigma of their logarithms."""
 
 
-class Nameplate:
+class FreeIdentity:
     """An identity that costs nothing: who a worker is was never in doubt here."""
 
     def __init__(self, name: str) -> None:
@@ -31,30 +43,26 @@ class Nameplate:
         return "0" * 128
 
 
-class Surroundings(Interface):
+class WorkerEnvironment(Protocol):
     """The world, as far as a worker must know it."""
 
-    timeline: Timeline
+    timeline: EventQueue
     policies: WorkerPolicies
     heartbeat_s: float
 
     def uneven(self, sigma: float) -> float: ...
     def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> bool:
         """Send a question; whether it will arrive. The answer comes to the worker's `hear`, with the number of the question."""
-        ...
 
-    def patience_s(self, question: Question) -> float:
+    def patience_s(self, question: SessionRequest) -> float:
         """How long a worker waits for the answer to a question that arrives."""
-        ...
 
     def pulse(self, worker: VirtualWorker) -> None:
         """Have the worker's signs of life arrive, one after the other, until it is gone."""
-        ...
 
     def compute(self, worker: VirtualWorker, work_s: float, done: Callable[[], None]) -> None: ...
-    def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
+    def settled(self, worker: VirtualWorker, receipt: ContributionReceipt, work_s: float) -> None:
         """A contribution of the worker has an outcome, which took so many seconds to compute."""
-        ...
 
     def wasted(self, work_s: float) -> None: ...
 
@@ -62,15 +70,15 @@ class Surroundings(Interface):
 class VirtualWorker:
     """One stay of a machine. When the machine comes back, that is another one of the same name."""
 
-    def __init__(self, world: Surroundings, machine: Machine, link: Link, mind: Mind, life: int) -> None:
+    def __init__(self, world: WorkerEnvironment, machine: SimulatedMachine, link: Link, mind: UpdateSource, life: int) -> None:
         self.world, self.machine, self.link, self.mind = world, machine, link, mind
-        plate: Any = Nameplate(machine.name)
-        self.protocol = Protocol(machine.name, {}, PROTOCOL, f"life {life}", math.inf, plate)
+        plate: Any = FreeIdentity(machine.name)
+        self.protocol = WorkerSession(machine.name, {}, PROTOCOL, f"life {life}", math.inf, plate)
         self.gone = self.finished = False
         self.conversing = self.computing = False
-        self.unit: Unit | None = None
-        self._events: list[Event] = []
-        self._parcel: tuple[Parcel, float] | None = None
+        self.unit: LeasedUnit | None = None
+        self._events: list[SessionEvent] = []
+        self._parcel: tuple[EncodedUpdate, float] | None = None
         """What was made and is not sent yet, with the seconds it took."""
         self._sent_s = 0.0
         self._steps = self._question = self._seating = 0
@@ -130,7 +138,7 @@ class VirtualWorker:
         header = message.header
         try:
             self._events += self.protocol.hear(header, message.frames)
-        except Left:
+        except SessionEndedError:
             self.finished = True
             return
         pause_s = 0.0
@@ -193,7 +201,7 @@ class VirtualWorker:
     def _walked(self, have: int, began: float, seating: int) -> None:
         self._made(self.mind.make(have, None) if seating == self._seating else None, began, seating)
 
-    def _learn_batch(self, unit: Unit, done: int, began: float) -> None:
+    def _learn_batch(self, unit: LeasedUnit, done: int, began: float) -> None:
         """A unit is learned from batch by batch; it is left when nobody waits for its result any more."""
         if self.protocol.newest > unit.version:
             self.computing, self.unit = False, None
@@ -204,7 +212,7 @@ class VirtualWorker:
             return self._compute(1, self._learn_batch, unit, done + 1, began)
         return self._made(self.mind.make(self.protocol.have, unit), began, self._seating)
 
-    def _made(self, parcel: Parcel | None, began: float, seating: int) -> None:
+    def _made(self, parcel: EncodedUpdate | None, began: float, seating: int) -> None:
         self.computing = False
         took_s = self.world.timeline.now - began
         self._step_s = took_s
@@ -228,7 +236,7 @@ class VirtualWorker:
         epoch, position = self.mind.place()
         pulls = unit is None and self._steps % self.world.policies.pull.every == 0
         self.protocol.contribute(_contribution(parcel, epoch, position, unit), parcel.frames, pulls)
-        pace = Pace(self._round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
+        pace = WorkerPace(self._round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
         through = self.protocol.until is not None and position >= self.protocol.until  # what comes next is for the coordinator to say
         overlaps = not through and may_overlap(self.world.policies, self.mind.overlap, pace)
         self._say_all()
@@ -240,28 +248,28 @@ class VirtualWorker:
         """Take what was answered."""
         events, self._events, status = self._events, [], None
         for event in events:
-            if isinstance(event, Receipt):
+            if isinstance(event, ContributionReceipt):
                 status = event.status
                 self.world.settled(self, event, self._sent_s)
-            elif isinstance(event, News):
+            elif isinstance(event, RunNews):
                 self._refresh(event, status)
-            elif isinstance(event, Unit):
+            elif isinstance(event, LeasedUnit):
                 self._lease(event)
             else:
                 self._sit(event)
 
-    def _sit(self, place: Seated) -> None:
+    def _sit(self, place: SeatAssigned) -> None:
         if not self.world.policies.feed.leased:
             self._seating += 1
             self.mind.sit(*place)
 
-    def _lease(self, unit: Unit) -> None:
+    def _lease(self, unit: LeasedUnit) -> None:
         if unit.version == self._version:
             self.unit = unit
         else:
             self.protocol.give_back(unit.number)
 
-    def _refresh(self, news: News, status: str | None) -> None:
+    def _refresh(self, news: RunNews, status: str | None) -> None:
         header = news.header
         if not news.afresh:
             passed = header["version"] - self._version
@@ -276,6 +284,6 @@ class VirtualWorker:
         return COMPUTING if self.computing else "waiting"
 
 
-def _contribution(parcel: Parcel, epoch: int, position: int, unit: Unit | None) -> Contribute:
+def _contribution(parcel: EncodedUpdate, epoch: int, position: int, unit: LeasedUnit | None) -> Contribute:
     number = -1 if unit is None else unit.number
     return Contribute("", 0, 0, parcel.base, 0, parcel.weight, parcel.samples, epoch, position, parcel.batches, -1, parcel.metrics, number)

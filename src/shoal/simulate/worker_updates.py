@@ -1,7 +1,7 @@
-"""What virtual workers send: numbers that take the time and the bytes of the real ones, or what they really learn.
+"""The updates that virtual workers send.
 
-`Timing` is for any number of workers and any size of model: every worker sends one of a few updates that were encoded once, and only time,
-bytes and decisions are simulated. `Learning` lets every worker have an engine of its own and the real producers: what is learned is real.
+`TimedUpdates` simulates only times, bytes and decisions, for any number of workers and any size of model: every worker sends one of a few
+updates that were encoded once. `LearnedUpdates` gives every worker its own engine and the real producers, so that the run really learns.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
-from shoal.runs.build_run import Parts, feed_of
-from shoal.runs.live_objects import NOTHING, players_of, task_of
-from shoal.runs.worker_run import pieces_of
-from shoal.simulate.batched_workers import Ahead, TaughtEngine, Together
+from shoal.runs.build_run import RunParts, feed_for_seat
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for, task_for
+from shoal.runs.worker_run import unit_pieces
+from shoal.simulate.batched_workers import BatchedEngine, BatchedSteps, PrefetchedFeed
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed
-from shoal.worker.session import Frames, News, Seated, Unit
-from shoal.worker.update_encoding import Engine, Outgoing
-from shoal.worker.weights import Weights
-from shoal.worker.worker_state import KeepsNothing
+from shoal.worker.session import Frames, LeasedUnit, RunNews, SeatAssigned
+from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
+from shoal.worker.weights import WorkerWeights
+from shoal.worker.worker_state import NoWorkerCheckpoint
 
 STAND_IN = 10_000
 """A larger model's update is simulated by so many numbers; the links are told how long it really is."""
@@ -34,7 +34,7 @@ _FALSE = -10.0
 """What a false worker multiplies its update with."""
 
 
-class Parcel(NamedTuple):
+class EncodedUpdate(NamedTuple):
     """What is to be sent, and the batches that it took."""
 
     frames: Frames
@@ -45,7 +45,7 @@ class Parcel(NamedTuple):
     metrics: Mapping[str, float]
 
 
-class Mind(Protocol):
+class UpdateSource(Protocol):
     """What a virtual worker thinks with."""
 
     overlap: int
@@ -61,14 +61,14 @@ class Mind(Protocol):
         until it is made."""
         ...
 
-    def make(self, have: int, unit: Unit | None) -> Parcel | None:
+    def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
         """What was begun; or what was learned from a unit, at once."""
         ...
 
-    def refreshed(self, news: News, status: str | None) -> None: ...
+    def refreshed(self, news: RunNews, status: str | None) -> None: ...
 
 
-class Drift:
+class PlainDescent:
     """Weights that go where updates lead them, by plain gradient descent: the least that a learner can do."""
 
     def __init__(self, size: int) -> None:
@@ -79,7 +79,7 @@ class Drift:
         return {}
 
 
-class Timing:
+class TimedUpdates:
     """Updates that were encoded once, for all workers."""
 
     def __init__(self, policies: Policies, updates: Updates, size: int, samples_per_batch: int, batches: int, shard: int | None) -> None:
@@ -93,14 +93,14 @@ class Timing:
         self.false = [codecs.encode(updates.codec, _FALSE * vector, None) for vector in vectors]
         self.update_bytes = self.scale * sum(map(len, self.honest[0]))
 
-    def mind(self, false: bool) -> Mind:
-        return _TimingMind(self, false)
+    def mind(self, false: bool) -> UpdateSource:
+        return _TimedWorker(self, false)
 
 
-class _TimingMind:
+class _TimedWorker:
     """A place at the data, and the steps that were asked for."""
 
-    def __init__(self, common: Timing, false: bool) -> None:
+    def __init__(self, common: TimedUpdates, false: bool) -> None:
         self.common, self._frames = common, common.false if false else common.honest
         contribution = common.policies.contribution
         self.overlap = getattr(contribution, "overlap", 0)
@@ -116,14 +116,14 @@ class _TimingMind:
     def begin(self, have: int) -> int:
         return self._steps * self.common.batches
 
-    def make(self, have: int, unit: Unit | None) -> Parcel:
+    def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate:
         common, self._made = self.common, self._made + 1
         batches = self._steps * common.batches if unit is None else unit.batches
         self._move(batches, unit)
         samples = batches * common.samples_per_batch
-        return Parcel(self._frames[self._made % _POOL], float(samples), samples, have, batches, {})
+        return EncodedUpdate(self._frames[self._made % _POOL], float(samples), samples, have, batches, {})
 
-    def _move(self, batches: int, unit: Unit | None) -> None:
+    def _move(self, batches: int, unit: LeasedUnit | None) -> None:
         shard = self.common.shard
         if unit is not None:
             self._epoch, self._position = unit.epoch, unit.start + unit.batches
@@ -134,54 +134,56 @@ class _TimingMind:
             self._epoch = (whole - 1) // shard
             self._position = whole - self._epoch * shard
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         self._steps = news.header.get("inner_steps", self._steps)
 
 
-class Learning:
+class LearnedUpdates:
     """An engine for each worker, on the same data, with the real producers."""
 
     scale, update_bytes = 1.0, 0.0
 
-    def __init__(self, parts: Parts, policies: Policies, shards: int, spans: tuple[Span, ...]) -> None:
+    def __init__(self, parts: RunParts, policies: Policies, shards: int, spans: tuple[Span, ...]) -> None:
         self.parts, self.policies, self.shards, self.spans = parts, policies, shards, spans
-        self.pieces = pieces_of(parts, policies) if policies.feed.leased else None
+        self.pieces = unit_pieces(parts, policies) if policies.feed.leased else None
 
-        self.together = Together(parts.run, self.engine(), parts.data.info.vocab_size or 0, policies.feed.leased)
+        self.together = BatchedSteps(parts.run, self.engine(), parts.data.info.vocab_size or 0, policies.feed.leased)
 
-    def engine(self) -> TaughtEngine:
+    def engine(self) -> BatchedEngine:
         run, samples = self.parts.run, self.parts.data
-        task = task_of(run, NOTHING, players_of(run, NOTHING, samples.info), samples.info)
-        return TaughtEngine(run, task, self.parts.single.total_steps)
+        task = task_for(run, NO_LIVE_OBJECTS, players_for(run, NO_LIVE_OBJECTS, samples.info), samples.info)
+        return BatchedEngine(run, task, self.parts.single.total_steps)
 
-    def mind(self, false: bool) -> Mind:
-        return _LearningMind(self, false)
+    def mind(self, false: bool) -> UpdateSource:
+        return _LearningWorker(self, false)
 
     def feed(self, seat: int, epoch: int, position: int) -> Any:
         if self.pieces is not None:
             return self.pieces.at(epoch, position)
-        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards)
+        feed = feed_for_seat(self.parts.run, self.parts.data, seat, self.shards)
         feed.load_state_dict(feed.state_dict() | {"epoch": epoch, "position": position})
         return feed
 
 
-class _LearningMind:
+class _LearningWorker:
     """A worker as its producer sees it, without the waiting."""
 
     ranks, over = 1, False
 
-    def __init__(self, common: Learning, false: bool) -> None:
+    def __init__(self, common: LearnedUpdates, false: bool) -> None:
         run, policies = common.parts.run, common.policies
         self.common, self.false, self.accumulation = common, false, run.training.gradient_accumulation_steps
         self.own = common.engine()
-        self.engine: Engine = self.own
-        self.outgoing = Outgoing(self.engine, run.updates)
+        self.engine: WorkerEngine = self.own
+        self.outgoing = UpdateEncoder(self.engine, run.updates)
         contribution = policies.contribution
-        self.weights = Weights(self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
-        self.unit: Unit | None = None
+        self.weights = WorkerWeights(
+            self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone
+        )
+        self.unit: LeasedUnit | None = None
         self.round, self.server_step = 0, 0.0
         self._feed: Any = None
-        self.producer = contribution.producer(self, KeepsNothing(), common.spans)
+        self.producer = contribution.producer(self, NoWorkerCheckpoint(), common.spans)
         self.overlap = 0
         """A virtual worker learns all of a walk at once, so what arrives meanwhile is taken at its end."""
 
@@ -194,23 +196,23 @@ class _LearningMind:
 
     def settle(self) -> None: ...
     def send_again(self) -> None: ...
-    def wanted(self, unit: Unit) -> bool:
+    def wanted(self, unit: LeasedUnit) -> bool:
         return True
 
     def tell(self, text: str) -> None: ...
-    def move_to(self, place: Seated) -> None:
+    def move_to(self, place: SeatAssigned) -> None:
         self.sit(*place)
 
     @property
-    def begins_at(self) -> Seated:
-        return Seated(0, *self.place())
+    def begins_at(self) -> SeatAssigned:
+        return SeatAssigned(0, *self.place())
 
     # --- what the virtual worker asks ----------------------------------------------------------------
 
     def sit(self, seat: int, epoch: int, position: int) -> None:
         self.common.together.drop(self.own)
         if self.common.pieces is None:
-            self._feed = Ahead(self.common.feed(seat, epoch, position))
+            self._feed = PrefetchedFeed(self.common.feed(seat, epoch, position))
 
     def place(self) -> tuple[int, int]:
         if self.unit is not None:
@@ -223,7 +225,7 @@ class _LearningMind:
         self.common.together.begin(self.own, self._feed, steps)
         return max(1, steps) * self.accumulation
 
-    def make(self, have: int, unit: Unit | None) -> Parcel | None:
+    def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
         self.unit = unit
         if unit is not None:
             self._feed = self.common.feed(0, unit.epoch, unit.start)
@@ -235,9 +237,9 @@ class _LearningMind:
             made.vector.mul_(_FALSE)
         frames = tuple(bytes(frame) for frame in self.outgoing.frames(made.vector, made.samples, made.span))
         metrics = {name: float(value) for name, value in made.metrics.items()}
-        return Parcel(frames, float(made.weight), made.samples, made.base, made.batches, metrics)
+        return EncodedUpdate(frames, float(made.weight), made.samples, made.base, made.batches, metrics)
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         self.server_step, self.round = news.header["step"], news.header["version"]
         if status == "accepted" and not news.afresh:
             self.weights.note_lag(news.header["version"] - self.weights.version - 1)
@@ -245,7 +247,7 @@ class _LearningMind:
         self.producer.refreshed(news, status)
 
 
-def seeded(seed: int) -> random.Random:
+def seeded_generator(seed: int) -> random.Random:
     """Dice for everything that is drawn; what engines draw follows the same seed."""
     torch.manual_seed(seed)
     return random.Random(seed)

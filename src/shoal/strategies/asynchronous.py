@@ -10,7 +10,7 @@ from shoal.config.schema.strategy import Async
 from shoal.coordinator import Bounded, Every
 from shoal.strategies.policies import Policies
 from shoal.strategies.run_length import in_updates
-from shoal.worker.policies import Pulling
+from shoal.worker.policies import PullPolicy
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -22,5 +22,5 @@ def policies(run: Run, expected: int) -> Policies:
         rounds=rounds,
         length=in_updates(run, rounds),
         admission=Bounded(settings.max_staleness, least if settings.adaptive else None, settings.max_staleness_multiplier),
-        pull=Pulling(look_ahead=settings.look_ahead),
+        pull=PullPolicy(look_ahead=settings.look_ahead),
     )

@@ -13,8 +13,8 @@ from shoal.coordinator import Barrier, Discounted, Everything
 from shoal.engines.learners.apply import OuterStep
 from shoal.strategies.policies import Policies
 from shoal.strategies.run_length import in_rounds
-from shoal.worker.policies import Pulling
-from shoal.worker.producers import Movement
+from shoal.worker.policies import PullPolicy
+from shoal.worker.producers import PseudoGradientContribution
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -26,7 +26,7 @@ def policies(run: Run, expected: int) -> Policies:
     return Policies(
         rounds=rounds,
         length=in_rounds(run, rounds, steps, by_data=settings.quorum is not None or settings.balance_speeds),
-        contribution=Movement(
+        contribution=PseudoGradientContribution(
             steps=steps,
             averages=averages(run),
             balanced=settings.balance_speeds,
@@ -35,7 +35,7 @@ def policies(run: Run, expected: int) -> Policies:
         ),
         admission=Discounted() if weighs else Everything(),
         apply=OuterStep(settings.outer, settings.outer_schedule, settings.outer_clip_norm, averages(run)),
-        pull=Pulling(blend=settings.overlap_blend if settings.overlap_steps else 1.0),
+        pull=PullPolicy(blend=settings.overlap_blend if settings.overlap_steps else 1.0),
         expert_cap=settings.expert_weight_cap,
     )
 

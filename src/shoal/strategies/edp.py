@@ -13,8 +13,8 @@ from shoal.config.schema.strategy import Edp
 from shoal.coordinator import Discounted, Every
 from shoal.strategies.policies import Policies
 from shoal.strategies.run_length import in_updates
-from shoal.worker.policies import Pulling
-from shoal.worker.producers import Gradients
+from shoal.worker.policies import PullPolicy
+from shoal.worker.producers import GradientContribution
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -24,7 +24,7 @@ def policies(run: Run, expected: int) -> Policies:
     return Policies(
         rounds=rounds,
         length=in_updates(run, rounds),
-        contribution=Gradients(own_steps=True),
+        contribution=GradientContribution(own_steps=True),
         admission=Discounted(),
-        pull=Pulling(every=settings.pull_every_steps, look_ahead=bool(settings.look_ahead)),
+        pull=PullPolicy(every=settings.pull_every_steps, look_ahead=bool(settings.look_ahead)),
     )

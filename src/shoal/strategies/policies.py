@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from shoal.coordinator.policies import Every, Everything
 from shoal.coordinator.units.cut import DataCut
-from shoal.engines.learners.apply import Apply, OptimizerStep
+from shoal.engines.learners.apply import ApplyPolicy, OptimizerStep
 from shoal.updates.fragments import Span, spans
-from shoal.updates.layout import Layout
-from shoal.worker.policies import OwnShard, Pulling
-from shoal.worker.producers import Gradients
+from shoal.updates.layout import ParameterLayout
+from shoal.worker.policies import PullPolicy, ShardFeedPolicy
+from shoal.worker.producers import GradientContribution
 
 
-class Extent(NamedTuple):
+class DataExtent(NamedTuple):
     """How much there is to learn from, and by how many."""
 
     expected: int
@@ -32,7 +32,7 @@ class Extent(NamedTuple):
         return 1 if self.whole else self.expected
 
 
-class Length(NamedTuple):
+class RunLength(NamedTuple):
     """How long a run is."""
 
     steps: int
@@ -58,17 +58,17 @@ class Policies:
 
     rounds: Every
     """When the weights move."""
-    length: Callable[[Extent], Length]
+    length: Callable[[DataExtent], RunLength]
     """How long the run is. Raises ShoalError where the settings and the data do not fit."""
-    feed: OwnShard = OwnShard()  # noqa: RUF009 - frozen, like all policies
+    feed: ShardFeedPolicy = ShardFeedPolicy()  # noqa: RUF009 - frozen, like all policies
     """Where a worker's data comes from."""
-    contribution: Gradients = Gradients()  # noqa: RUF009
+    contribution: GradientContribution = GradientContribution()  # noqa: RUF009
     """What a worker sends, and how often."""
     admission: Everything = Everything()  # noqa: RUF009
     """Whose contribution is too late, and what a late one counts."""
-    apply: Apply = OptimizerStep()  # noqa: RUF009
+    apply: ApplyPolicy = OptimizerStep()  # noqa: RUF009
     """How an update moves the weights."""
-    pull: Pulling = Pulling()  # noqa: RUF009
+    pull: PullPolicy = PullPolicy()  # noqa: RUF009
     """When a worker takes new weights, and how."""
     expert_cap: float | None = None
     """How many times its share in the plain mean a contribution may count in an expert; None: experts are not weighed by their tokens."""
@@ -77,7 +77,7 @@ class Policies:
     def pull_every(self) -> int:
         return self.pull.every
 
-    def spans(self, layouts: Mapping[str, Layout]) -> tuple[Span, ...]:
+    def spans(self, layouts: Mapping[str, ParameterLayout]) -> tuple[Span, ...]:
         """The parts of the weights that rounds take in turn; none: each round moves all of them."""
         if self.contribution.fragments == 1:
             return ()

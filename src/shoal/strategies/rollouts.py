@@ -11,11 +11,11 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.config.schema.strategy import Rollouts
 from shoal.coordinator import UnitQuorum
-from shoal.engines.learners.answers import FromAnswers
+from shoal.engines.learners.answers import RolloutStep
 from shoal.strategies.policies import Policies
 from shoal.strategies.run_length import in_rollouts
-from shoal.worker.policies import LeasedUnits
-from shoal.worker.producers import Answers
+from shoal.worker.policies import LeasedUnitPolicy
+from shoal.worker.producers import RolloutContribution
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -26,13 +26,13 @@ def policies(run: Run, expected: int) -> Policies:
     return Policies(
         rounds=UnitQuorum(ppo.rollout_size // rlhf.group // prompts),
         length=in_rollouts(run, prompts),
-        feed=LeasedUnits(
+        feed=LeasedUnitPolicy(
             batches=prompts,
             lease_s=settings.lease_timeout_s,
             attempts=settings.max_retries,
             most_lag=settings.max_lag,
             given=True,
         ),
-        contribution=Answers(group=rlhf.group, length=ppo.response_length, temperature=ppo.temperature, seed=run.seed),
-        apply=FromAnswers(ppo.response_length, ppo.temperature, run.seed, settings.max_lag, settings.inexact_share),
+        contribution=RolloutContribution(group=rlhf.group, length=ppo.response_length, temperature=ppo.temperature, seed=run.seed),
+        apply=RolloutStep(ppo.response_length, ppo.temperature, run.seed, settings.max_lag, settings.inexact_share),
     )

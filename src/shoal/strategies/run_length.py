@@ -9,7 +9,7 @@ from shoal.config.rules.training import fitting
 from shoal.coordinator.policies import Every
 from shoal.coordinator.units.cut import DataCut
 from shoal.errors import ShoalError
-from shoal.strategies.policies import Extent, Length
+from shoal.strategies.policies import DataExtent, RunLength
 
 _ENDLESS = "a stream has no end that is known beforehand: set training.max_steps; a run ends with training.epochs if those are over sooner"
 
@@ -44,10 +44,10 @@ def steps_of(run: Run, batches_per_epoch: int | None) -> int:
     return min(limits)
 
 
-def in_updates(run: Run, rounds: Every) -> Callable[[Extent], Length]:
+def in_updates(run: Run, rounds: Every) -> Callable[[DataExtent], RunLength]:
     """A step is an update of the weights, made of one contribution or of several; each is made of a gradient."""
 
-    def length(extent: Extent) -> Length:
+    def length(extent: DataExtent) -> RunLength:
         each = run.training.gradient_accumulation_steps * extent.ranks
         per_step = each * rounds.expected_contributions(extent.expected)
         check_global_batch(run, per_step, extent, rounds)
@@ -59,10 +59,10 @@ def in_updates(run: Run, rounds: Every) -> Callable[[Extent], Length]:
         by_epochs = max(1, batches // per_step) if batches is not None else None
         most = run.training.max_steps
         if by_epochs is not None and (most is None or by_epochs <= most):
-            return Length(by_epochs, by_epochs * per_step, each, per_step, shard, per_epoch, by_epochs)
+            return RunLength(by_epochs, by_epochs * per_step, each, per_step, shard, per_epoch, by_epochs)
         if most is None:
             raise ShoalError(_ENDLESS)
-        return Length(most, None, each, per_step, shard, per_epoch, most)
+        return RunLength(most, None, each, per_step, shard, per_epoch, most)
 
     return length
 
@@ -76,10 +76,10 @@ def _of_tasks(batches: int | None, each: int) -> int:
     return batches // each * each
 
 
-def in_units(run: Run, rounds: Every, batches_per_unit: int) -> Callable[[Extent], Length]:
+def in_units(run: Run, rounds: Every, batches_per_unit: int) -> Callable[[DataExtent], RunLength]:
     """Units cover every sample of every epoch, to the last one."""
 
-    def length(extent: Extent) -> Length:
+    def length(extent: DataExtent) -> RunLength:
         check_global_batch(run, batches_per_unit * rounds.contributions, extent, rounds)
         per_epoch = extent.batches_of_shard(1)
         if per_epoch is None:
@@ -90,42 +90,42 @@ def in_units(run: Run, rounds: Every, batches_per_unit: int) -> Callable[[Extent
         by_epochs = -(-cut.total // contributions)
         batches = None if most is not None and most < by_epochs else per_epoch * cut.total_epochs
         steps = min(most or by_epochs, by_epochs)
-        return Length(steps, batches, batches_per_unit, batches_per_unit * contributions, per_epoch, per_epoch, steps, cut)
+        return RunLength(steps, batches, batches_per_unit, batches_per_unit * contributions, per_epoch, per_epoch, steps, cut)
 
     return length
 
 
-def in_rollouts(run: Run, prompts_per_unit: int) -> Callable[[Extent], Length]:
+def in_rollouts(run: Run, prompts_per_unit: int) -> Callable[[DataExtent], RunLength]:
     """A batch is a prompt with its answers, an epoch the prompts of one rollout, and each rollout makes a version."""
 
-    def length(extent: Extent) -> Length:
+    def length(extent: DataExtent) -> RunLength:
         assert run.rlhf is not None
         prompts, steps = run.rlhf.ppo.rollout_size // run.rlhf.group, run.rlhf.ppo.steps
         cut = DataCut(prompts, prompts_per_unit, steps)
-        return Length(steps, None, prompts_per_unit, prompts, prompts, prompts, steps, cut, run.rlhf.group)
+        return RunLength(steps, None, prompts_per_unit, prompts, prompts, prompts, steps, cut, run.rlhf.group)
 
     return length
 
 
-def in_rounds(run: Run, rounds: Every, inner_steps: int, by_data: bool) -> Callable[[Extent], Length]:
+def in_rounds(run: Run, rounds: Every, inner_steps: int, by_data: bool) -> Callable[[DataExtent], RunLength]:
     """Every worker takes the steps of a run alone; each round has some of them, and the last what is left.
 
     `by_data`: rounds differ in what they are made of, because some workers are late or slow, so the data counts, not the rounds.
     """
 
-    def length(extent: Extent) -> Length:
+    def length(extent: DataExtent) -> RunLength:
         accumulation = run.training.gradient_accumulation_steps
         check_global_batch(run, accumulation * extent.ranks * extent.expected, extent, rounds)
         shard = extent.batches_of_shard(extent.expected)
         steps = steps_of(run, shard and max(1, shard // extent.ranks))
         count, each = -(-steps // inner_steps), inner_steps * accumulation * extent.ranks
         batches = steps * accumulation * extent.ranks * extent.expected if by_data else None
-        return Length(count, batches, each, each * extent.expected, shard, shard * extent.expected if shard else None, steps)
+        return RunLength(count, batches, each, each * extent.expected, shard, shard * extent.expected if shard else None, steps)
 
     return length
 
 
-def check_global_batch(run: Run, batches_per_step: int, extent: Extent, rounds: Every) -> None:
+def check_global_batch(run: Run, batches_per_step: int, extent: DataExtent, rounds: Every) -> None:
     """Samples of an update are what `training.global_batch_size` says, where it says something. Raises ShoalError."""
     whole, size = run.training.global_batch_size, (run.training.batch_size or 0) * batches_per_step
     if whole is not None and whole != size:

@@ -11,8 +11,8 @@ from shoal.config.schema.strategy import SyncPs
 from shoal.coordinator import Barrier
 from shoal.strategies.policies import Policies
 from shoal.strategies.run_length import in_updates
-from shoal.worker.policies import Pulling
-from shoal.worker.producers import Gradients
+from shoal.worker.policies import PullPolicy
+from shoal.worker.producers import GradientContribution
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -23,6 +23,8 @@ def policies(run: Run, expected: int) -> Policies:
     return Policies(
         rounds=rounds,
         length=in_updates(run, rounds),
-        contribution=Gradients(own_steps=settings.pull_every_steps > 1 or blend < 1),  # else its own steps would be overwritten at once
-        pull=Pulling(every=settings.pull_every_steps, blend=blend),
+        contribution=GradientContribution(
+            own_steps=settings.pull_every_steps > 1 or blend < 1
+        ),  # else its own steps would be overwritten at once
+        pull=PullPolicy(every=settings.pull_every_steps, blend=blend),
     )

@@ -11,8 +11,8 @@ from shoal.config.schema.strategy import WorkUnits
 from shoal.coordinator import UnitQuorum
 from shoal.strategies.policies import Policies
 from shoal.strategies.run_length import in_units
-from shoal.worker.policies import LeasedUnits
-from shoal.worker.producers import UnitGradient
+from shoal.worker.policies import LeasedUnitPolicy
+from shoal.worker.producers import UnitGradientContribution
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -22,6 +22,6 @@ def policies(run: Run, expected: int) -> Policies:
     return Policies(
         rounds=rounds,
         length=in_units(run, rounds, settings.batches_per_unit),
-        feed=LeasedUnits(batches=settings.batches_per_unit, lease_s=settings.lease_timeout_s, attempts=max(1, settings.max_retries)),
-        contribution=UnitGradient(),
+        feed=LeasedUnitPolicy(batches=settings.batches_per_unit, lease_s=settings.lease_timeout_s, attempts=max(1, settings.max_retries)),
+        contribution=UnitGradientContribution(),
     )

@@ -66,7 +66,7 @@ def adapted(coefficient: float, kl: float, target: float, samples: int, horizon:
     return coefficient * (1 + max(-0.2, min(0.2, kl / target - 1)) * samples / horizon)
 
 
-class Spread:
+class RunningDeviation:
     """The standard deviation of all numbers so far (Welford's way, several at a time), whose state a checkpoint can hold."""
 
     def __init__(self, count: int = 0, mean: float = 0.0, squares: float = 0.0) -> None:

@@ -8,6 +8,7 @@ Shapes: B batch, L tokens, N tokens that count, D width, V vocabulary.
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch, Loss, Mean
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of
 from shoal.tasks.language import IGNORED, READ_BESIDE
 
 
-class Text(NamedTuple):
+class PromptAnswers(NamedTuple):
     """Prompts with answers, as tokens."""
 
     input_ids_BL: Tensor
@@ -33,7 +34,7 @@ class Text(NamedTuple):
     """Texts that are read beside them, by the names of their columns."""
 
     @classmethod
-    def of(cls, batch: Batch, side: str = "") -> Text:
+    def of(cls, batch: Batch, side: str = "") -> PromptAnswers:
         ids_BL, labels_BL, mask_BL = (batch[f"{side}{name}"] for name in ("input_ids", "labels", "attention_mask"))
         return cls(ids_BL, labels_BL, mask_BL, {name: batch[f"{side}{name}"] for name in READ_BESIDE if f"{side}{name}" in batch})
 
@@ -46,15 +47,15 @@ class Text(NamedTuple):
         return self.labels_BL != IGNORED
 
 
-def as_text(prompt_BP: Tensor, prompt_mask_BP: Tensor, answer_BT: Tensor, real_BT: Tensor) -> Text:
+def as_text(prompt_BP: Tensor, prompt_mask_BP: Tensor, answer_BT: Tensor, real_BT: Tensor) -> PromptAnswers:
     """Prompts, padded before, and answers in one row each, as a model reads them; the labels are the answers' tokens."""
     whole_BL = torch.cat([prompt_BP, answer_BT], 1)
     real_BL = torch.cat([torch.zeros_like(prompt_mask_BP), real_BT], 1)
     mask_BL = torch.cat([prompt_mask_BP, real_BT], 1)
-    return Text(whole_BL[:, :-1], whole_BL.masked_fill(~real_BL, IGNORED)[:, 1:], mask_BL[:, :-1])
+    return PromptAnswers(whole_BL[:, :-1], whole_BL.masked_fill(~real_BL, IGNORED)[:, 1:], mask_BL[:, :-1])
 
 
-def given_to(model: Any, text: Text) -> dict[str, Any]:
+def given_to(model: Any, text: PromptAnswers) -> dict[str, Any]:
     """What a model is given besides the tokens. Padding on the right needs no mask: a causal model never looks there."""
     given: dict[str, Any] = {} if bool(text.mask_BL[:, 0].all()) else {"attention_mask": text.mask_BL}
     if hasattr(model, "new_beside"):
@@ -69,7 +70,7 @@ def output_of(model: Any, given: dict[str, Any]) -> Tensor:
     return own if lent is None else lent
 
 
-def log_softmax(model: Any, text: Text, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
+def log_softmax(model: Any, text: PromptAnswers, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
     """The log-probabilities of all tokens where an answer's token was chosen [N, V]: logits are made there, and nowhere else.
 
     `given`: what `given_to` gave, for those who read what comes out beside the logits.
@@ -83,18 +84,18 @@ def log_softmax(model: Any, text: Text, temperature: float = 1.0, given: dict[st
     return at_temperature(logits_NV, temperature)
 
 
-def chosen(log_p_NV: Tensor, text: Text) -> Tensor:
+def chosen(log_p_NV: Tensor, text: PromptAnswers) -> Tensor:
     """The log-probabilities of the answers' own tokens [B, L]; 0 where nothing counts."""
     chosen_N = log_p_NV.gather(1, text.labels_BL[text.counted_BL][:, None]).squeeze(1)
     return spread(chosen_N, text)
 
 
-def spread(values_N: Tensor, text: Text) -> Tensor:
+def spread(values_N: Tensor, text: PromptAnswers) -> Tensor:
     """Values of the tokens that count at their places [B, L]; 0 elsewhere."""
     return values_N.new_zeros(text.labels_BL.shape).masked_scatter(text.counted_BL, values_N)
 
 
-def log_probs(model: Any, text: Text, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
+def log_probs(model: Any, text: PromptAnswers, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
     """How probable each token of the answers was [B, L]; 0 where nothing counts."""
     if torch.is_grad_enabled() or not hasattr(model, "output_weight"):
         return chosen(log_softmax(model, text, temperature, given), text)
@@ -107,7 +108,7 @@ def share_won(margin_B: Tensor) -> Tensor:
     return ((margin_B > 0).float() + 0.5 * (margin_B == 0)).mean()
 
 
-def at_the_end(values_BL: Tensor, text: Text) -> Tensor:
+def at_the_end(values_BL: Tensor, text: PromptAnswers) -> Tensor:
     """Each row's value at its last real token [B]."""
     last_B = text.mask_BL.long().cumsum(1).argmax(1)
     return values_BL.gather(1, last_B[:, None]).squeeze(1)
@@ -136,20 +137,15 @@ def as_used(*models: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class Pairwise:
-    """What tasks that learn from pairs of answers share: a pair counts as one, and `compare` says what one batch of them costs."""
+class PairwiseTask(Task):
+    """A task that learns from pairs of answers, a chosen and a rejected one. A pair counts as one sample."""
 
-    players: dict[str, nn.Module]
-
+    @abstractmethod
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
-        """The loss, figures, and what was given to the model and came back beside its output."""
-        raise NotImplementedError
+        """The loss, the metrics, and for each pass the arguments beside the tokens, which also hold what came back beside the output."""
 
     def count(self, batch: Batch) -> int:
         return len(batch["chosen_input_ids"])
-
-    def compile(self) -> None:
-        self.players["model"].compile()
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         with as_used(self.players["model"]):
@@ -158,7 +154,7 @@ class Pairwise:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             mean.add(self.compare(batch)[1], self.count(batch))
         return mean.result()
@@ -186,7 +182,7 @@ class Reference:
         return other
 
     @torch.no_grad()
-    def log_probs(self, text: Text, temperature: float = 1.0) -> Tensor:
+    def log_probs(self, text: PromptAnswers, temperature: float = 1.0) -> Tensor:
         """As `log_probs`, on the device of the text."""
         if self._adapted is not None:
             with as_used(self._adapted), self._adapted.without_adapters():

@@ -1,9 +1,10 @@
-"""What every task gives: losses of its networks for a batch, and a judgement on held-out data."""
+"""Task: the losses of some networks for a batch, and metrics on held-out data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -31,37 +32,50 @@ class Loss(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-class Task(Protocol):
-    """Losses are yielded one network after the other; the engine takes the gradient of each for its own network only."""
+class Task(ABC):
+    """Losses of some networks for a batch, and metrics on held-out data."""
 
     players: dict[str, nn.Module]
+    """The networks that learn, by name."""
     headline: str
-    """The metric of an evaluation that tells most, and is to become smaller unless `higher_is_better`."""
-    higher_is_better: bool
+    """The main metric of an evaluation. A smaller one is better, unless `higher_is_better`."""
+    higher_is_better: bool = False
+    learns_from_answers: bool = False
+    """Whether batches are answers of the model itself, so that it must generate text while it learns."""
+    draws_images: bool = False
+    """Whether `images` can be called."""
 
+    @abstractmethod
     def count(self, batch: Batch) -> int:
-        """How much a batch weighs against others: samples, or tokens that count."""
-        ...
+        """The weight of a batch against others: samples, or tokens that count."""
+
+    @abstractmethod
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        """One loss for each network that learns. The engine takes the gradient of each for its own network only."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Metrics over batches of held-out data. Leaves weights, buffers and random numbers as they were."""
 
     def compile(self) -> None:
         """Let torch.compile make the losses faster."""
-        ...
+        for player in self.players.values():
+            player.compile()
 
-    def losses(self, batch: Batch) -> Iterator[Loss]: ...
+    def place_frozen(self, hold: Callable[[nn.Module], nn.Module]) -> None:
+        """Called when the engine holds the networks: `hold` places networks that do not learn beside them."""
+        return
 
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Metrics over batches of held-out data. Leaves weights, buffers and random numbers as they were."""
-        ...
+    def answer_only(self, finder: Any) -> None:
+        """Called in a worker that answers prompts while the coordinator learns. `finder` finds passages to read; None: there are none."""
+        return
+
+    def images(self) -> Tensor:
+        """Samples of what was learned, as images [N, C, H, W] in 0..1."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Draws(Protocol):
-    """A task that can show what it has learned as images."""
-
-    def images(self) -> Tensor: ...
-
-
-class Mean:
+class MetricMeans:
     """Weighted means of several metrics, summed on the device until they are asked for."""
 
     def __init__(self) -> None:

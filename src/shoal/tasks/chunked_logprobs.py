@@ -30,7 +30,7 @@ SlopeOf = Callable[[slice, Tensor, Tensor], tuple[Tensor, float]]
 """Of some tokens, by their places, log-probabilities and entropies: the loss's slope by each log-probability [n], and by any entropy."""
 
 
-class Pieces(NamedTuple):
+class ChunkedLogProbs(NamedTuple):
     """What was found out about tokens, piece by piece."""
 
     log_probs_N: Tensor
@@ -58,7 +58,7 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
 @torch.no_grad()
 def in_pieces(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf, room_VD: Tensor | None = None
-) -> Pieces:
+) -> ChunkedLogProbs:
     """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `room_VD`: where
     the latter is formed; null: somewhere."""
     kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
@@ -80,7 +80,7 @@ def in_pieces(
                 weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype, room_VD)
         del logits_slope_nW  # as above
     log_probs, entropies, slopes = zip(*found, strict=True)
-    return Pieces(
+    return ChunkedLogProbs(
         torch.cat(log_probs),
         torch.cat(entropies),
         torch.cat(slopes),
@@ -172,7 +172,7 @@ class WithSlopes(torch.autograd.Function):
     """A loss whose slopes by some tensors are known already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs) -> Tensor:
         ctx.pieces, ctx.kind = pieces, hidden_ND.dtype
         return loss.clone()
 
@@ -189,7 +189,7 @@ def room_of(parameter: Tensor) -> Tensor | None:
     return room if parameter.grad is None else None
 
 
-def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: Pieces) -> Tensor:
+def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs) -> Tensor:
     """The loss, such that its backward pass gives the slopes that were found with it."""
     attached: Tensor = WithSlopes.apply(loss, hidden_ND, weight_VD, pieces)  # type: ignore[no-untyped-call]
     return attached

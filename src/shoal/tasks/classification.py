@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 
 def build(task: schema.Classification, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Classification:
     return Classification(players)
 
 
-class Classification:
+class Classification(Task):
     """Cross-entropy over classes."""
 
     headline = "accuracy"
@@ -25,10 +25,6 @@ class Classification:
 
     def __init__(self, players: dict[str, nn.Module]) -> None:
         self.players = players
-
-    def compile(self) -> None:
-        for player in self.players.values():
-            player.compile()
 
     def count(self, batch: Batch) -> int:
         return len(batch["label"])
@@ -40,7 +36,7 @@ class Classification:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             logits = self.players["model"](batch["image"]).float()
             right = (logits.argmax(1) == batch["label"]).float().mean()

@@ -5,7 +5,7 @@ Shapes: B batch, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answer_logprobs import Pairwise, Reference, Text, given_to, log_probs, share_won
+from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, Reference, given_to, log_probs, share_won
 from shoal.tasks.base import Batch, TaskInfo
 
 SIDES = ("chosen_", "rejected_")
@@ -24,19 +24,21 @@ def build(task: schema.Dpo, run: Run, players: dict[str, nn.Module], info: TaskI
     return Dpo(players, task.beta, task.label_smoothing)
 
 
-class Dpo(Pairwise):
+class Dpo(PairwiseTask):
     """−log σ(β · ((log π − log π₀) of the chosen answer − the same of the rejected one)). The reference is no player: it never learns."""
 
     headline = "loss"
-    higher_is_better = False
 
     def __init__(self, players: dict[str, nn.Module], beta: float = 0.1, label_smoothing: float = 0.0) -> None:
         self.players = players
         self.beta, self.label_smoothing = beta, label_smoothing
         self.reference = Reference(players["model"])
 
+    def place_frozen(self, hold: Callable[[nn.Module], nn.Module]) -> None:
+        self.reference = self.reference.held(hold, self.players["model"])
+
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
-        references = [self.reference.log_probs(Text.of(batch, side)).sum(1) for side in SIDES]
+        references = [self.reference.log_probs(PromptAnswers.of(batch, side)).sum(1) for side in SIDES]
         return preference_loss(self.players["model"], batch, references, self.beta, self.label_smoothing)
 
 
@@ -45,7 +47,7 @@ def preference_loss(
 ) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
     """The loss of pairs, figures, and what was given to the model. `references`: how probable the reference finds the answers [B], chosen
     and rejected; a batch with `decided` [B] says which pairs have a better answer: the others count nothing."""
-    texts = [Text.of(batch, side) for side in SIDES]
+    texts = [PromptAnswers.of(batch, side) for side in SIDES]
     givens, gains = [given_to(model, text) for text in texts], []
     for text, given, reference_B in zip(texts, givens, references, strict=True):
         gains.append(log_probs(model, text, temperature, given).sum(1) - reference_B)

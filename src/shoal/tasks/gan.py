@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shoal.config import Run
 from shoal.config.schema import task as schema
 from shoal.config.schema.model import Dcgan
-from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 
 def build(task: schema.Gan, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Gan:
@@ -19,7 +19,7 @@ def build(task: schema.Gan, run: Run, players: dict[str, nn.Module], info: TaskI
     return Gan(players, run.model.latent_dim, run.seed)
 
 
-class Gan:
+class Gan(Task):
     """The engine takes each loss's gradient for its own network only.
 
     So the discriminator's gradient holds nothing of the generator's backward pass, wherever the two are stepped. The generator's loss is
@@ -27,16 +27,12 @@ class Gan:
     """
 
     headline = "discriminator_loss"
-    higher_is_better = False
+    draws_images = True
 
     def __init__(self, players: dict[str, nn.Module], latent_dim: int, seed: int) -> None:
         self.players = players
         self.latent_dim = latent_dim
         self.seed = seed
-
-    def compile(self) -> None:
-        for player in self.players.values():
-            player.compile()
 
     def count(self, batch: Batch) -> int:
         return len(batch["image"])
@@ -54,7 +50,7 @@ class Gan:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         generator = torch.Generator().manual_seed(self.seed)
         for batch in batches:
             real = batch["image"] * 2 - 1

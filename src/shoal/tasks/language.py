@@ -19,7 +19,7 @@ from shoal.config.schema import task as schema
 from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
 from shoal.tasks import penalties
-from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 IGNORED = -100
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
@@ -33,11 +33,10 @@ def build(task: schema.LanguageModelling, run: Run, players: dict[str, nn.Module
     return LanguageModelling(players, run.training.penalties, info.eos_id, left_padding=run.data.padding_side == "left")
 
 
-class LanguageModelling:
+class LanguageModelling(Task):
     """Next-token cross-entropy over the tokens that count, plus penalties."""
 
     headline = "loss"
-    higher_is_better = False
 
     def __init__(
         self, players: dict[str, nn.Module], penalties: Penalties | None = None, eos_id: int | None = None, *, left_padding: bool = False
@@ -177,7 +176,7 @@ class LanguageModelling:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             losses = {"loss": self._judge(batch)}
             for name, columns in _LEFT_OUT.items():

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
-from shoal.tasks.answer_logprobs import Text, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
-from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.answer_logprobs import PromptAnswers, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 from shoal.tasks.chunked_logprobs import SlopeOf, in_pieces, room_of, with_slopes
 from shoal.tasks.dpo import SIDES, preference_loss
 
@@ -27,18 +27,19 @@ def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: T
     return OnlineDpo(players, settings) if settings.algorithm == "online-dpo" else PolicyGradient(players, settings)
 
 
-class Scored(NamedTuple):
+class TokenLogProbs(NamedTuple):
     """What a policy says of the answers in a batch."""
 
     log_probs_BT: Tensor
     entropy_BT: Tensor
 
 
-class PolicyGradient:
+class PolicyGradient(Task):
     """All losses are means over the tokens of answers. With a value network of its own there are two, else one sum."""
 
     headline = "score"
     higher_is_better = True
+    learns_from_answers = True
 
     def __init__(self, players: dict[str, nn.Module], settings: Rlhf) -> None:
         self.players, self.settings, self.ppo = players, settings, settings.ppo
@@ -48,15 +49,14 @@ class PolicyGradient:
         """Of each batch since the list was emptied: how far the policy has moved from the one that gave the answers, in nats added up
         over tokens, and how many tokens these are."""
 
-    def count(self, batch: Batch) -> int:
-        return int(Text.of(batch).counted_BL.sum())
+    def answer_only(self, finder: Any) -> None:
+        self.learns_from_answers, self.finder = False, finder
 
-    def compile(self) -> None:
-        for player in self.players.values():
-            player.compile()
+    def count(self, batch: Batch) -> int:
+        return int(PromptAnswers.of(batch).counted_BL.sum())
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
-        model, text = self.players["model"], Text.of(batch)
+        model, text = self.players["model"], PromptAnswers.of(batch)
         given, width = given_to(model, text), batch["log_probs"].shape[1]
         real_BT = text.counted_BL[:, -width:]
         with as_used(*self.players.values()):
@@ -71,7 +71,9 @@ class PolicyGradient:
                 value_loss = self.value_loss(self.values(text, width), batch, real_BT)
             yield Loss("value", self.ppo.value_weight * value_loss, {"value_loss": value_loss})
 
-    def _policy(self, batch: Batch, text: Text, given: dict[str, Any], real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    def _policy(
+        self, batch: Batch, text: PromptAnswers, given: dict[str, Any], real_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """The policy's loss with figures, and its values where it predicts them itself. Where the model shows its output matrix, the
         logits of all tokens are never there at once."""
         model: Any = self.players["model"]
@@ -79,13 +81,13 @@ class PolicyGradient:
         if not hasattr(model, "output_weight"):
             log_p_NV = log_softmax(model, text, self.ppo.temperature, given)
             entropy_BL = spread(-(log_p_NV.exp() * log_p_NV).sum(-1), text)
-            scored = Scored(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:])
+            scored = TokenLogProbs(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:])
             return *self.policy_loss(scored, batch, real_BT), None
         hidden_BLD, labels_N = model.hidden(text.input_ids_BL, **given), text.labels_BL[text.counted_BL]
         hidden_ND, weight_VD = hidden_BLD[text.counted_BL], output_of(model, given)
         slope_of, room_VD = self._slope_of(batch, real_BT), room_of(model.output_weight)
         pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, slope_of, room_VD)
-        scored = Scored(*(spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N)))
+        scored = TokenLogProbs(*(spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N)))
         loss, metrics = self.policy_loss(scored, batch, real_BT)
         values_BT = model.value_head(hidden_BLD[:, -width:]) if hasattr(model, "value_head") else None
         return with_slopes(loss, hidden_ND, weight_VD, pieces), metrics, values_BT
@@ -108,7 +110,7 @@ class PolicyGradient:
         ratio = change.exp()
         return -advantages * ratio, -advantages * ratio.clamp(1 - self.ppo.clip_range, 1 + self.ppo.clip_range)
 
-    def values(self, text: Text, width: int) -> Tensor | None:
+    def values(self, text: PromptAnswers, width: int) -> Tensor | None:
         """What the rest of each answer is expected to bring, before each of its tokens [B, T]; None: nobody predicts it."""
         model: Any = self.players["model"]
         if "value" not in self.players:
@@ -120,7 +122,7 @@ class PolicyGradient:
         values_BL: Tensor = value(text.input_ids_BL, **given_to(value, text))
         return values_BL[:, -width:]
 
-    def policy_loss(self, scored: Scored, batch: Batch, real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def policy_loss(self, scored: TokenLogProbs, batch: Batch, real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The smaller of the two gains: with the ratio of the probabilities as it is, and clipped."""
         change_BT = scored.log_probs_BT - batch["log_probs"]
         plain_BT, clipped_BT = self._gains_lost(change_BT, batch["advantages"])
@@ -146,7 +148,7 @@ class PolicyGradient:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """The means over answers to held-out prompts: each batch has figures of some answers, by name."""
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             mean.add({name: values.float().mean() for name, values in batch.items()}, len(next(iter(batch.values()))))
         return mean.result()

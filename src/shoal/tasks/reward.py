@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answer_logprobs import Pairwise, Text, at_the_end, given_to, share_won
+from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, at_the_end, given_to, share_won
 from shoal.tasks.base import Batch, TaskInfo
 
 
@@ -20,7 +20,7 @@ def build(task: schema.Reward, run: Run, players: dict[str, nn.Module], info: Ta
     return Reward(players)
 
 
-class Reward(Pairwise):
+class Reward(PairwiseTask):
     """−log σ(score of the chosen answer − score of the rejected one), each read at its last real token."""
 
     headline = "accuracy"
@@ -29,15 +29,15 @@ class Reward(Pairwise):
     def __init__(self, players: dict[str, nn.Module]) -> None:
         self.players = players
 
-    def score(self, text: Text) -> Tensor:
+    def score(self, text: PromptAnswers) -> Tensor:
         """The scores of texts [B]."""
         return self._score(text, given_to(self.players["model"], text))
 
-    def _score(self, text: Text, given: dict[str, Any]) -> Tensor:
+    def _score(self, text: PromptAnswers, given: dict[str, Any]) -> Tensor:
         return at_the_end(self.players["model"](text.input_ids_BL, **given), text)
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
-        texts = [Text.of(batch, side) for side in ("chosen_", "rejected_")]
+        texts = [PromptAnswers.of(batch, side) for side in ("chosen_", "rejected_")]
         givens = [given_to(self.players["model"], text) for text in texts]
         chosen_B, rejected_B = (self._score(text, given) for text, given in zip(texts, givens, strict=True))
         margin_B = chosen_B - rejected_B

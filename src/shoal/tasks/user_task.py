@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shoal.config import Run
 from shoal.config.schema.task import CustomTask
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, Mean, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """Gives a scalar tensor, or a mapping with `loss` and further figures."""
@@ -46,22 +46,17 @@ def as_given(batch: Batch) -> Any:
     return tuple(batch.values()) if "(0)" in batch else batch
 
 
-class Custom:
+class UserTask(Task):
     """A loss of somebody's own, or one that suits the model and the batch."""
 
     headline = "loss"
-    higher_is_better = False
 
     def __init__(self, players: dict[str, nn.Module], loss: LossFunction | None = None) -> None:
         self.players, self.loss, self.usual = players, loss or usual_loss, loss is None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserTask:
         """Networks of its own. The function is shared, whatever it holds."""
-        return Custom(copy.deepcopy(self.players, memo), None if self.usual else self.loss)
-
-    def compile(self) -> None:
-        for player in self.players.values():
-            player.compile()
+        return UserTask(copy.deepcopy(self.players, memo), None if self.usual else self.loss)
 
     def count(self, batch: Batch) -> int:
         """Samples; for a language model of transformers, whose mean is over tokens, the tokens that it predicts."""
@@ -87,30 +82,37 @@ class Custom:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
         for batch in batches:
             mean.add({name: value.float() for name, value in self._figures(batch).items()}, self.count(batch))
         return mean.result()
 
 
-class Measured:
+class WithMetrics(Task):
     """Any task, with further metrics on held-out data."""
 
     def __init__(self, task: Task, metrics: Mapping[str, Metric]) -> None:
         self.task, self.metrics = task, dict(metrics)
         self.players, self.headline, self.higher_is_better = task.players, task.headline, task.higher_is_better
-        self.count, self.compile, self.losses = task.count, task.compile, task.losses
+        self.draws_images = task.draws_images
+        self.compile, self.place_frozen, self.images = task.compile, task.place_frozen, task.images  # type: ignore[method-assign]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Measured:
+    def count(self, batch: Batch) -> int:
+        return self.task.count(batch)
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        return self.task.losses(batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithMetrics:
         """Networks of its own. The functions are shared, whatever they hold."""
-        return Measured(copy.deepcopy(self.task, memo), self.metrics)
+        return WithMetrics(copy.deepcopy(self.task, memo), self.metrics)
 
     def __getattr__(self, name: str) -> Any:
-        """What only some tasks have, such as images to show."""
+        """Attributes that only some tasks have, such as a reference model."""
         return getattr(self.__dict__["task"], name)
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
+        mean = MetricMeans()
 
         def measured() -> Iterator[Batch]:
             for batch in batches:
@@ -183,6 +185,6 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     return ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
 
 
-def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Custom:
+def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> UserTask:
     """With the loss that suits the model and the batch; a program gives one of its own with `shoal.train(loss=…)`."""
-    return Custom(players)
+    return UserTask(players)

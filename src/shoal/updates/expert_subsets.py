@@ -17,15 +17,15 @@ from torch import Tensor
 from shoal.updates.experts import ExpertBlocks, capped_shares, stretches
 from shoal.updates.rules.aggregation import mean_of_vectors
 
-Experts = tuple[int, ...]
+ExpertIds = tuple[int, ...]
 """Numbers of experts, the same in every layer, in ascending order; none: all of them."""
 
 
-class Part(NamedTuple):
+class HolderVector(NamedTuple):
     """A contribution's vector, and the experts that it is of."""
 
     vector: Tensor
-    experts: Experts
+    experts: ExpertIds
 
 
 def why_not_held(blocks: ExpertBlocks, experts: Sequence[int]) -> str:
@@ -39,18 +39,18 @@ def why_not_held(blocks: ExpertBlocks, experts: Sequence[int]) -> str:
     return ""
 
 
-def size_of(blocks: ExpertBlocks, experts: Experts) -> int:
+def size_of(blocks: ExpertBlocks, experts: ExpertIds) -> int:
     """Numbers in the vector of a worker with these experts."""
     return sum(end - start for (start, end), number in _stretches(blocks) if _has(blocks, experts, number))
 
 
-def part_of(blocks: ExpertBlocks, vector: Tensor, experts: Experts) -> Tensor:
+def part_of(blocks: ExpertBlocks, vector: Tensor, experts: ExpertIds) -> Tensor:
     """What a worker with these experts has of a vector."""
     return torch.cat([vector[start:end] for (start, end), number in _stretches(blocks) if _has(blocks, experts, number)])
 
 
 def mean_over_holders(
-    blocks: ExpertBlocks, parts: Sequence[Part], weights_N: Tensor, out: Tensor, loads_NX: Tensor | None = None
+    blocks: ExpertBlocks, parts: Sequence[HolderVector], weights_N: Tensor, out: Tensor, loads_NX: Tensor | None = None
 ) -> Tensor:
     """The mean of contributions, in `out`, which keeps what it has where an expert has no holder. With loads each expert is weighed by the
     tokens that it saw, as `mean_by_experts` weighs it, among its holders."""
@@ -67,7 +67,7 @@ def mean_over_holders(
     return out
 
 
-def mean_of_reports(blocks: ExpertBlocks, reports_NB: Tensor, weights_N: Tensor, held: Sequence[Experts]) -> Tensor:
+def mean_of_reports(blocks: ExpertBlocks, reports_NB: Tensor, weights_N: Tensor, held: Sequence[ExpertIds]) -> Tensor:
     """The mean of what contributions report beside their updates; the bias of an expert by its holders alone: others do not move it."""
     weights_N = weights_N.double()
     mean_B = (weights_N @ reports_NB.double()) / weights_N.sum()
@@ -79,7 +79,7 @@ def mean_of_reports(blocks: ExpertBlocks, reports_NB: Tensor, weights_N: Tensor,
     return mean_B.to(reports_NB.dtype)
 
 
-def told(experts: Sequence[int]) -> str:
+def format_expert_ids(experts: Sequence[int]) -> str:
     """Numbers of experts for people: 0–3, 8."""
     runs = list[list[int]]()
     for number in experts:
@@ -94,12 +94,12 @@ def _stretches(blocks: ExpertBlocks) -> list[tuple[tuple[int, int], int | None]]
     return list(stretches(blocks.spans_X, blocks.size))
 
 
-def _has(blocks: ExpertBlocks, experts: Experts, number: int | None) -> bool:
+def _has(blocks: ExpertBlocks, experts: ExpertIds, number: int | None) -> bool:
     """Whether a holder of these experts has a stretch: the trunk's (None), or that of an expert among those of all layers."""
     return number is None or not experts or number % blocks.per_layer in experts
 
 
-def _shares_of_holders(blocks: ExpertBlocks, parts: Sequence[Part], weights_N: Tensor, loads_NX: Tensor) -> Tensor:
+def _shares_of_holders(blocks: ExpertBlocks, parts: Sequence[HolderVector], weights_N: Tensor, loads_NX: Tensor) -> Tensor:
     assert blocks.cap is not None
     shares_NX = torch.zeros_like(loads_NX, dtype=torch.float64)
     for number in range(blocks.per_layer):

@@ -24,7 +24,7 @@ class Slot(NamedTuple):
         return size
 
 
-class Layout:
+class ParameterLayout:
     """The names, shapes and offsets of the tensors in a vector."""
 
     def __init__(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
@@ -36,7 +36,7 @@ class Layout:
             self.size += slot.size
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.slots == other.slots
+        return isinstance(other, ParameterLayout) and self.slots == other.slots
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -46,7 +46,7 @@ class Layout:
             yield slot.name, vector[slot.offset : slot.offset + slot.size].view(slot.shape)
 
 
-def lay_out(networks: Mapping[str, nn.Module]) -> tuple[Tensor, Tensor, dict[str, FlatNetwork]]:
+def flatten_networks(networks: Mapping[str, nn.Module]) -> tuple[Tensor, Tensor, dict[str, FlatNetwork]]:
     """One vector and one gradient for all networks together, and each network's part of them."""
     parameters = {name: [one for one in network.parameters() if one.requires_grad] for name, network in networks.items()}
     sizes = [sum(one.numel() for one in own) for own in parameters.values()]
@@ -72,7 +72,7 @@ class FlatNetwork:
         self.masters = self.parameters
         """What an optimizer steps in the parameters' place: views of the vector."""
         self.shadow: Tensor | None = None
-        self.layout = Layout((name, tuple(parameter.shape)) for name, parameter in parameters.items())
+        self.layout = ParameterLayout((name, tuple(parameter.shape)) for name, parameter in parameters.items())
         first = self.parameters[0]
         self.vector = torch.empty(self.layout.size, dtype=first.dtype, device=first.device) if vector is None else vector
         self.gradient = torch.zeros_like(self.vector) if gradient is None else gradient

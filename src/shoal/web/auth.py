@@ -37,7 +37,7 @@ class RefusedError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-class Doors:
+class AuthMiddleware:
     """Checks key and host before the app sees a request."""
 
     def __init__(self, app: App, key: str | None, guarded: tuple[str, ...] = ("/v1", "/metrics")) -> None:
@@ -86,7 +86,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def bound(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens there: whoever is told the address and comes at once waits until the server is up. Raises ShoalError where
     another program listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

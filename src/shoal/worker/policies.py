@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class OwnShard:
+class ShardFeedPolicy:
     """A worker goes through a share of the data that is its own, in an order of its own."""
 
     leased: bool = False
@@ -24,14 +24,14 @@ class OwnShard:
 
 
 @dataclass(frozen=True)
-class LeasedUnits(OwnShard):
+class LeasedUnitPolicy(ShardFeedPolicy):
     """A worker leases one unit of the data after the other; every sample is in one."""
 
     leased: bool = True
 
 
 @dataclass(frozen=True)
-class Pulling:
+class PullPolicy:
     """When a worker takes new weights, and how."""
 
     every: int = 1

@@ -1,6 +1,6 @@
-"""What a worker sends, and how it is made: the gradient of a step, the way that many steps led, or the mean gradient over a leased unit.
+"""What a worker sends, and how it is computed: the gradient of a step, DiLoCo's pseudo-gradient, a unit's mean gradient, or rollouts.
 
-`Gradients`, `Movement` and `UnitGradient` are a strategy's contribution policies; each makes the producer that does the work.
+A strategy chooses one of the contribution policies at the end of this file; the policy makes the producer that does the work.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError, out_of_memory
-from shoal.models.generation.batch_sampling import as_drawn, sample
-from shoal.models.generation.decoding import draws_of_group
-from shoal.models.generation.side_texts import read_beside
+from shoal.models.generation.batch_sampling import sample, tokens_to_send
+from shoal.models.generation.decoding import group_draws
+from shoal.models.generation.side_texts import make_side_texts
 from shoal.tasks import Batch
 from shoal.updates.answer_frames import pack
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed, StepResult, Window
-from shoal.worker.session import News, Seated, Unit
-from shoal.worker.update_encoding import Engine, Outgoing
-from shoal.worker.weights import Weights
-from shoal.worker.worker_state import Beginning, HalfRound, Keeper
+from shoal.worker.session import LeasedUnit, RunNews, SeatAssigned
+from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
+from shoal.worker.weights import WorkerWeights
+from shoal.worker.worker_state import PartialRound, RoundStart, WorkerCheckpoint
 
 _ALL = slice(None)
 
 
-class Made(NamedTuple):
+class ProducedContribution(NamedTuple):
     """What is to be sent."""
 
     vector: Tensor
@@ -44,15 +44,15 @@ class Made(NamedTuple):
     """What travels, where that is no update of the weights; None: the vector, as the codec makes it smaller."""
 
 
-class Surroundings(Protocol):
+class ProducerContext(Protocol):
     """The worker, as far as a producer must know it."""
 
-    engine: Engine
-    weights: Weights
-    outgoing: Outgoing
+    engine: WorkerEngine
+    weights: WorkerWeights
+    outgoing: UpdateEncoder
     accumulation: int
     ranks: int
-    unit: Unit | None
+    unit: LeasedUnit | None
     """What the worker has leased."""
 
     @property
@@ -60,7 +60,7 @@ class Surroundings(Protocol):
     @property
     def feed(self) -> Feed: ...
     @property
-    def begins_at(self) -> Seated:
+    def begins_at(self) -> SeatAssigned:
         """The place at the data that its next contribution begins at."""
         ...
 
@@ -75,7 +75,7 @@ class Surroundings(Protocol):
         """Hear what became of the contribution that is under way."""
         ...
 
-    def move_to(self, place: Seated) -> None:
+    def move_to(self, place: SeatAssigned) -> None:
         """Go to a place at the data."""
         ...
 
@@ -83,7 +83,7 @@ class Surroundings(Protocol):
         """What is sent next was sent before, by an earlier life of this worker, and taken."""
         ...
 
-    def wanted(self, unit: Unit) -> bool:
+    def wanted(self, unit: LeasedUnit) -> bool:
         """A batch of the unit is done: does anybody still wait for its result?"""
         ...
 
@@ -98,11 +98,11 @@ class Producer(Protocol):
     failure: str
     """Why nothing came of the last one, where that is for others to know."""
 
-    def make(self) -> Made | None:
+    def make(self) -> ProducedContribution | None:
         """The next contribution; None: nothing came of it."""
         ...
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         """An answer has come: to a contribution with this outcome, or to a pull."""
         ...
 
@@ -112,14 +112,14 @@ class GradientProducer:
 
     overlap, failure = 0, ""
 
-    def __init__(self, worker: Surroundings, own_steps: bool) -> None:
+    def __init__(self, worker: ProducerContext, own_steps: bool) -> None:
         """`own_steps`: whether the worker also steps its own weights with the gradient."""
         self.worker, self.own_steps = worker, own_steps
         size = worker.engine.vector.numel()
         self._vectors = [torch.empty(size), torch.empty(size)]
         """One is on its way while the other is filled."""
 
-    def make(self) -> Made | None:
+    def make(self) -> ProducedContribution | None:
         worker, feed = self.worker, self.worker.feed
         result = worker.outgoing.gradients([next(feed) for _ in range(worker.accumulation)])
         vector = self._vectors[-1]
@@ -130,13 +130,13 @@ class GradientProducer:
         if self.own_steps:
             worker.engine.apply_own(worker.server_step)
         batches = worker.accumulation * worker.ranks
-        return Made(vector, result.metrics, result.weight, result.samples, worker.weights.version, batches)
+        return ProducedContribution(vector, result.metrics, result.weight, result.samples, worker.weights.version, batches)
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         """There is nothing to do: the next gradient is taken at the weights there are."""
 
 
-class MovementProducer:
+class PseudoGradientProducer:
     """How far many steps led, θ₀ − θ, with the worker's own optimizer, which is never started over.
 
     θ₀ is what the coordinator sent last. Where weights are exchanged in fragments, each fragment has a θ₀ of its own age.
@@ -144,7 +144,9 @@ class MovementProducer:
 
     failure = ""
 
-    def __init__(self, worker: Surroundings, policy: Movement, keeper: Keeper, spans: tuple[Span, ...]) -> None:
+    def __init__(
+        self, worker: ProducerContext, policy: PseudoGradientContribution, keeper: WorkerCheckpoint, spans: tuple[Span, ...]
+    ) -> None:
         self.worker, self.policy, self.keeper, self.spans = worker, policy, keeper, spans
         self.overlap = policy.overlap
         self.asked_steps = policy.steps
@@ -153,10 +155,10 @@ class MovementProducer:
         """Steps since the last one."""
         self._vector = torch.empty(worker.engine.vector.numel())
         self._restored = False
-        self._half: HalfRound | None = None
+        self._half: PartialRound | None = None
         """What an earlier life of the worker kept of the round that comes next."""
 
-    def make(self) -> Made | None:
+    def make(self) -> ProducedContribution | None:
         worker = self.worker
         window = Window()
         samples = self._walk(window)
@@ -174,7 +176,7 @@ class MovementProducer:
             self.keeper.forget_half()
             return None
         batches, self.walked = self.walked * worker.accumulation * worker.ranks, 0
-        return Made(vector, metrics, weight, samples, worker.weights.version, batches, span)
+        return ProducedContribution(vector, metrics, weight, samples, worker.weights.version, batches, span)
 
     def _walk(self, window: Window) -> int | None:
         """Step by step; the samples, or None where that came to nothing: the run is over, or the data was another worker's by then."""
@@ -218,15 +220,15 @@ class MovementProducer:
     def _keep_half(self, window: Window, samples: int) -> bool:
         worker = self.worker
         at = worker.feed.state_dict()
-        place = Seated(worker.begins_at.seat, at["epoch"], at["position"])
+        place = SeatAssigned(worker.begins_at.seat, at["epoch"], at["position"])
         sums = {name: float(value) for name, value in window.sums.items()}
-        half = HalfRound(self._beginning(), place, self.walked, self.asked_steps, samples, window.weight, sums)
+        half = PartialRound(self._beginning(), place, self.walked, self.asked_steps, samples, window.weight, sums)
         self.keeper.save_half(half, worker.outgoing.residual)
         return True
 
-    def _beginning(self) -> Beginning:
+    def _beginning(self) -> RoundStart:
         weights = self.worker.weights
-        return Beginning(weights.version, weights.checksum(), self.worker.begins_at)
+        return RoundStart(weights.version, weights.checksum(), self.worker.begins_at)
 
     def _difference(self, span: slice) -> Tensor:
         """What to send: how far the steps led, or where they led where the new weights are the mean of all."""
@@ -235,7 +237,7 @@ class MovementProducer:
         vector.copy_(self.worker.engine.vector[span])
         return vector if self.policy.averages else torch.sub(base, vector, out=vector)
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         worker = self.worker
         self.asked_steps = news.header.get("inner_steps", self.asked_steps)
         self._count_steps()
@@ -279,19 +281,19 @@ class Learned(NamedTuple):
     samples: int
 
 
-class UnitProducer:
+class UnitGradientProducer:
     """The mean gradient over a leased unit. Where memory is short, a batch is taken in parts."""
 
     overlap = 0
 
-    def __init__(self, worker: Surroundings) -> None:
+    def __init__(self, worker: ProducerContext) -> None:
         self.worker = worker
         self.failure = ""
         self._total = torch.zeros(worker.engine.vector.numel())
         self._most: int | None = None
         """Samples that fit into memory at once; None: whole batches do."""
 
-    def make(self) -> Made | None:
+    def make(self) -> ProducedContribution | None:
         worker, unit = self.worker, self.worker.unit
         assert unit is not None
         learned = self._learn(unit, worker.feed)
@@ -301,12 +303,12 @@ class UnitProducer:
             self.failure = "the gradient is not finite"
             return None
         means = {name: value / learned.weight for name, value in learned.metrics.items()}
-        return Made(self._total, means, learned.weight, learned.samples, worker.weights.version, unit.batches)
+        return ProducedContribution(self._total, means, learned.weight, learned.samples, worker.weights.version, unit.batches)
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         """There is nothing to do: the next unit is for the weights there are."""
 
-    def _learn(self, unit: Unit, feed: Feed) -> Learned | None:
+    def _learn(self, unit: LeasedUnit, feed: Feed) -> Learned | None:
         """The mean gradient over the unit is left in `_total`; None where the unit is not wanted any more."""
         self._total.zero_()
         metrics: dict[str, Tensor] = {}
@@ -357,15 +359,15 @@ def _grouped(of_prompts: Sequence[Any], group: int) -> list[Any]:
     return [one for one in of_prompts for _ in range(group)]
 
 
-class AnswersProducer:
+class RolloutProducer:
     """Answers to the prompts of a leased unit: their tokens, and nothing that a worker could have made up."""
 
     overlap, failure = 0, ""
 
-    def __init__(self, worker: Surroundings, policy: Answers) -> None:
+    def __init__(self, worker: ProducerContext, policy: RolloutContribution) -> None:
         self.worker, self.policy = worker, policy
 
-    def make(self) -> Made:
+    def make(self) -> ProducedContribution:
         unit, policy, engine = self.worker.unit, self.policy, cast("Any", self.worker.engine)
         assert unit is not None
         prompts, end = unit.given["prompts"], unit.given["end"]
@@ -374,15 +376,17 @@ class AnswersProducer:
             _grouped(prompts, policy.group),
             max_new_tokens=policy.length,
             temperature=policy.temperature,
-            draws=draws_of_group(policy.seed, unit.given["first"], prompts, policy.group),
+            draws=group_draws(policy.seed, unit.given["first"], prompts, policy.group),
             eos_id=end,
             pad_id=0,
-            beside=read_beside(engine.task.finder, *(_grouped(unit.given.get(name, ()), policy.group) for name in ("contexts", "own"))),
+            beside=make_side_texts(engine.task.finder, *(_grouped(unit.given.get(name, ()), policy.group) for name in ("contexts", "own"))),
         )
-        tokens_BT, weight = as_drawn(drawn), int(drawn.real_BT.sum())
-        return Made(tokens_BT, {}, weight, len(tokens_BT), self.worker.weights.version, unit.batches, frames=pack(tokens_BT))
+        tokens_BT, weight = tokens_to_send(drawn), int(drawn.real_BT.sum())
+        return ProducedContribution(
+            tokens_BT, {}, weight, len(tokens_BT), self.worker.weights.version, unit.batches, frames=pack(tokens_BT)
+        )
 
-    def refreshed(self, news: News, status: str | None) -> None:
+    def refreshed(self, news: RunNews, status: str | None) -> None:
         """There is nothing to do but to tell whoever sits here, where the coordinator cannot follow the answers."""
         if status == "inexact":
             self.worker.tell(
@@ -395,7 +399,7 @@ class AnswersProducer:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientContribution:
     """A worker sends the gradient of every step."""
 
     own_steps: bool = False
@@ -413,7 +417,7 @@ class Gradients:
     averages: bool = False
     """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
 
-    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
+    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
         """What makes the contributions of a worker. `keeper` keeps what only the worker knows; `spans`: parts of the weights that rounds
         take in turn."""
         return GradientProducer(worker, self.own_steps)
@@ -424,25 +428,25 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Movement(Gradients):
+class PseudoGradientContribution(GradientContribution):
     """A worker takes many steps alone, with its own optimizer, and sends how far they led it."""
 
     alone: bool = True
 
-    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
-        return MovementProducer(worker, self, keeper, spans)
+    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
+        return PseudoGradientProducer(worker, self, keeper, spans)
 
 
 @dataclass(frozen=True)
-class UnitGradient(Gradients):
+class UnitGradientContribution(GradientContribution):
     """A worker sends the mean gradient over a unit of the data that it has leased."""
 
-    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
-        return UnitProducer(worker)
+    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
+        return UnitGradientProducer(worker)
 
 
 @dataclass(frozen=True)
-class Answers(Gradients):
+class RolloutContribution(GradientContribution):
     """A worker sends its answers to the prompts that it has leased."""
 
     group: int = 1
@@ -452,5 +456,5 @@ class Answers(Gradients):
     temperature: float = 1.0
     seed: int = 0
 
-    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
-        return AnswersProducer(worker, self)
+    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
+        return RolloutProducer(worker, self)

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from shoal.worker.session import Receipt
+from shoal.worker.session import ContributionReceipt
 
 
-class Receipts:
+class ReceiptsFile:
     """One line for each contribution: worker, number, what became of it, version; and the coordinator's digest and seal, if there are."""
 
     def __init__(self, path: Path | None) -> None:
@@ -18,7 +18,7 @@ class Receipts:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def write(self, worker: str, receipt: Receipt) -> None:
+    def write(self, worker: str, receipt: ContributionReceipt) -> None:
         if self._file is not None:
             proof = [receipt.digest, receipt.seal] if receipt.seal else []
             self._file.write(json.dumps([worker, receipt.seq, receipt.status, receipt.version, *proof]) + "\n")

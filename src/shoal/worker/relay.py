@@ -14,15 +14,15 @@ import torch
 from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.messages import Contribute
 from shoal.updates import codecs
-from shoal.worker.receipts import Receipts
-from shoal.worker.session import Event, Frames, News, Protocol, Receipt
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.session import ContributionReceipt, Frames, RunNews, SessionEvent, WorkerSession
 
 _PLAIN = NoCodec()
 _GONE = "overtaken"
 """What became of a contribution whose place at the data another worker has taken meanwhile."""
 
 
-class Answered(NamedTuple):
+class UpstreamAnswer(NamedTuple):
     """What the coordinator above said to a contribution."""
 
     status: str
@@ -30,14 +30,14 @@ class Answered(NamedTuple):
     """Its newest weights, whole, and the statistics beside them."""
 
 
-class Climber:
+class UpstreamSession:
     """Passes on one contribution at a time, and knows the weights above."""
 
     version = -1
     step = 0.0
     inner_steps = 0
 
-    def __init__(self, protocol: Protocol, size: int, buffers: int, receipts: Receipts, codec: Codec = _PLAIN) -> None:
+    def __init__(self, protocol: WorkerSession, size: int, buffers: int, receipts: ReceiptsFile, codec: Codec = _PLAIN) -> None:
         """`buffers`: numbers of the statistics beside the weights; `codec`: the run's."""
         self.protocol, self.receipts, self.codec = protocol, receipts, codec
         self.weights = torch.zeros(size)
@@ -53,25 +53,25 @@ class Climber:
         self._under_way, self._status = True, ""
         return True
 
-    def hear(self, events: Iterable[Event]) -> Answered | None:
+    def hear(self, events: Iterable[SessionEvent]) -> UpstreamAnswer | None:
         """What came of a conversation; None: what was offered is not settled."""
         for event in events:
-            if isinstance(event, Receipt):
+            if isinstance(event, ContributionReceipt):
                 self._status = event.status
                 self.receipts.write(self.protocol.name, event)
-            elif isinstance(event, News):
+            elif isinstance(event, RunNews):
                 self._learn(event)
         if not self._under_way or self.protocol.pending is not None:
             return None
         self._under_way = False
-        return Answered(self._status or _GONE, self.frames())
+        return UpstreamAnswer(self._status or _GONE, self.frames())
 
     def frames(self) -> list[memoryview]:
         """The weights above, as they are written down."""
         vectors = [self.weights, self.statistics] if self.statistics.numel() else [self.weights]
         return [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector.clone(), None)]
 
-    def _learn(self, news: News) -> None:
+    def _learn(self, news: RunNews) -> None:
         header, kind = news.header, news.header.get("weights", "same")
         self.step, self.inner_steps = float(header["step"]), int(header.get("inner_steps", self.inner_steps))
         if kind == "same":

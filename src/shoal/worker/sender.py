@@ -12,84 +12,80 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
-from typing import Protocol as Interface
+from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Pull, header_of
-from shoal.worker.session import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, Protocol, Question
-from shoal.worker.timing import LinkTimes
+from shoal.worker.session import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Frames, SessionEndedError, SessionEvent, SessionRequest, WorkerSession
+from shoal.worker.timing import LinkMeasurements
 
 JOINING_PAUSE_S = 2.0
 """Between two attempts to join, where too many do at once."""
 
 
-class Answer(NamedTuple):
+class CoordinatorAnswer(NamedTuple):
     """What the coordinator said."""
 
     header: dict[str, Any]
     frames: Frames
 
 
-class Lost(Exception):
+class ConnectionLostError(Exception):
     """No answer, or the connection is gone; it may come back."""
 
 
-class Line(Interface):
+class CoordinatorConnection(Protocol):
     """A connection to the coordinator, or to a database that answers in its place."""
 
-    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
         """Ask and wait. Raises Lost, or ShoalError where asking again is of no use."""
-        ...
 
     def post(self, header: dict[str, Any], frames: Frames) -> bool:
         """Ask without waiting; False where the line cannot. Raises like `call`."""
-        ...
 
-    def answer(self, timeout_s: float) -> Answer:
+    def answer(self, timeout_s: float) -> CoordinatorAnswer:
         """Wait for the answer to what was posted. Raises like `call`."""
-        ...
 
     def wanted(self, unit: int) -> bool:
         """Whether a unit's lease still holds, as far as the line has heard; it costs next to nothing to ask."""
-        ...
 
     def wake(self) -> None:
         """End a call that waits for work, from any thread."""
-        ...
 
     def close(self) -> None: ...
 
 
-class Pending(Interface):
+class PendingEvents(Protocol):
     """Events that may not be there yet."""
 
-    def result(self) -> list[Event]: ...
+    def result(self) -> list[SessionEvent]: ...
 
 
 class _Posted(NamedTuple):
     """An answer that is waited for by the thread that wants it."""
 
-    result: Callable[[], list[Event]]
+    result: Callable[[], list[SessionEvent]]
 
 
-class Courier:
+class Sender:
     """Drives the protocol of one worker over a line. A conversation is under way in one thread at a time."""
 
-    def __init__(self, line: Line, protocol: Protocol, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, line: CoordinatorConnection, protocol: WorkerSession, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.line, self.protocol, self.tell, self.clock = line, protocol, tell, clock
         self._random = random.Random()
         """Pauses differ, so that workers which lost their coordinator together do not come back all at once."""
-        self.round_trip_s, self.link = 0.0, LinkTimes()
+        self.round_trip_s, self.link = 0.0, LinkMeasurements()
         self._closing = threading.Event()
-        self._jobs: queue.SimpleQueue[Future[list[Event]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Future[list[SessionEvent]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def converse(self) -> list[Event]:
+    def converse(self) -> list[SessionEvent]:
         """Say everything there is to say, and wait for the answers. Return what came of it."""
         return self._converse(self.clock(), posted=None)
 
-    def send(self, soon: bool) -> Pending:
+    def send(self, soon: bool) -> PendingEvents:
         """Begin to say what there is to say, and return at once. `soon`: this thread asks for the result before long. Where the line can,
         the question is then sent here and now."""
         started = self.clock()
@@ -97,9 +93,9 @@ class Courier:
             return _Posted(lambda: self._converse(started, question))
         return self.begin()
 
-    def begin(self) -> Future[list[Event]]:
+    def begin(self) -> Future[list[SessionEvent]]:
         """Have a thread say what there is to say."""
-        future: Future[list[Event]] = Future()
+        future: Future[list[SessionEvent]] = Future()
         self._start_thread()
         self._jobs.put(future)
         return future
@@ -108,14 +104,14 @@ class Courier:
         """Leave before the time and say why, if anybody hears it. What is under way is said first."""
         self.protocol.stop()
         self.protocol.leave(reason)
-        with contextlib.suppress(ShoalError, Lost):
+        with contextlib.suppress(ShoalError, ConnectionLostError):
             self.converse() if self._thread is None else self.send(soon=False).result()
 
-    def beat(self, line: Line, state: str, figures: Mapping[str, float]) -> None:
+    def beat(self, line: CoordinatorConnection, state: str, figures: Mapping[str, float]) -> None:
         """A sign of life, over a line of its own, so that a long upload does not look like death. It does no harm if one is lost."""
         if not self.protocol.session:
             return
-        with contextlib.suppress(Lost, ShoalError):
+        with contextlib.suppress(ConnectionLostError, ShoalError):
             heartbeat, began = self.protocol.heartbeat(state, figures), self.clock()
             self.protocol.hear_pulse(line.call(header_of(heartbeat), (), ANSWER_S).header)
             self.link.answered(self.clock() - began)
@@ -132,14 +128,14 @@ class Courier:
 
     # --- the conversation --------------------------------------------------------------------------
 
-    def _post(self, question: Question) -> bool:
-        with contextlib.suppress(Lost):
+    def _post(self, question: SessionRequest) -> bool:
+        with contextlib.suppress(ConnectionLostError):
             return self.line.post(header_of(question.asked), question.frames)
         return False
 
-    def _converse(self, started: float, posted: Question | None) -> list[Event]:
+    def _converse(self, started: float, posted: SessionRequest | None) -> list[SessionEvent]:
         """`posted`: this was asked already, and its answer is on its way."""
-        events: list[Event] = []
+        events: list[SessionEvent] = []
         while (question := posted or self.protocol.question(self.clock())) is not None:
             asked_at = self.clock()
             answer, posted = self._ask(question, posted is not None), None
@@ -157,16 +153,16 @@ class Courier:
                 self.round_trip_s = self.clock() - started
         return events
 
-    def _ask(self, question: Question, posted: bool) -> Answer | None:
+    def _ask(self, question: SessionRequest, posted: bool) -> CoordinatorAnswer | None:
         """One question; None: no answer came, and it is to be asked again."""
         try:
             if posted:
                 return self.line.answer(question.timeout_s)
             return self.line.call(header_of(question.asked), question.frames, question.timeout_s)
-        except Lost as lost:
+        except ConnectionLostError as lost:
             retry = self.protocol.lost(self.clock(), str(lost))
             if self._closing.is_set() and not self.protocol.left:
-                raise Left("closed") from None
+                raise SessionEndedError("closed") from None
             if retry.word:
                 self.tell(retry.word)
             self._closing.wait(retry.pause_s * self._random.uniform(0.7, 1.3))
@@ -185,7 +181,7 @@ class Courier:
                 future.set_exception(error)
 
 
-class Pulse:
+class HeartbeatThread:
     """Signs of life, at regular times, for as long as it is open."""
 
     def __init__(self, beat: Callable[[], None], interval_s: float) -> None:

@@ -21,7 +21,7 @@ from shoal.protocol.identities import Identity
 from shoal.protocol.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull
 
 Frames = Sequence[bytes | memoryview]
-SLOWEST_LINK = 50_000
+SLOWEST_LINK_BYTES_PER_S = 50_000
 """Bytes a second: a message that takes longer than this is taken for lost."""
 ANSWER_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -36,14 +36,14 @@ _ASK_AGAIN = (TOO_FAST, "replayed", "asked-again", "unknown-nonce")
 """Refusals of this one message, not of what it asks: it was doubled on its way, came too late, or there were too many."""
 
 
-class Left(ShoalError):
+class SessionEndedError(ShoalError):
     """The coordinator does not want this worker any more, or is gone: there is nobody to say goodbye to."""
 
     reason: str = ""
     """The coordinator's own word for why it refused."""
 
 
-class Question(NamedTuple):
+class SessionRequest(NamedTuple):
     """What to say to the coordinator, and how long to wait for the answer."""
 
     asked: Asked
@@ -51,14 +51,14 @@ class Question(NamedTuple):
     timeout_s: float
 
 
-class Retry(NamedTuple):
+class RetryPause(NamedTuple):
     """No answer came: ask again after a pause, and say this to people, if anything."""
 
     pause_s: float
     word: str
 
 
-class Seated(NamedTuple):
+class SeatAssigned(NamedTuple):
     """The coordinator gave the worker a place at the data. What was computed from another place is of no use."""
 
     seat: int
@@ -66,7 +66,7 @@ class Seated(NamedTuple):
     position: int
 
 
-class Unit(NamedTuple):
+class LeasedUnit(NamedTuple):
     """Some batches of an epoch, on lease, to be learned from with this version of the weights."""
 
     number: int
@@ -78,7 +78,7 @@ class Unit(NamedTuple):
     """What came with the lease, where a worker reads nothing itself."""
 
 
-class Receipt(NamedTuple):
+class ContributionReceipt(NamedTuple):
     """What became of a contribution."""
 
     contribution: Contribute
@@ -91,7 +91,7 @@ class Receipt(NamedTuple):
     """The coordinator's proof that it confirmed this, for an audit."""
 
 
-class News(NamedTuple):
+class RunNews(NamedTuple):
     """Where the run stands, and new weights, if there are any."""
 
     header: Mapping[str, Any]
@@ -100,7 +100,7 @@ class News(NamedTuple):
     """The worker had no weights, or none that the coordinator knows of: these replace them."""
 
 
-Event = Seated | Unit | Receipt | News
+SessionEvent = SeatAssigned | LeasedUnit | ContributionReceipt | RunNews
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Pending:
     frames: Frames
 
 
-class Protocol:
+class WorkerSession:
     """The conversation of one worker, from its joining to its leaving."""
 
     until: int | None = None
@@ -218,7 +218,7 @@ class Protocol:
 
     # --- questions ---------------------------------------------------------------------------------
 
-    def question(self, now: float) -> Question | None:
+    def question(self, now: float) -> SessionRequest | None:
         """What is to be said now, the same again where it was not answered; None: nothing until the worker has something new."""
         asked, frames = self._next()
         if asked is None:
@@ -226,10 +226,10 @@ class Protocol:
         self._asking = asked
         self._asked_at = now if self._asked_at is None else self._asked_at
         if isinstance(asked, Join):
-            return Question(asked, (), min(ANSWER_S, max(0.1, self.patience_s)))
+            return SessionRequest(asked, (), min(ANSWER_S, max(0.1, self.patience_s)))
         self._number += 1
         addressed: Any = asked
-        return Question(addressed._replace(session=self.session, number=self._number), frames, self._timeout_s(frames))
+        return SessionRequest(addressed._replace(session=self.session, number=self._number), frames, self._timeout_s(frames))
 
     def _next(self) -> tuple[Asked | None, Frames]:
         if self.left:
@@ -253,7 +253,7 @@ class Protocol:
         if isinstance(self._asking, Leave):
             return ANSWER_S
         size = sum(len(frame) for frame in frames) + 4 * int(self.welcome.get("size", 0))
-        return ANSWER_S + size / SLOWEST_LINK
+        return ANSWER_S + size / SLOWEST_LINK_BYTES_PER_S
 
     def heartbeat(self, state: str, figures: Mapping[str, float]) -> Heartbeat:
         """A sign of life. It is not part of the conversation: it goes its own way, and may be lost."""
@@ -269,23 +269,23 @@ class Protocol:
 
     # --- answers -----------------------------------------------------------------------------------
 
-    def lost(self, now: float, why: str) -> Retry:
+    def lost(self, now: float, why: str) -> RetryPause:
         """No answer came. Raises ShoalError where patience is at its end."""
         if isinstance(self._asking, Join):
             self._join_anew()
         if self.left or isinstance(self._asking, Leave):
             self.left = True  # a coordinator that is gone need not know
-            return Retry(0.0, "")
+            return RetryPause(0.0, "")
         waited_s = 0.0 if self._asked_at is None else now - self._asked_at
         if self.stopping and waited_s > _STOPPING_S:
             self.left = True
-            return Retry(0.0, "")
+            return RetryPause(0.0, "")
         if waited_s > self.patience_s:
-            raise Left(f"the coordinator has not answered for {waited_s:.0f} s: {why}")
+            raise SessionEndedError(f"the coordinator has not answered for {waited_s:.0f} s: {why}")
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
-        return Retry(pause_s, f"the coordinator does not answer ({why}); trying again" if pause_s >= _WORTH_A_WORD_S else "")
+        return RetryPause(pause_s, f"the coordinator does not answer ({why}); trying again" if pause_s >= _WORTH_A_WORD_S else "")
 
-    def hear(self, header: Mapping[str, Any], frames: Frames = ()) -> list[Event]:
+    def hear(self, header: Mapping[str, Any], frames: Frames = ()) -> list[SessionEvent]:
         """The answer to the last question."""
         asked, self._asking, self._asked_at, self._pause_s = self._asking, None, None, FIRST_PAUSE_S
         assert asked is not None, "an answer that was not asked for"
@@ -310,7 +310,7 @@ class Protocol:
                 self.left = True
         return []
 
-    def _prove(self, nonce: str) -> list[Event]:
+    def _prove(self, nonce: str) -> list[SessionEvent]:
         """The coordinator wants to know that this is the worker whose key it is."""
         self.joining = self.joining._replace(nonce=nonce, proof=self.identity.prove("join", self.name, nonce))
         return []
@@ -319,7 +319,7 @@ class Protocol:
         """Each proof is good for one time: another needs another challenge."""
         self.joining = self.joining._replace(nonce="", proof="")
 
-    def _refused(self, asked: Asked, header: Mapping[str, Any]) -> list[Event]:
+    def _refused(self, asked: Asked, header: Mapping[str, Any]) -> list[SessionEvent]:
         reason = header.get("reason")
         self._join_anew()
         if isinstance(asked, Leave) or (reason == "unknown-session" and self.stopping):
@@ -330,12 +330,12 @@ class Protocol:
         elif reason == "misplaced":
             self.session, self.pending, self.seat, self.seq = "", None, -1, 0  # the welcome says where to go on, and with which number
         elif reason not in _ASK_AGAIN:
-            refusal = Left(f"the coordinator refused: {header.get('detail') or reason}")
+            refusal = SessionEndedError(f"the coordinator refused: {header.get('detail') or reason}")
             refusal.reason = str(reason)
             raise refusal
         return []
 
-    def _welcomed(self, header: dict[str, Any], frames: Frames) -> list[Event]:
+    def _welcomed(self, header: dict[str, Any], frames: Frames) -> list[SessionEvent]:
         """Take the place at the data that was given: the one the worker has, unless another took it while it was gone. What the coordinator
         had not taken is sent again, unless others learned from that data."""
         self.welcome, self.welcome_frames, self.session, self.until = header, frames, header["session"], header.get("until")
@@ -359,18 +359,18 @@ class Protocol:
         if not moved:
             return []
         self.seat, self.place = header["seat"], place
-        return [Seated(self.seat, *place)]
+        return [SeatAssigned(self.seat, *place)]
 
-    def _news(self, header: Mapping[str, Any], frames: Frames) -> News:
+    def _news(self, header: Mapping[str, Any], frames: Frames) -> RunNews:
         afresh = self.have < 0
         if "weights" in header:
             self.have = header["version"]
             if self.pending is not None and self.pending.asked.have >= 0:
                 self.pending.asked = self.pending.asked._replace(have=self.have)
         self.done = self.done or bool(header["done"])
-        return News(header, frames, afresh)
+        return RunNews(header, frames, afresh)
 
-    def _receipt(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
+    def _receipt(self, header: Mapping[str, Any], frames: Frames) -> list[SessionEvent]:
         sent, status = self.pending, header["status"]
         assert sent is not None
         if status == "wait" and not self.stopping:  # it was taken; ask again when its round has closed, without sending it again
@@ -383,20 +383,20 @@ class Protocol:
         if header.get("seal"):
             self.confirmed = sent.asked.seq
         proof = str(header.get("digest", "")), str(header.get("seal", ""))
-        receipt = Receipt(sent.asked, status, header["version"], header["seq"], *proof)
+        receipt = ContributionReceipt(sent.asked, status, header["version"], header["seq"], *proof)
         return [receipt, self._news(header, frames), *self._moved(header)]
 
-    def _moved(self, header: Mapping[str, Any]) -> list[Event]:
+    def _moved(self, header: Mapping[str, Any]) -> list[SessionEvent]:
         """Go to another place at the data, where the coordinator gave this worker one: its task is done, or is another's now."""
         self.until = header.get("until")
         if header.get("seat", self.seat) == self.seat:
             return []
         self.seat, self.place = header["seat"], (header["epoch"], header["position"])
-        return [Seated(self.seat, *self.place)]
+        return [SeatAssigned(self.seat, *self.place)]
 
-    def _leased(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
+    def _leased(self, header: Mapping[str, Any], frames: Frames) -> list[SessionEvent]:
         news, self._claims = self._news(header, frames), False
         if header["unit"] < 0:
             return [news]
-        unit = Unit(header["unit"], header["version"], header["epoch"], header["start"], header["batches"], header.get("given", {}))
+        unit = LeasedUnit(header["unit"], header["version"], header["epoch"], header["start"], header["batches"], header.get("given", {}))
         return [news, unit]

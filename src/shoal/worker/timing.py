@@ -8,7 +8,7 @@ _TELLING_BYTES = 32 << 10
 """An answer that is shorter says nothing of how many bytes a link carries in a second."""
 
 
-class Times:
+class WorkerTimes:
     """Seconds of each kind since the worker began, what goes on now included."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -45,7 +45,7 @@ class Times:
         }
 
 
-class LinkTimes:
+class LinkMeasurements:
     """What a worker's link to its coordinator was seen to do: the quickest answer to a sign of life, and the most bytes a second."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ MOST_POISONED = 50
 """Gradients in a row that are not finite: then something is wrong with this worker, or with the run."""
 
 
-class Engine(Protocol):
+class WorkerEngine(Protocol):
     """What a worker among many asks of an engine."""
 
     device: torch.device
@@ -63,10 +63,10 @@ class Engine(Protocol):
     def forget_past(self) -> None: ...
 
 
-class Outgoing:
+class UpdateEncoder:
     """What a worker sends, in the order in which it must happen: clip, check, noise, codec."""
 
-    def __init__(self, engine: Engine, updates: Updates) -> None:
+    def __init__(self, engine: WorkerEngine, updates: Updates) -> None:
         self.engine, self.updates = engine, updates
         self.poisoned = 0
         self._in_a_row = 0

@@ -9,19 +9,19 @@ from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.checksums import crc32
 from shoal.protocol.frames import frame_of
 from shoal.updates import codecs
-from shoal.worker.policies import Pulling
-from shoal.worker.session import News
-from shoal.worker.update_encoding import Engine
+from shoal.worker.policies import PullPolicy
+from shoal.worker.session import RunNews
+from shoal.worker.update_encoding import WorkerEngine
 
 _PLAIN = NoCodec()
 MOST_AHEAD = 3.0
 """Versions that a worker looks ahead. Further than that the way does not go on straight."""
 
 
-class Weights:
+class WorkerWeights:
     """An engine's weights, kept up to date with the coordinator's."""
 
-    def __init__(self, engine: Engine, codec: Codec, pull: Pulling, *, own_steps: bool, alone: bool) -> None:
+    def __init__(self, engine: WorkerEngine, codec: Codec, pull: PullPolicy, *, own_steps: bool, alone: bool) -> None:
         """`own_steps`, `alone`: whether the worker steps its own weights, with every gradient or in long walks."""
         self.engine, self.codec, self.pull = engine, codec, pull
         self.version = -1
@@ -36,7 +36,7 @@ class Weights:
         self._before = torch.empty(size) if pull.look_ahead or (several and not alone) else None
         """The weights that it had before those."""
 
-    def load(self, news: News) -> bool:
+    def load(self, news: RunNews) -> bool:
         """Take what came with an answer; whether it was new."""
         kind = news.header.get("weights", "same")
         if kind == "same":

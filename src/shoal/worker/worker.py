@@ -16,15 +16,15 @@ from shoal.errors import ShoalError
 from shoal.protocol.messages import Contribute
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed
-from shoal.worker.policies import OwnShard, Pulling
-from shoal.worker.producers import Gradients, Made
-from shoal.worker.receipts import Receipts
-from shoal.worker.sender import Courier, Pending
-from shoal.worker.session import COMPUTING, STUCK, News, Receipt, Seated, Unit
-from shoal.worker.timing import Times
-from shoal.worker.update_encoding import Engine, Outgoing
-from shoal.worker.weights import Weights
-from shoal.worker.worker_state import Keeper, KeepsNothing
+from shoal.worker.policies import PullPolicy, ShardFeedPolicy
+from shoal.worker.producers import GradientContribution, ProducedContribution
+from shoal.worker.receipts import ReceiptsFile
+from shoal.worker.sender import PendingEvents, Sender
+from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned
+from shoal.worker.timing import WorkerTimes
+from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
+from shoal.worker.weights import WorkerWeights
+from shoal.worker.worker_state import NoWorkerCheckpoint, WorkerCheckpoint
 
 _WORTH_OVERLAPPING = 0.1
 """Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""
@@ -42,16 +42,16 @@ answer took that nobody waited for."""
 class WorkerPolicies(NamedTuple):
     """The worker's share of a strategy."""
 
-    feed: OwnShard
-    contribution: Gradients
-    pull: Pulling
+    feed: ShardFeedPolicy
+    contribution: GradientContribution
+    pull: PullPolicy
     window: int = 0
     """Rounds that may be open at once; 0: there are no rounds to wait for."""
     spans: tuple[Span, ...] = ()
     """Parts of the weights that rounds take in turn; none: each round moves all of them."""
 
 
-class Pace(NamedTuple):
+class WorkerPace(NamedTuple):
     """How fast things went for a worker lately."""
 
     round_trip_s: float
@@ -61,7 +61,7 @@ class Pace(NamedTuple):
     """Versions that its contributions may lag."""
 
 
-def may_overlap(policies: WorkerPolicies, overlap: int, pace: Pace) -> bool:
+def may_overlap(policies: WorkerPolicies, overlap: int, pace: WorkerPace) -> bool:
     """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays.
 
     `overlap`: steps that the producer goes on while its contribution is under way.
@@ -81,42 +81,42 @@ class Worker:
 
     def __init__(
         self,
-        courier: Courier,
-        engine: Engine,
+        courier: Sender,
+        engine: WorkerEngine,
         feed_for: Callable[[int, int, int], Feed],
         policies: WorkerPolicies,
         updates: Updates,
         *,
         accumulation: int = 1,
         ranks: int = 1,
-        receipts: Receipts | None = None,
-        keeper: Keeper | None = None,
+        receipts: ReceiptsFile | None = None,
+        keeper: WorkerCheckpoint | None = None,
         slowdown: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`feed_for(seat, epoch, position)` gives the batches from there on."""
         self.courier, self.protocol, self.engine, self.policies = courier, courier.protocol, engine, policies
         self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
-        self.receipts, self.clock = receipts or Receipts(None), clock
-        self.outgoing = Outgoing(engine, updates)
+        self.receipts, self.clock = receipts or ReceiptsFile(None), clock
+        self.outgoing = UpdateEncoder(engine, updates)
         contribution = policies.contribution
-        self.weights = Weights(engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
-        self.producer = contribution.producer(self, keeper or KeepsNothing(), policies.spans)
+        self.weights = WorkerWeights(engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
+        self.producer = contribution.producer(self, keeper or NoWorkerCheckpoint(), policies.spans)
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
         self.samples = 0
         """Of the contributions that were taken."""
-        self.unit: Unit | None = None
+        self.unit: LeasedUnit | None = None
         """What it has leased."""
         self.steps = 0
         self.server_step = 0.0
         self.busy = 1.0
         """At the end: the share of the time in which it did not wait for an answer."""
         self._feed: Feed | None = None
-        self._under_way: Pending | None = None
+        self._under_way: PendingEvents | None = None
         self._most_lag, self._versions_per_step = math.inf, 1.0
         self._step_s = 0.0
-        self.times = Times(clock)
+        self.times = WorkerTimes(clock)
         self._began = self._progress_at = clock()
 
     # --- the work ----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Worker:
     def _work(self) -> None:
         welcome = self.protocol.welcome
         if not self.policies.feed.leased:
-            self.move_to(Seated(welcome["seat"], welcome["epoch"], welcome["position"]))
+            self.move_to(SeatAssigned(welcome["seat"], welcome["epoch"], welcome["position"]))
         self.protocol.ready = True
         self._say_all()
         self._began = self.clock()
@@ -172,8 +172,8 @@ class Worker:
         return self.protocol.round
 
     @property
-    def begins_at(self) -> Seated:
-        return Seated(self.protocol.seat, *self.protocol.place)
+    def begins_at(self) -> SeatAssigned:
+        return SeatAssigned(self.protocol.seat, *self.protocol.place)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -210,7 +210,7 @@ class Worker:
         self.settle()
         if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
             return None
-        pace = Pace(self.courier.round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
+        pace = WorkerPace(self.courier.round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
         overlaps = not self._is_through and may_overlap(self.policies, self.producer.overlap, pace)
         soon = self._step_s < _SOON_S and (self.policies.contribution.own_steps or not overlaps)
         self._send(made, frames, soon and not self.policies.contribution.alone)
@@ -218,7 +218,7 @@ class Worker:
             self.settle()
         return None
 
-    def _coded(self, made: Made) -> tuple[list[memoryview], float]:
+    def _coded(self, made: ProducedContribution) -> tuple[list[memoryview], float]:
         """An update as it goes on its way, and the time that took."""
         began_at = self.clock()
         frames = self.outgoing.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
@@ -241,16 +241,16 @@ class Worker:
         self.protocol.claim()
         self._say_all()
         self.times.waited()
-        unit: Unit | None = self.unit
+        unit: LeasedUnit | None = self.unit
         if unit is None or self.over:
             return False
         if unit.version != self.weights.version:
             self.protocol.give_back(unit.number)
             return False
-        self.move_to(Seated(0, unit.epoch, unit.start))
+        self.move_to(SeatAssigned(0, unit.epoch, unit.start))
         return True
 
-    def wanted(self, unit: Unit) -> bool:
+    def wanted(self, unit: LeasedUnit) -> bool:
         self._progress_at = self.clock()  # a batch of the unit is done
         wanted = self.protocol.newest <= unit.version and self.courier.line.wanted(unit.number)
         self.counts["abandoned"] += not wanted
@@ -269,7 +269,7 @@ class Worker:
 
     # --- sending and receiving -----------------------------------------------------------------------
 
-    def _send(self, made: Made, frames: list[memoryview], soon: bool) -> None:
+    def _send(self, made: ProducedContribution, frames: list[memoryview], soon: bool) -> None:
         unit = self.unit
         place = {"epoch": unit.epoch, "position": unit.start + unit.batches} if unit is not None else self.feed.state_dict()
         contribution = Contribute(
@@ -306,20 +306,20 @@ class Worker:
     def _say_all(self) -> None:
         self._apply(self.courier.converse())
 
-    def _apply(self, events: list[Seated | Unit | Receipt | News]) -> None:
+    def _apply(self, events: list[SeatAssigned | LeasedUnit | ContributionReceipt | RunNews]) -> None:
         status: str | None = None
         for event in events:
-            if isinstance(event, Receipt):
+            if isinstance(event, ContributionReceipt):
                 status = event.status
                 self._note(event)
-            elif isinstance(event, News):
+            elif isinstance(event, RunNews):
                 self._refresh(event, status)
-            elif isinstance(event, Unit):
+            elif isinstance(event, LeasedUnit):
                 self.unit = event
             elif not self.policies.feed.leased:
                 self.move_to(event)
 
-    def move_to(self, place: Seated) -> None:
+    def move_to(self, place: SeatAssigned) -> None:
         """Go to a place at the data."""
         if self._feed is not None:
             self._feed.close()
@@ -328,7 +328,7 @@ class Worker:
     def send_again(self) -> None:
         self.protocol.send_again()
 
-    def _note(self, receipt: Receipt) -> None:
+    def _note(self, receipt: ContributionReceipt) -> None:
         taken, sent = receipt.status == "accepted", receipt.contribution
         if receipt.status != "finished":
             self.counts["accepted" if taken else "rejected"] += 1
@@ -337,7 +337,7 @@ class Worker:
             self.weights.note_lag(receipt.version - sent.base - 1)
         self.receipts.write(self.protocol.name, receipt)
 
-    def _refresh(self, news: News, status: str | None) -> None:
+    def _refresh(self, news: RunNews, status: str | None) -> None:
         """New weights, and where the run stands."""
         header = news.header
         self.server_step, self._most_lag = header["step"], header["most_lag"]

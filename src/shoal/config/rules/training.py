@@ -1,4 +1,4 @@
-"""What must hold between training, engines, records and the hub."""
+"""Rules for training, engines, metrics and the hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from shoal.config.fields import Secret
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import CUT_INTO_STAGES, SHARDING, across, rule
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.task import Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
 
@@ -41,7 +42,7 @@ def batch_arithmetic(
 ) -> None:
     if whole is None or batch is None:
         return
-    started = settings.processes if kind == "local" and settings.kinds.get(("engine",)) != "single" else None
+    started = settings.processes if kind == "local" and Engine.kinds[settings.get("engine.kind")].several_processes else None
     count = devices * (nodes or 1) if devices else started
     step = batch * accumulation * (count or 1)
     paths = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation_steps")
@@ -55,7 +56,7 @@ def batch_arithmetic(
 
 
 def fitting(whole: int, batch: int, accumulation: int, devices: int) -> str:
-    """With how many devices, and with what accumulation, a global batch comes out right."""
+    """A hint with which devices and accumulation the global batch fits."""
     ways = []
     if whole % (batch * accumulation) == 0:
         number = whole // (batch * accumulation)
@@ -211,7 +212,7 @@ def sharding_takes_one_network(settings: Settings, engine: str, task: Task | Non
 
 @rule("engine.kind", "model.kind", "training.compile", "training.precision.kind")
 def pipelines_cut_language_models(settings: Settings, engine: str, model: str, compile: bool, precision: str) -> None:
-    """A pipeline's stages are layers of a transformer, each of which computes by itself."""
+    """Pipeline stages are layers of a transformer that compute independently."""
     if engine != "pipeline":
         return
     if model not in CUT_INTO_STAGES and settings.given("model.kind"):  # a cluster's file alone names no model
@@ -235,7 +236,7 @@ def gradients_on_a_disk_are_gone(settings: Settings, offload: bool, track: bool)
 
 @rule("engine.kind", "updates.privacy.enabled", "updates.privacy.unit")
 def samples_are_clipped_in_one_process(settings: Settings, engine: str, private: bool, unit: str) -> None:
-    if private and unit == "sample" and engine != "single":
+    if private and unit == "sample" and Engine.kinds[engine].several_processes:
         message = f"samples are clipped one by one in a single process, and the engine {engine} is several"
         settings.report("privacy", message, "updates.privacy.unit", "engine.kind", help="set engine.kind to single")
 

@@ -47,7 +47,7 @@ from shoal.errors import ShoalError
 from shoal.updates import codecs
 from shoal.updates.answer_frames import digest
 from shoal.updates.episodes import EpisodeRows
-from shoal.updates.expert_subsets import Experts, Part, mean_of_reports, mean_over_holders, size_of
+from shoal.updates.expert_subsets import ExpertIds, HolderVector, mean_of_reports, mean_over_holders, size_of
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
 from shoal.updates.fragments import Span
 from shoal.updates.rules import aggregation
@@ -104,7 +104,7 @@ class ReplayedState:
             return float(self.state.upstream["step"])
         return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
 
-    def decode(self, frames: Frames, number: int = 0, experts: Experts = ()) -> tuple[Tensor, Tensor]:
+    def decode(self, frames: Frames, number: int = 0, experts: ExpertIds = ()) -> tuple[Tensor, Tensor]:
         """The update and the buffers in a contribution to round `number`, of these experts. Raises UpdateError."""
         span, extra = self.plan.span(number), self.learner.buffers.numel()
         size = self.learner.vector.numel() if span is None else span[1] - span[0]
@@ -119,7 +119,7 @@ class ReplayedState:
         buffers = codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
         return vector, buffers if self.plan.experts is None else self.plan.experts.checked(buffers)
 
-    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
+    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: ExpertIds = ()) -> tuple[Tensor, Tensor]:
         """The decoded result of a unit. Raises UpdateError. `worker`: its sender; empty: a record is replayed."""
         rollouts = self.plan.rollouts
         if rollouts is None:
@@ -363,7 +363,7 @@ class ReplayedState:
         assert blocks is not None
         unmoved = vector.clone() if self.averages else torch.zeros_like(vector)
         loads = None if blocks.cap is None else torch.stack([blocks.loads_of(one.buffers) for one in held])
-        return mean_over_holders(blocks, [Part(one.vector, one.experts) for one in held], weights, unmoved, loads)
+        return mean_over_holders(blocks, [HolderVector(one.vector, one.experts) for one in held], weights, unmoved, loads)
 
     def _experts(self, held: list[HeldContribution]) -> ExpertBlocks | None:
         """Positions of the experts in contributions to a round."""

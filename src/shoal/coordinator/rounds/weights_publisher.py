@@ -15,7 +15,7 @@ from shoal.config.schema.updates import Codec
 from shoal.protocol.buffer_pool import room
 from shoal.protocol.frames import Frames, frame_of
 from shoal.updates import codecs
-from shoal.updates.expert_subsets import Experts, part_of
+from shoal.updates.expert_subsets import ExpertIds, part_of
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 
@@ -165,14 +165,14 @@ class SubsetPublisher:
 
     def __init__(self, whole: WeightsPublisher, blocks: ExpertBlocks | None) -> None:
         self._whole, self._blocks = whole, blocks
-        self._publishers: dict[Experts, WeightsPublisher] = {}
-        self._sessions: dict[str, Experts] = {}
+        self._publishers: dict[ExpertIds, WeightsPublisher] = {}
+        self._sessions: dict[str, ExpertIds] = {}
 
-    def has_room_for(self, experts: Experts) -> bool:
+    def has_room_for(self, experts: ExpertIds) -> bool:
         """Each set is a copy of a part of the weights: whoever makes up ever new ones fills no memory."""
         return experts in self._publishers or len(self._publishers) < MOST_SETS
 
-    def hold(self, session: str, experts: Experts) -> None:
+    def hold(self, session: str, experts: ExpertIds) -> None:
         """From now on this worker has these experts."""
         self._sessions[session] = experts
         self._publishers.setdefault(experts, WeightsPublisher(self._whole.codec))

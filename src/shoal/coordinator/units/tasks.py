@@ -23,9 +23,8 @@ from shoal.coordinator.run_plan import TaskPlan
 from shoal.coordinator.state import State, TaskPiece
 from shoal.coordinator.turn import Turn
 from shoal.protocol.messages import Contribute
-from shoal.scheduling import Burden, Job, Machine, lacking, worth_stealing
-from shoal.scheduling.matching import fits
-from shoal.scheduling.speeds import believed
+from shoal.scheduling import PendingTask, RemainingWork, WorkerSpec, lacking, worth_stealing
+from shoal.scheduling.matching import estimate_speeds, fits
 
 _STUCK_INTERVALS = 10
 """Usual intervals without a contribution after which a worker counts as stuck, and its piece goes to others."""
@@ -68,7 +67,7 @@ class TaskAssigner:
     def why_unfit(self, name: str) -> str:
         """Why a worker of this name can do no task of the run; empty: it can."""
         machine = self._declared(name)
-        jobs = [Job(task.id, 1.0, task.memory_gb) for task in self.tasks.tasks]
+        jobs = [PendingTask(task.id, 1.0, task.memory_gb) for task in self.tasks.tasks]
         if any(fits(job, machine) for job in jobs):
             return ""
         smallest = min(jobs, key=lambda job: job.memory_gb)
@@ -117,7 +116,7 @@ class TaskAssigner:
         """Warn of tasks that fit no worker that is here."""
         machines = [self._declared(name) for name in self.members.by_name]
         for task in self.tasks.tasks:
-            lack = lacking(Job(task.id, 1.0, task.memory_gb), machines)
+            lack = lacking(PendingTask(task.id, 1.0, task.memory_gb), machines)
             text = f"warning: task {task.id} {lack}: it waits for a worker with more" if lack else ""
             if text and text not in self._warned:
                 self._warned.add(text)
@@ -162,7 +161,7 @@ class TaskAssigner:
             if left:
                 self._open_epoch(turn)
 
-    def _jobs(self, turn: Turn, names: set[str], left: Mapping[str, Member]) -> Iterator[list[Job]]:
+    def _jobs(self, turn: Turn, names: set[str], left: Mapping[str, Member]) -> Iterator[list[PendingTask]]:
         """Free pieces for these workers, one epoch after the other, while some workers have none."""
         free = [place for place in self._undone() if self._is_free(turn, place, names) and not self._was_passed(place, left)]
         for epoch in sorted({place.piece.epoch for place in free}):
@@ -170,9 +169,11 @@ class TaskAssigner:
                 return
             yield [self._job(place) for place in free if place.piece.epoch == epoch]
 
-    def _job(self, place: PieceProgress) -> Job:
+    def _job(self, place: PieceProgress) -> PendingTask:
         task, left = self.tasks.tasks[place.piece.task], place.left
-        return Job(str(place.number), left * task.work, task.memory_gb, task.priority, left / self.tasks.grain * self.tasks.megabits)
+        return PendingTask(
+            str(place.number), left * task.work, task.memory_gb, task.priority, left / self.tasks.grain * self.tasks.megabits
+        )
 
     def _is_free(self, turn: Turn, place: PieceProgress, names: set[str]) -> bool:
         """Whether a piece has no worker, or its worker is gone, stuck, or among the `names` that are being matched."""
@@ -211,7 +212,7 @@ class TaskAssigner:
         pieces = [
             [number, task.first, task.end]
             for number, task in enumerate(self.tasks.tasks)
-            if not lacking(Job(task.id, 1.0, task.memory_gb), machines)
+            if not lacking(PendingTask(task.id, 1.0, task.memory_gb), machines)
         ]
         turn.record({"kind": "opened", "epoch": self._state.epochs, "pieces": pieces})
         self._passed = {number: names for number, names in self._passed.items() if number in self._state.pieces}
@@ -232,7 +233,7 @@ class TaskAssigner:
         speeds, machine = self._speeds(), self._declared(worker.name)
         held = {str(place.number): place for place in self._undone() if self._may_be_cut(place, machine)}
         burdens = [
-            Burden(number, place.left // self.tasks.grain, self._piece_s(turn, place.piece.holder, place, speeds))
+            RemainingWork(number, place.left // self.tasks.grain, self._piece_s(turn, place.piece.holder, place, speeds))
             for number, place in held.items()
         ]
         if not burdens:
@@ -246,7 +247,7 @@ class TaskAssigner:
         self._give(turn, worker, number)
         return True
 
-    def _may_be_cut(self, place: PieceProgress, thief: Machine) -> bool:
+    def _may_be_cut(self, place: PieceProgress, thief: WorkerSpec) -> bool:
         beyond, job = self._is_beyond(place.piece.epoch), self._job(place)
         return not beyond and place.piece.holder not in ("", thief.name) and fits(job, thief)
 
@@ -273,14 +274,14 @@ class TaskAssigner:
         gone = self._state.positions.get(str(number))
         return PieceProgress(number, piece, piece.first if gone is None else min(gone[1], piece.end))
 
-    def _declared(self, name: str) -> Machine:
+    def _declared(self, name: str) -> WorkerSpec:
         claim = self.tasks.claims.get(name)
-        return Machine(name) if claim is None else Machine(name, claim.speed or 1.0, claim.memory_gb, claim.bandwidth_mbps)
+        return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.speed or 1.0, claim.memory_gb, claim.bandwidth_mbps)
 
     def _speeds(self) -> dict[str, float]:
         members = self.members.by_name
         claims = {name: claim.speed if (claim := self.tasks.claims.get(name)) is not None else None for name in members}
-        return believed(claims, {name: self._measured(worker) for name, worker in members.items()})
+        return estimate_speeds(claims, {name: self._measured(worker) for name, worker in members.items()})
 
     def _measured(self, worker: Member) -> float | None:
         """Work a second, from the smoothed time between a worker's contributions."""
@@ -289,6 +290,6 @@ class TaskAssigner:
             return None
         return worker.rate * worker.batches * self.tasks.tasks[piece.task].work
 
-    def _machines(self) -> list[Machine]:
+    def _machines(self) -> list[WorkerSpec]:
         speeds, members = self._speeds(), self.members.by_name
         return [self._declared(name)._replace(speed=speeds[name], measured=members[name].rate is not None) for name in members]

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.data.packages import need
+from shoal.data.packages import import_optional
 
 _LIBRARIES = ("datasets", "transformers", "huggingface_hub")
 
 
 def hub_answers(timeout_s: float = 5.0) -> bool:
     """Whether the hub can be reached. Its libraries would find out too, after half a minute of retries."""
-    hub, constants = need("huggingface_hub"), need("huggingface_hub.constants")
+    hub, constants = import_optional("huggingface_hub"), import_optional("huggingface_hub.constants")
     if constants.HF_HUB_OFFLINE:
         return False
     try:
@@ -26,7 +26,7 @@ def hub_answers(timeout_s: float = 5.0) -> bool:
 @contextmanager
 def offline(enabled: bool = True) -> Iterator[None]:
     """Make the libraries look into their caches only."""
-    constants, config = need("huggingface_hub.constants"), need("datasets.config")
+    constants, config = import_optional("huggingface_hub.constants"), import_optional("datasets.config")
     before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
     try:
         if enabled:

@@ -15,8 +15,8 @@ from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema.data import HubDataset
 from shoal.data.hub.access import hub_answers, offline, quiet
 from shoal.data.interfaces import Progress
-from shoal.data.limits import HELD_OUT_NAMES, TRAIN_NAMES
-from shoal.data.packages import need
+from shoal.data.packages import import_optional
+from shoal.data.splits import HELD_OUT_NAMES, TRAIN_NAMES
 from shoal.data.text.documents import Document, Position, TextPart
 from shoal.data.text.rows import Fields, fields_of, to_document
 from shoal.errors import ShoalError
@@ -46,7 +46,7 @@ class Subset(NamedTuple):
         return cls(configuration=text)
 
 
-class Request(NamedTuple):
+class DataRequest(NamedTuple):
     """What Shoal asks the datasets library for."""
 
     name: str
@@ -60,20 +60,20 @@ class Request(NamedTuple):
     """Where a trained tokenizer is kept; None: it is trained anew."""
 
 
-def open_dataset(source: HubDataset, request: Request, fields: Fields) -> TextPart:
+def open_dataset(source: HubDataset, request: DataRequest, fields: Fields) -> TextPart:
     subset = Subset.parse(source.subset)
     splits = load_splits(request, subset.configuration)
     name = subset.split or next((split for split in TRAIN_NAMES if split in splits), next(iter(splits)))
     if name not in splits:
         raise ShoalError(f"data.source.subset: {source.name} has no split `{name}`: it has {', '.join(splits)}")
     held = next((split for split in HELD_OUT_NAMES if split in splits and split != name), None)
-    train = Rows(_slice(splits[name], subset, source.name), fields, f"{source.name} ({name})")
-    held_out = Rows(splits[held], fields, f"{source.name} ({held})") if held else None
+    train = DatasetRows(_slice(splits[name], subset, source.name), fields, f"{source.name} ({name})")
+    held_out = DatasetRows(splits[held], fields, f"{source.name} ({held})") if held else None
     path = Path(source.name).expanduser()
     return TextPart(path.resolve().name if path.exists() else source.name, train, held_out)
 
 
-def load_splits(request: Request, configuration: str | None) -> Mapping[str, Any]:
+def load_splits(request: DataRequest, configuration: str | None) -> Mapping[str, Any]:
     """All splits of a data set, from a folder or file, else from the hub."""
     path = Path(request.name).expanduser()
     if missing := missing_path_hint(request.name):
@@ -83,15 +83,15 @@ def load_splits(request: Request, configuration: str | None) -> Mapping[str, Any
             if path.exists():
                 return _local_splits(path, configuration, request)
             return _hub_splits(configuration, request)
-    except (ValueError, FileNotFoundError, need("datasets").exceptions.DatasetGenerationError) as error:
+    except (ValueError, FileNotFoundError, import_optional("datasets").exceptions.DatasetGenerationError) as error:
         cause = error.__cause__ or error
         reason = str(cause).strip().split("\n")[0]
         setting = "data.source.subset" if "onfig" in reason and not isinstance(cause, UnicodeDecodeError) else "data.source.name"
         raise ShoalError(f"{setting}: {request.name} cannot be loaded: {reason}") from error
 
 
-def _local_splits(path: Path, configuration: str | None, request: Request) -> Mapping[str, Any]:
-    datasets = need("datasets")
+def _local_splits(path: Path, configuration: str | None, request: DataRequest) -> Mapping[str, Any]:
+    datasets = import_optional("datasets")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         if configuration is not None:
             raise ShoalError(f"data.source.subset: {path} is a saved data set, it has no configuration `{configuration}`")
@@ -108,14 +108,14 @@ def _local_splits(path: Path, configuration: str | None, request: Request) -> Ma
     return dict(splits)
 
 
-def _hub_splits(configuration: str | None, request: Request) -> Mapping[str, Any]:
+def _hub_splits(configuration: str | None, request: DataRequest) -> Mapping[str, Any]:
     name = request.name
     online = hub_answers()
     if request.progress:
         request.progress(f"{name} from the hub", 0, None)
     try:
         with offline(not online):
-            splits = need("datasets").load_dataset(
+            splits = import_optional("datasets").load_dataset(
                 name, configuration, streaming=request.streaming, cache_dir=request.cache_dir, token=request.token
             )
     except ConnectionError as error:
@@ -170,7 +170,7 @@ def _length(dataset: Any) -> int | None:
     return known.num_examples or None if known else None
 
 
-class Rows:
+class DatasetRows:
     """The rows of a data set as documents."""
 
     def __init__(self, dataset: Any, wanted: Fields, where: str) -> None:
@@ -193,7 +193,7 @@ class Rows:
                 yield next(rows)
             except StopIteration:
                 return
-            except (OSError, ValueError, need("datasets").exceptions.DatasetGenerationError) as error:
+            except (OSError, ValueError, import_optional("datasets").exceptions.DatasetGenerationError) as error:
                 reason = str(error.__cause__ or error).strip().split("\n")[0]
                 raise ShoalError(f"{self._where} cannot be read any further: {reason}") from error
 
@@ -208,7 +208,7 @@ class Rows:
         if position is not None:
             dataset.load_state_dict(position)
         if get_worker_info() is not None:
-            need("fsspec.asyn").reset_lock()  # a fork must not wait for a lock of its parent
+            import_optional("fsspec.asyn").reset_lock()  # a fork must not wait for a lock of its parent
         # Not `for row in dataset`: in a process that loads ahead that would shard the rows a second time.
         for columns in dataset.iter(batch_size=1):
             yield {name: values[0] for name, values in columns.items()}, dataset.state_dict()
@@ -220,7 +220,7 @@ class Rows:
 @contextmanager
 def _no_bars() -> Iterator[None]:
     """Keep the datasets library from drawing its own progress bars: only the command line writes to the terminal."""
-    datasets = need("datasets")
+    datasets = import_optional("datasets")
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

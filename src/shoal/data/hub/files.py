@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.interfaces import Progress
-from shoal.data.packages import need
+from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 
 TRIES = 6
@@ -26,7 +26,7 @@ class _File(NamedTuple):
 
 def copy_files(name: str, folder: Path, token: str | None, progress: Progress | None) -> Path:
     """All files of one commit of a data set, below `folder`. Each appears whole or not at all. Raises ShoalError."""
-    hub = need("huggingface_hub")
+    hub = import_optional("huggingface_hub")
     if not hub_answers():
         raise ShoalError("the Hugging Face hub cannot be reached")
     api = hub.HfApi(token=token, library_name="shoal")
@@ -74,7 +74,7 @@ def _copy(name: str, url: str, target: Path, file: _File, token: str | None, sho
 
 def _receive(url: str, partial: Path, had: int, token: str | None, show: Callable[[int], None]) -> None:
     """Append the bytes that are missing. A server that cannot send a part of a file sends all of it again."""
-    utils = need("huggingface_hub.utils")
+    utils = import_optional("huggingface_hub.utils")
     headers = utils.build_hf_headers(token=token, library_name="shoal") | {"Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={had}-"} if had else {}
     with utils.get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.packages import need
+from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -24,7 +24,7 @@ class CorruptImageError(ShoalError):
 def decode(content: bytes, size: int | None, channels: int | None) -> NDArray[np.uint8]:
     """An image file as pixels [C, H, W]. With a size: the square in its middle, resized to it. Raises CorruptImageError."""
     try:
-        image = need("PIL.ImageOps").exif_transpose(_open(content))
+        image = import_optional("PIL.ImageOps").exif_transpose(_open(content))
         pixels: NDArray[np.uint8] = _to_pixels(_square(image, size), channels or (1 if is_grey(content) else 3))
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
         raise CorruptImageError(str(error) or type(error).__name__) from error
@@ -40,12 +40,12 @@ def is_grey(content: bytes) -> bool:
 def resize(pixels_CHW: NDArray[np.uint8], size: int, channels: int) -> NDArray[np.uint8]:
     """The square in the middle of an image, resized, in grey or in colour."""
     grey = len(pixels_CHW) == 1
-    image = need("PIL.Image").fromarray(pixels_CHW[0] if grey else pixels_CHW.transpose(1, 2, 0))
+    image = import_optional("PIL.Image").fromarray(pixels_CHW[0] if grey else pixels_CHW.transpose(1, 2, 0))
     return _to_pixels(_square(image, size), channels)
 
 
 def _open(content: bytes) -> Any:
-    return need("PIL.Image").open(io.BytesIO(content))
+    return import_optional("PIL.Image").open(io.BytesIO(content))
 
 
 def _square(image: Any, size: int | None) -> Any:
@@ -56,7 +56,7 @@ def _square(image: Any, size: int | None) -> Any:
     left, top = (width - side) // 2, (height - side) // 2
     if image.mode == "P":  # a palette cannot be interpolated
         image = image.convert("RGBA")
-    resampling = need("PIL.Image").Resampling
+    resampling = import_optional("PIL.Image").Resampling
     square = image.crop((left, top, left + side, top + side))
     return square.resize((size, size), resampling.LANCZOS if side > size else resampling.BICUBIC)
 
@@ -65,7 +65,7 @@ def _to_pixels(image: Any, channels: int) -> NDArray[np.uint8]:
     if channels not in (1, 3):
         raise ShoalError(f"model.channels is {channels}: images have 1 channel (grey) or 3 (colour)")
     if image.mode.startswith("I"):  # 16 bits a pixel: keep the upper 8, where Pillow would cut off at 255
-        image = need("PIL.Image").fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+        image = import_optional("PIL.Image").fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P":
         image = image.convert("RGBA")
     pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))

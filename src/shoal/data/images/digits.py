@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from shoal.config import Run
 from shoal.data.images.samples import Target, TensorImages, from_pixels, image_data
-from shoal.data.interfaces import Data
-from shoal.data.limits import share_out
-from shoal.data.packages import need
+from shoal.data.loaded_data import Data
+from shoal.data.packages import import_optional
+from shoal.data.splits import share_out
 
 
 def load_digits(run: Run) -> Data:
@@ -38,7 +38,7 @@ def _digits() -> NDArray[np.uint8]:
     file = Path(*(found.submodule_search_locations or [])[:1], "datasets", "data", "digits.csv.gz") if found else None
     if file is not None and file.is_file():
         return np.loadtxt(file, delimiter=",", dtype=np.uint8)
-    digits = need("sklearn.datasets").load_digits()
+    digits = import_optional("sklearn.datasets").load_digits()
     return np.concatenate([digits.data, digits.target[:, None]], axis=1).astype(np.uint8)
 
 

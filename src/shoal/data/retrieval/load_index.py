@@ -9,12 +9,14 @@ from typing import Any, cast
 
 from shoal.config import Run
 from shoal.config.schema.model import Retrieval
-from shoal.data.interfaces import Data, Progress, Stream
-from shoal.data.retrieval.augmented_samples import Known, ReadingSamples, ReadingStream
+from shoal.data.interfaces import Progress, SampleStream
+from shoal.data.loaded_data import Data
+from shoal.data.retrieval.augmented_samples import RetrievalSamples, RetrievalStream
 from shoal.data.retrieval.encoders import open_encoder
-from shoal.data.retrieval.finder import Finder, Reading
-from shoal.data.retrieval.index import Index, Told, build_index, digest_of, open_index
+from shoal.data.retrieval.finder import PassageFinder, PassageSettings
+from shoal.data.retrieval.index import Index, IndexProgress, build_index, digest_of, open_index
 from shoal.data.retrieval.passages import cut_passages
+from shoal.data.text.context_text import DocumentSamples
 from shoal.data.text.documents import Document
 from shoal.data.text.files import TextFiles, find_files
 from shoal.data.text.rows import Fields
@@ -40,21 +42,21 @@ def with_retrieval(data: Data, run: Run, training_text: Callable[[], Iterable[Do
         )
     assert data.info.tokenizer is not None
     finder = finder_of(settings, _index(settings, run, training_text, progress), data.info.tokenizer)
-    train = ReadingStream(data.train, finder) if isinstance(data.train, Stream) else _reading(data.train, finder, longest)
+    train = RetrievalStream(data.train, finder) if isinstance(data.train, SampleStream) else _reading(data.train, finder, longest)
     judged = _reading(data.eval, finder, longest) if data.eval is not None else None
     return Data(train, judged, data.info._replace(finder=finder))
 
 
-def _reading(samples: Any, finder: Finder, longest: int) -> ReadingSamples:
-    return ReadingSamples(cast(Known, samples), finder, longest)
+def _reading(samples: Any, finder: PassageFinder, longest: int) -> RetrievalSamples:
+    return RetrievalSamples(cast(DocumentSamples, samples), finder, longest)
 
 
-def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> Finder:
-    reading = Reading(settings.top_k, settings.chunk_size, settings.passage_tokens)
-    return Finder(index.folder, reading, tokenizer, index)
+def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> PassageFinder:
+    reading = PassageSettings(settings.top_k, settings.chunk_size, settings.passage_tokens)
+    return PassageFinder(index.folder, reading, tokenizer, index)
 
 
-def open_finder(run: Run, folder: Path, tokenizer: Tokenizer) -> Finder | None:
+def open_finder(run: Run, folder: Path, tokenizer: Tokenizer) -> PassageFinder | None:
     """The finder of a past run, whose index is in this folder; None where it retrieves nothing. Raises ShoalError."""
     settings = retrieval_of(run)
     return finder_of(settings, open_index(folder), tokenizer) if settings else None
@@ -92,7 +94,7 @@ def _documents(path: Path) -> Iterable[Document]:
     return (document for document, _ in files.read())
 
 
-def index_files(paths: list[str], folder: Path, encoder: str, words: int, told: Told | None) -> Index:
+def index_files(paths: list[str], folder: Path, encoder: str, words: int, told: IndexProgress | None) -> Index:
     """Build an index of files and folders of texts. Raises ShoalError."""
     if folder.exists():
         raise ShoalError(f"{folder} is there already: choose another folder, or remove it")

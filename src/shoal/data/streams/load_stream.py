@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 
 from shoal.config import Run
-from shoal.data.interfaces import Data, Info, Stream
-from shoal.data.limits import HELD_OUT_SHARE, share_out
+from shoal.data.interfaces import SampleStream
+from shoal.data.loaded_data import Data, Info
+from shoal.data.splits import HELD_OUT_SHARE, share_out
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import HeldOut, TextStream
-from shoal.data.text.documents import FEW, Chained, Document, Documents, Fronts, TextPart, cut
+from shoal.data.text.documents import FEW, ChainedDocuments, Document, DocumentFronts, Documents, TextPart, cut
 from shoal.data.text.encoding import Encoding
-from shoal.data.text.load_text import Loaded, expect_contexts
+from shoal.data.text.load_text import LoadedText, expect_contexts
 from shoal.data.text.mixture import probabilities
 from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, joined, text_samples
@@ -28,7 +29,7 @@ _BPE_DOCUMENTS = 2000
 """Documents of each part that `bpe` is trained on."""
 
 
-def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Loaded:
+def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> LoadedText:
     """The documents of a part that are held out are among its first, as many as evaluation needs."""
     name = joined_name([part.name for part in parts])
     parts = parts if run.data.mixing.enabled else [_chained(parts)]
@@ -50,7 +51,7 @@ def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, tok
             yield from (document for number, (document, _) in enumerate(part.train.read()) if number not in out)
 
     expect_contexts(run, islice(learned(), _BPE_DOCUMENTS))
-    return Loaded(data, learned)
+    return LoadedText(data, learned)
 
 
 def _chained(parts: Sequence[TextPart]) -> TextPart:
@@ -58,7 +59,7 @@ def _chained(parts: Sequence[TextPart]) -> TextPart:
         return parts[0]
     own = [part.held_out for part in parts if part.held_out is not None]
     names = joined_name([part.name for part in parts])
-    return TextPart(names, Chained([part.train for part in parts]), Chained(own) if len(own) == len(parts) else None)
+    return TextPart(names, ChainedDocuments([part.train for part in parts]), ChainedDocuments(own) if len(own) == len(parts) else None)
 
 
 def _counts(run: Run) -> tuple[int | None, int]:
@@ -73,7 +74,7 @@ def _counts(run: Run) -> tuple[int | None, int]:
     return min(data.max_samples - held_out, data.max_train_samples or data.max_samples), held_out
 
 
-def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encoding, count: int | None, run: Run) -> Stream:
+def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encoding, count: int | None, run: Run) -> SampleStream:
     names, weights = [part.name for part in parts], [part.weight for part in parts]
     shares = probabilities(names, weights, [part.train.size() for part in parts], run.data.mixing.temperature) if len(parts) > 1 else None
     quotas = [count] if shares is None or count is None else share_out(count, shares)
@@ -98,7 +99,7 @@ def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tupl
     documents, read = _until_enough(part.train, encoding, count, every)
     if read < FEW:
         ends = [cut(document)[1] for document, _ in part.train.read()]
-        return Fronts(part.train), HeldOut(), [document for document in ends if document.text]
+        return DocumentFronts(part.train), HeldOut(), [document for document in ends if document.text]
     return part.train, every._replace(below=read), documents
 
 

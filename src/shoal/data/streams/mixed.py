@@ -8,26 +8,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.interfaces import Batch, Reader, State, Stream
+from shoal.data.interfaces import Batch, SampleStream, State, StreamReader
 
 _DRAWS = 1024
 
 
-class MixedStream:
+class MixedStream(SampleStream):
     """A mixture of streams. An epoch ends when each has been read through once; those that end sooner begin again."""
 
-    def __init__(self, streams: Sequence[Stream], shares: NDArray[np.float64]) -> None:
+    def __init__(self, streams: Sequence[SampleStream], shares: NDArray[np.float64]) -> None:
         self.streams = list(streams)
         self.shares = shares
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         return MixedReader(self, shard, seed, epoch, state)
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         return self.streams[0].collate(samples)
 
 
-class MixedReader:
+class MixedReader(StreamReader):
     """Draws samples of one shard. The n-th draw follows from the seed, the epoch and n."""
 
     def __init__(self, mixture: MixedStream, shard: tuple[int, int], seed: int, epoch: int, state: State | None) -> None:
@@ -42,9 +42,6 @@ class MixedReader:
         self._readers = [self._open(part, inner) for part, inner in enumerate(state["parts"])]
         self._choices = self._choose(self._draw // _DRAWS)
         self._bounds = self._reckon()
-
-    def __iter__(self) -> MixedReader:
-        return self
 
     def __next__(self) -> Any:
         while not all(self._passes):
@@ -85,7 +82,7 @@ class MixedReader:
         self._readers[part] = self._open(part, None)
         self._bounds = self._reckon()
 
-    def _open(self, part: int, state: State | None) -> Reader:
+    def _open(self, part: int, state: State | None) -> StreamReader:
         # A pass of its own gets an order of its own.
         seed = self._seed + 7919 * self._passes[part]
         return self._mixture.streams[part].read(shard=self._shard, seed=seed, epoch=self._epoch, state=state)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shoal.data.interfaces import IGNORED, Batch, Reader, State
+from shoal.data.interfaces import IGNORED, Batch, SampleStream, State, StreamReader
 from shoal.data.text.context_text import contexts_of
 from shoal.data.text.documents import Document, Documents, Position
 from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
         return isinstance(number, int) and number < self.below and number % self.every == self.first
 
 
-class Place(NamedTuple):
+class DocumentPosition(NamedTuple):
     """A place between two documents: the reader's position, the number of the next document, and of the next one to learn from."""
 
     position: Position = None
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     learned: int = 0
 
 
-class TextStream:
+class TextStream(SampleStream):
     """A stream of samples from documents, shuffled over a buffer."""
 
     def __init__(
@@ -60,7 +60,7 @@ class TextStream:
         self.held_out = held_out
         self.max_samples = max_samples
 
-    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         return ShuffledReader(self, shard, [seed, epoch], state)
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
@@ -73,7 +73,7 @@ class TextStream:
         return (PackedReader if self.encoding.packed else DocumentReader)(self, shard, state)
 
 
-class SampleReader:
+class SampleReader(StreamReader):
     """Samples of one shard, in the order of the documents. Document n to learn from belongs to shard n mod count."""
 
     def __init__(self, stream: TextStream, shard: tuple[int, int], state: State | None) -> None:
@@ -84,12 +84,9 @@ class SampleReader:
         self._quota = None if quota is None else quota // count + (index < quota % count)
         self._taken = state["taken"] if state else 0
         self._used = state["used"] if state else 0
-        self._place = Place(*state["place"]) if state else Place()
+        self._place = DocumentPosition(*state["place"]) if state else DocumentPosition()
         self._groups = self._encoded(stream)
-        self._queue: deque[tuple[Place, Any]] = deque()
-
-    def __iter__(self) -> SampleReader:
-        return self
+        self._queue: deque[tuple[DocumentPosition, Any]] = deque()
 
     def __next__(self) -> Sample:
         if self._quota is not None and self._taken >= self._quota:
@@ -117,7 +114,7 @@ class SampleReader:
         self._queue.extend(group)
         return True
 
-    def _encoded(self, stream: TextStream) -> Iterator[list[tuple[Place, Any]]]:
+    def _encoded(self, stream: TextStream) -> Iterator[list[tuple[DocumentPosition, Any]]]:
         """Documents in groups, since many at once are tokenised faster. Moves the place to the end of each group."""
         documents = self._documents(stream)
         while group := list(islice(documents, _GROUP)):
@@ -129,13 +126,13 @@ class SampleReader:
             yield [(before, self._take_in(one)) for (before, _, _), one in zip(group, tokens, strict=True)]
         self._place = self._last
 
-    def _documents(self, stream: TextStream) -> Iterator[tuple[Place, Document, Place]]:
+    def _documents(self, stream: TextStream) -> Iterator[tuple[DocumentPosition, Document, DocumentPosition]]:
         """The documents of this shard, each with the places before and after it."""
         index, count = self._shard
         before = self._last = self._place
         for document, position in stream.documents.read(before.position):
             held = before.number in stream.held_out
-            after = self._last = Place(position, before.number + 1, before.learned + (not held))
+            after = self._last = DocumentPosition(position, before.number + 1, before.learned + (not held))
             if not held and before.learned % count == index:
                 yield before, document, after
             before = after
@@ -213,7 +210,7 @@ class DocumentReader(SampleReader):
         return sample
 
 
-class ShuffledReader:
+class ShuffledReader(StreamReader):
     """Samples shuffled in blocks of a buffer's size. The next block is read, sample by sample, while this one is given out.
 
     A block's order follows from the seed, the epoch and its number; so a state is the place where the block begins and how many of its
@@ -230,9 +227,6 @@ class ShuffledReader:
         self._begin([])
         for _ in range(state["gone"] if state else 0):
             next(self)
-
-    def __iter__(self) -> ShuffledReader:
-        return self
 
     def __next__(self) -> Sample:
         if self._gone == len(self._block):

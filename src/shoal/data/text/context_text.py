@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.data.interfaces import Samples
 from shoal.data.text.encoding import Sample
 
-NOTHING = -1
+NO_TOKEN = -1
 """Stands where a context has no more tokens."""
 
 
@@ -47,6 +48,14 @@ def joined_origins(parts: Sequence[Origins]) -> Origins:
     return Origins([name for part in parts for name in part.names], torch.cat(spans))
 
 
+class DocumentSamples(Samples):
+    """Samples of text that know which documents they are of."""
+
+    origins: Origins
+    sides: tuple[str, ...] = ("",)
+    """Prefixes of the batch columns of each text of a sample; a pair of answers has two texts."""
+
+
 class Contexts(NamedTuple):
     """A text to read beside each sample, where it has one: a stretch of one long row of tokens."""
 
@@ -59,7 +68,7 @@ class Contexts(NamedTuple):
         lengths_B = self.lengths_N[index_B]
         column_BC = torch.arange(max(1, int(lengths_B.max()))).expand(len(index_B), -1)
         place_BC = (self.starts_N[index_B, None] + column_BC).clamp_(0, max(0, len(self.ids) - 1))
-        return self.ids[place_BC].long().masked_fill_(column_BC >= lengths_B[:, None], NOTHING).unsqueeze(1)
+        return self.ids[place_BC].long().masked_fill_(column_BC >= lengths_B[:, None], NO_TOKEN).unsqueeze(1)
 
     def select(self, indices: torch.Tensor) -> Contexts:
         return Contexts(self.ids, self.starts_N[indices], self.lengths_N[indices])
@@ -69,7 +78,7 @@ def contexts_of(samples: Sequence[Sample], longest: int) -> Contexts | None:
     """The contexts of samples, cut to a length; None if none of them has one."""
     if all(sample.context is None for sample in samples):
         return None
-    none: NDArray[np.int32] = np.full(1, NOTHING, np.int32)
+    none: NDArray[np.int32] = np.full(1, NO_TOKEN, np.int32)
     rows = [none[:0] if sample.context is None else sample.context[:longest] for sample in samples]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return Contexts(torch.from_numpy(np.concatenate([*rows, none])), lengths.cumsum(0) - lengths, lengths)
@@ -79,7 +88,7 @@ def joined_contexts(parts: Sequence[Contexts | None], counts: Sequence[int]) -> 
     """The contexts of several parts in a row, of which some have none. `counts`: how many samples each part has."""
     if all(part is None for part in parts):
         return None
-    none = torch.full((1,), NOTHING, dtype=torch.int32)
+    none = torch.full((1,), NO_TOKEN, dtype=torch.int32)
     empty = [Contexts(none, torch.zeros(count).long(), torch.zeros(count).long()) for count in counts]
     known = [part or nothing for part, nothing in zip(parts, empty, strict=True)]
     before = np.cumsum([0] + [len(part.ids) for part in known]).tolist()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from shoal.data.limits import held_out_numbers
+from shoal.data.splits import held_out_numbers
 
 Position = Any
 """Where reading goes on; JSON-able."""
@@ -56,7 +56,7 @@ class TextPart(NamedTuple):
     weight: float | None = None
 
 
-class Texts:
+class InMemoryDocuments:
     """Documents that are in memory."""
 
     def __init__(self, texts: Sequence[str | Document]) -> None:
@@ -71,7 +71,7 @@ class Texts:
         return sum(len(document.text) + len(document.prompt) for document in self._documents)
 
 
-class Chained:
+class ChainedDocuments:
     """Documents of several origins, one origin after the other."""
 
     def __init__(self, parts: Sequence[Documents]) -> None:
@@ -89,7 +89,7 @@ class Chained:
         return None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
 
 
-class Fronts:
+class DocumentFronts:
     """Documents without their ends, which are held out."""
 
     def __init__(self, documents: Documents) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 
 from shoal.config import Run
 from shoal.config.schema.data import Preferences
-from shoal.data.hub.dataset import Request
-from shoal.data.interfaces import Data, Info, Samples
-from shoal.data.limits import counts, divided, share_out, some_of
-from shoal.data.text.documents import Document, TextPart, Texts, split
+from shoal.data.hub.dataset import DataRequest
+from shoal.data.interfaces import Samples
+from shoal.data.loaded_data import Data, Info
+from shoal.data.splits import counts, divided, share_out, some_of
+from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences
 from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
@@ -22,14 +23,14 @@ from shoal.data.text.sources import expect_reader, reads_context
 from shoal.errors import ShoalError
 
 
-class Loaded(NamedTuple):
+class LoadedText(NamedTuple):
     """Data, and the documents that it learns from, from the first one at each call."""
 
     data: Data
     training_text: Callable[[], Iterable[Document]]
 
 
-def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Loaded:
+def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> LoadedText:
     name = joined_name([part.name for part in parts])
     documents = [_divide(part, run.seed) for part in parts]
 
@@ -48,7 +49,7 @@ def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token
     info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
     expect_contexts(run, (document for train, _ in documents for document in train))
     data = Data(samples, some_of(held_out, eval_count, run.seed) if eval_count else None, info)
-    return Loaded(data, lambda: (document for train, _ in documents for document in train))
+    return LoadedText(data, lambda: (document for train, _ in documents for document in train))
 
 
 def expect_contexts(run: Run, documents: Iterable[Document]) -> None:
@@ -87,17 +88,17 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
     return MixedText(samples, probabilities(names, weights, [len(part) for part in samples], run.data.mixing.temperature))
 
 
-def load_preferences(source: Preferences, run: Run, request: Request) -> Loaded | list[TextPart]:
+def load_preferences(source: Preferences, run: Run, request: DataRequest) -> LoadedText | list[TextPart]:
     """Pairs for a task that compares; for one that learns to write, the chosen answers, each after its prompt."""
     expect_reader(source, run)
     pairs, apart, left_out = read_preferences(source, reads_context(run))
     if run.chosen_task.needs == "tokens":
-        train, held = (Texts([pair.document() for pair in some]) for some in (pairs, apart))
+        train, held = (InMemoryDocuments([pair.document() for pair in some]) for some in (pairs, apart))
         return [TextPart(f"{Path(source.path).name}: chosen answers", train, held if apart else None)]
     return _load_pairs(pairs, apart, left_out, source, run, request)
 
 
-def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Preferences, run: Run, request: Request) -> Loaded:
+def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Preferences, run: Run, request: DataRequest) -> LoadedText:
     encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], request.folder, request.token)
     train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(apart, encoding) if apart else None
     if held_out is None:
@@ -109,4 +110,4 @@ def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Pre
     info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
     expect_contexts(run, (pair.document() for pair in train.pairs))
     data = Data(train, some_of(held_out, eval_count, run.seed) if held_out and eval_count else None, info)
-    return Loaded(data, lambda: (pair.document() for pair in train.pairs))
+    return LoadedText(data, lambda: (pair.document() for pair in train.pairs))

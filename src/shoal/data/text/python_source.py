@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.data.text.documents import TextPart, Texts
+from shoal.data.text.documents import InMemoryDocuments, TextPart
 from shoal.errors import ShoalError
 
 _SOURCE_BYTES = 4_000_000
@@ -34,13 +34,13 @@ def python_source() -> TextPart:
             texts.append(text)
     if not texts:
         raise ShoalError(f"this Python has no source text of its standard library in {library}: choose another data.source")
-    return TextPart("python-source", Texts(texts), None)
+    return TextPart("python-source", InMemoryDocuments(texts), None)
 
 
 def zen_of_python() -> TextPart:
     """The Zen of Python by Tim Peters, again and again: who reads it often knows it by heart."""
     poem = zen()
-    return TextPart("zen", Texts([poem] * _ZEN_TIMES), None)
+    return TextPart("zen", InMemoryDocuments([poem] * _ZEN_TIMES), None)
 
 
 def zen() -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.config.schema.data import Snli
-from shoal.data.hub.dataset import Request, load_splits
-from shoal.data.text.documents import Document, TextPart, Texts
+from shoal.data.hub.dataset import DataRequest, load_splits
+from shoal.data.text.documents import Document, InMemoryDocuments, TextPart
 from shoal.data.text.files import decode
 from shoal.errors import ShoalError
 
@@ -26,7 +26,7 @@ Pair = tuple[str, str, str]
 """Premise, hypothesis, label."""
 
 
-def open_snli(source: Snli, request: Request, premise_beside: bool = False) -> TextPart:
+def open_snli(source: Snli, request: DataRequest, premise_beside: bool = False) -> TextPart:
     """Train on `train`, be judged on `dev`. Where there is no train file, on `dev` and `test`, and the name says so.
 
     `premise_beside`: the premise is not part of the text, but the context that is read beside it.
@@ -44,9 +44,9 @@ def open_snli(source: Snli, request: Request, premise_beside: bool = False) -> T
     return TextPart(name, splits[train], splits.get("dev" if train == "train" else "test"))
 
 
-def _texts(pairs: Iterable[Pair], premise_beside: bool) -> Texts:
+def _texts(pairs: Iterable[Pair], premise_beside: bool) -> InMemoryDocuments:
     """A pair without an agreed label is left out, as the corpus asks for."""
-    return Texts([_document(*pair, premise_beside) for pair in pairs if pair[2] in LABELS])
+    return InMemoryDocuments([_document(*pair, premise_beside) for pair in pairs if pair[2] in LABELS])
 
 
 def _document(premise: str, hypothesis: str, label: str, premise_beside: bool) -> Document:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shoal.config import Run
 from shoal.config.schema.data import HubDataset, Mixing, Mixture, Preferences, Snli, Text, Wikitext
-from shoal.data.hub.dataset import Request, open_dataset
+from shoal.data.hub.dataset import DataRequest, open_dataset
 from shoal.data.text.documents import TextPart, Unit
 from shoal.data.text.files import open_text
 from shoal.data.text.rows import Fields
@@ -37,24 +37,24 @@ def _fields(source: Text | HubDataset, run: Run) -> Fields:
     return Fields(source.text_field, source.context_field, reads_context(run))
 
 
-def open_files(source: Text, run: Run, request: Request) -> list[TextPart]:
+def open_files(source: Text, run: Run, request: DataRequest) -> list[TextPart]:
     """One part, or several of a folder of texts that is to be mixed."""
     return open_text(Path(source.path).expanduser(), _fields(source, run), unit_of(run), mixed=run.data.mixing.enabled)
 
 
-def open_hub(source: HubDataset, run: Run, request: Request) -> list[TextPart]:
+def open_hub(source: HubDataset, run: Run, request: DataRequest) -> list[TextPart]:
     return [open_dataset(source, request._replace(name=source.name), _fields(source, run))]
 
 
-def open_wiki(source: Wikitext, run: Run, request: Request) -> list[TextPart]:
+def open_wiki(source: Wikitext, run: Run, request: DataRequest) -> list[TextPart]:
     return [open_wikitext(source, request, unit_of(run))]
 
 
-def open_pairs(source: Snli, run: Run, request: Request) -> list[TextPart]:
+def open_pairs(source: Snli, run: Run, request: DataRequest) -> list[TextPart]:
     return [open_snli(source, request, premise_beside=reads_context(run))]
 
 
-def open_mixture(source: Mixture, run: Run, request: Request) -> list[TextPart]:
+def open_mixture(source: Mixture, run: Run, request: DataRequest) -> list[TextPart]:
     """The parts of a mixture, each of which is one whole here."""
     whole = run.replace(data=run.data.replace(mixing=Mixing(enabled=False)))
     parts: list[TextPart] = []

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.config.schema.data import Wikitext
-from shoal.data.hub.dataset import Request, load_splits
-from shoal.data.text.documents import Documents, TextPart, Texts, Unit
+from shoal.data.hub.dataset import DataRequest, load_splits
+from shoal.data.text.documents import Documents, InMemoryDocuments, TextPart, Unit
 from shoal.data.text.files import TextFiles
 from shoal.data.text.rows import Fields
 from shoal.errors import ShoalError
@@ -17,7 +17,7 @@ _FILES = "wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens (or .raw, gzipp
 _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
 
 
-def open_wikitext(source: Wikitext, request: Request, unit: Unit) -> TextPart:
+def open_wikitext(source: Wikitext, request: DataRequest, unit: Unit) -> TextPart:
     """Train on `train`, be judged on `valid`. Where there is no train file, on `valid` and `test`, and the name says so."""
     splits = _from_files(Path(source.path).expanduser(), unit) if source.path else _from_hub(request, unit)
     train = next((name for name in ("train", "valid") if name in splits), None)
@@ -45,14 +45,18 @@ def _from_files(folder: Path, unit: Unit) -> dict[str, Documents]:
     return {split: TextFiles([file], Fields(), unit) for split, file in files.items()}
 
 
-def _from_hub(request: Request, unit: Unit) -> dict[str, Documents]:
+def _from_hub(request: DataRequest, unit: Unit) -> dict[str, Documents]:
     name, configuration = HUB
     otherwise = f"put {_FILES} in a folder, and set data.source.path to it"
     splits = load_splits(request._replace(name=name, streaming=False, otherwise=otherwise), configuration)
     return {_SPLITS[split]: _lines(dataset["text"], unit) for split, dataset in splits.items() if split in _SPLITS}
 
 
-def _lines(lines: Iterable[str], unit: Unit) -> Texts:
+def _lines(lines: Iterable[str], unit: Unit) -> InMemoryDocuments:
     """Join the lines that the hub gives as rows, unless samples are lines."""
     rows: Sequence[str] = list(lines)
-    return Texts([row.rstrip("\n") for row in rows if not row.isspace() and row]) if unit == "line" else Texts(["".join(rows)])
+    return (
+        InMemoryDocuments([row.rstrip("\n") for row in rows if not row.isspace() and row])
+        if unit == "line"
+        else InMemoryDocuments(["".join(rows)])
+    )

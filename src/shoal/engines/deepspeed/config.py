@@ -22,7 +22,7 @@ _BUFFERS = 5
 """Of the size of a group: for parameters, gradients, and what an optimizer keeps, at most three vectors."""
 
 
-class Disk(NamedTuple):
+class NvmeOffload(NamedTuple):
     """Where parameters and optimizer state are kept while they are not in use."""
 
     path: str
@@ -53,7 +53,7 @@ def library(device: torch.device) -> Any:
     return deepspeed
 
 
-def zero_config(run: Run, size: int, limit: float | None, disk: Disk | None = None) -> dict[str, Any]:
+def zero_config(run: Run, size: int, limit: float | None, disk: NvmeOffload | None = None) -> dict[str, Any]:
     """The configuration that `deepspeed.initialize` takes."""
     engine, accumulation = run.engine, run.training.gradient_accumulation_steps
     assert isinstance(engine, DeepSpeed)
@@ -73,7 +73,7 @@ def zero_config(run: Run, size: int, limit: float | None, disk: Disk | None = No
     }
 
 
-def _zero(engine: DeepSpeed, disk: Disk | None) -> dict[str, Any]:
+def _zero(engine: DeepSpeed, disk: NvmeOffload | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "stage": engine.zero_stage,
         "allgather_bucket_size": engine.allgather_bucket_size,

@@ -12,10 +12,10 @@ from weakref import WeakSet, finalize
 from shoal.errors import ShoalError
 
 _PREFIX, _LOCK = "shoal-", "lock"
-_open: WeakSet[Scratch] = WeakSet()
+_open: WeakSet[ScratchFolder] = WeakSet()
 
 
-class Scratch:
+class ScratchFolder:
     """A folder of this process's own on the disk that parameters and optimizer state are kept on, gone with it. What those before it left
     when they were killed goes with the next one: nobody holds its lock."""
 
@@ -55,7 +55,7 @@ def leave_nothing() -> None:
         scratch.close()
 
 
-class Window:
+class DiskWindow:
     """The group of parameters that is in memory. DeepSpeed would read and write a whole group for each value that it is asked for; here a
     group stays until another one is wanted, or DeepSpeed goes on by itself."""
 

@@ -14,14 +14,14 @@ from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
 from shoal.config.schema.training import Optimizer
 from shoal.engines.base import tensors_of
-from shoal.engines.deepspeed.config import Disk, zero_config
-from shoal.engines.deepspeed.disk import Scratch, Window
+from shoal.engines.deepspeed.config import NvmeOffload, zero_config
+from shoal.engines.deepspeed.disk import DiskWindow, ScratchFolder
 from shoal.engines.optim import named_state as moments
 from shoal.engines.optim import optimizers
 from shoal.engines.shards import as_shard, part_of
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.updates.layout import Layout
+from shoal.updates.layout import ParameterLayout
 
 _OPEN = ("vocab_size", "max_seq_len", "memory", "new_beside", "new_cache", "has_adapters", "without_adapters")
 """What may be asked of a network whose parameters are sharded."""
@@ -37,12 +37,12 @@ class ZeroNetwork:
         self.library, self.model, self.world, self.mesh = library, model, world, mesh
         self.device = next(model.parameters()).device
         self.stage = run.engine.zero_stage
-        self.scratch = Scratch(run.engine.nvme_path) if run.engine.nvme_offload else None
+        self.scratch = ScratchFolder(run.engine.nvme_path) if run.engine.nvme_offload else None
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.layout = Layout((name, tuple(parameter.shape)) for name, parameter in self.trained.items())
+        self.layout = ParameterLayout((name, tuple(parameter.shape)) for name, parameter in self.trained.items())
         self.zero = self._initialise(settings, run, limit)
         self.optimizer: torch.optim.Optimizer = self.zero.optimizer.optimizer
-        self.window = Window(self.zero.optimizer)
+        self.window = DiskWindow(self.zero.optimizer)
 
     def _initialise(self, settings: Optimizer, run: Run, limit: float | None) -> Any:
         if settings.name in optimizers.SHAPED:
@@ -51,14 +51,14 @@ class ZeroNetwork:
             )
         optimizer = optimizers.make(settings, list(self.trained.values()))
         sizes = [parameter.numel() // self.world.size for parameter in self.model.parameters()]
-        disk = Disk(self.scratch.path, max(sizes), sum(sizes)) if self.scratch is not None else None
+        disk = NvmeOffload(self.scratch.path, max(sizes), sum(sizes)) if self.scratch is not None else None
         config = zero_config(run, self.world.size, limit, disk)
         zero, *_ = self.library.initialize(model=self.model, optimizer=optimizer, config=config, dist_init_required=False)
         return zero
 
     @property
-    def front(self) -> Front:
-        return Front(self.zero, self.model, whole=self.stage < 3)
+    def front(self) -> TaskModule:
+        return TaskModule(self.zero, self.model, whole=self.stage < 3)
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class ZeroNetwork:
             inner._lazy_init_hp_params_optimizer_state()
 
 
-class Front(nn.Module):
+class TaskModule(nn.Module):
     """DeepSpeed's engine in the network's place: `forward` goes through it, everything else to the network, as long as it is whole."""
 
     def __init__(self, zero: Any, model: nn.Module, whole: bool) -> None:
@@ -229,7 +229,7 @@ class Front(nn.Module):
         last: Tensor = self.zero(input_ids, cache=cache, **keywords)[:, -1]
         return last
 
-    def train(self, mode: bool = True) -> Front:
+    def train(self, mode: bool = True) -> TaskModule:
         self.zero.train(mode)
         return self
 

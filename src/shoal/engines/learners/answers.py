@@ -13,23 +13,24 @@ Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answe
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from shoal.data import Feed, PassageFinder
 from shoal.engines.learners.apply import EngineLearner
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.generation.batch_sampling import Sampled, answered, as_drawn, padded, sample
-from shoal.models.generation.decoding import Warp, draws_of_group, gap
-from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
+from shoal.models.generation.batch_sampling import SampledAnswers, pad_prompts, received_answers, sample, tokens_to_send
+from shoal.models.generation.decoding import Warp, draw_gap, group_draws
+from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
 from shoal.protocol.frames import Frame, UpdateError
-from shoal.tasks import Batch
 from shoal.tasks.answer_logprobs import as_text, as_used, chosen, log_softmax
 from shoal.updates.answer_frames import InexactAnswers, unpack
 
@@ -47,54 +48,46 @@ _MOST_WEIGHT = 2.0
 _NEAR = 1e-9
 
 
-class AnswerFeed(Protocol):
-    """Prompts, and batches of what was answered to them."""
+class AnswerFeed(Feed):
+    """Prompts by their number, and mini-batches of the answers that were given to them."""
 
     group: int
-    finder: Any
-    """What finds the passages that answers read; null: they read none."""
-    position: int
+    """Answers to each prompt."""
+    finder: PassageFinder | None
+    """Finds the passages that answers read; None: they read none."""
     figures: dict[str, float]
+    batches_per_step: int
+    position: int
+    eos_id: int | None
+    pad_id: int
 
     @property
-    def eos_id(self) -> int | None: ...
-    @property
-    def pad_id(self) -> int: ...
-    @property
-    def most_batches(self) -> int: ...
-    @property
-    def pieces(self) -> int:
-        """Batches of a step."""
-        ...
+    @abstractmethod
+    def most_batches(self) -> int:
+        """Batches that a rollout gives, unless it ends early because the policy has moved too far."""
 
+    @abstractmethod
     def ids_of(self, number: int) -> list[int]:
-        """The prompt of a number."""
-        ...
+        """The tokens of a prompt."""
 
+    @abstractmethod
     def contexts_of(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What is read beside the prompts of these numbers; none at all, where no prompt has any."""
-        ...
+        """The tokens that are read beside these prompts; empty where no prompt of the run has any."""
 
+    @abstractmethod
     def documents_of(self, numbers: Sequence[int]) -> list[list[str]]:
-        """The documents that the prompts are of, where passages are read."""
-        ...
+        """The documents that the prompts are of; empty where no passages are read."""
 
-    def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
-        """Learn from these answers next: `group` to the prompt of each number."""
-        ...
+    @abstractmethod
+    def fill(self, version: int, numbers: Sequence[int], drawn: SampledAnswers) -> None:
+        """Make the next mini-batches of these answers: `group` to the prompt of each number."""
 
+    @abstractmethod
     def empty(self) -> None:
-        """They were learned from."""
-        ...
-
-    @property
-    def at_epoch_end(self) -> bool: ...
-    def __next__(self) -> Batch: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+        """Drop the answers, which were learned from."""
 
 
-class Given(NamedTuple):
+class CheckedAnswers(NamedTuple):
     """Answers that were checked."""
 
     tokens_BT: Tensor
@@ -102,7 +95,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FromAnswers:
+class RolloutStep:
     """The coordinator learns from answers that workers gave, with the run's own optimizer and as many steps as the settings say."""
 
     length: int
@@ -114,14 +107,15 @@ class FromAnswers:
     """Share of a worker's tokens that may be other ones than the draws give."""
     computes: bool = True
 
-    def learner(self, engine: SingleEngine, spans: object, feed: Any = None) -> AnswerLearner:
+    def learner(self, engine: SingleEngine, spans: object, feed: Feed | None = None) -> AnswerLearner:
+        assert isinstance(feed, AnswerFeed)
         return AnswerLearner(engine, self, feed)
 
 
 class AnswerLearner(EngineLearner):
     """Weights that are stepped along what was answered with them, or with their last versions."""
 
-    def __init__(self, engine: SingleEngine, policy: FromAnswers, feed: AnswerFeed) -> None:
+    def __init__(self, engine: SingleEngine, policy: RolloutStep, feed: AnswerFeed) -> None:
         super().__init__(engine)
         if engine.buffers.numel():
             raise ShoalError("this model keeps statistics beside its weights, which answers do not tell: set strategy.kind to local")
@@ -153,10 +147,10 @@ class AnswerLearner(EngineLearner):
         beside = {"contexts": self.feed.contexts_of(numbers), "own": self.feed.documents_of(numbers)}
         return told | {name: value for name, value in beside.items() if value}
 
-    def _beside(self, first: int, prompts: int, some: slice = slice(None)) -> ReadBeside | None:
+    def _beside(self, first: int, prompts: int, some: slice = slice(None)) -> SideTexts | None:
         """What some of the answers to a unit's prompts read."""
         numbers = [number for number in range(first, first + prompts) for _ in range(self.feed.group)][some]
-        return read_beside(self.feed.finder, self.feed.contexts_of(numbers), self.feed.documents_of(numbers))
+        return make_side_texts(self.feed.finder, self.feed.contexts_of(numbers), self.feed.documents_of(numbers))
 
     def read(self, frames: Sequence[Frame], first: int, prompts: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
         """The tokens of a unit's answers, and how probable each was [B, T]; of an older version, truncated. Raises UpdateError.
@@ -174,7 +168,7 @@ class AnswerLearner(EngineLearner):
         if base != version:
             now_BT, _ = self._retraced(ids, first, tokens_BT, None)
             log_probs_BT = torch.maximum(log_probs_BT, now_BT - math.log(_MOST_WEIGHT))
-        return Given(tokens_BT, log_probs_BT)
+        return CheckedAnswers(tokens_BT, log_probs_BT)
 
     def answer(self, first: int, prompts: int) -> tuple[Tensor, Tensor]:
         """A unit's answers, made here as a worker makes them, and how far each of their draws is from another token, as a share of all
@@ -185,37 +179,37 @@ class AnswerLearner(EngineLearner):
             [one for one in ids for _ in range(self.feed.group)],
             max_new_tokens=self.policy.length,
             temperature=self.policy.temperature,
-            draws=draws_of_group(self.policy.seed, first, ids, self.feed.group),
+            draws=group_draws(self.policy.seed, first, ids, self.feed.group),
             eos_id=self.feed.eos_id,
             pad_id=0,
             beside=self._beside(first, prompts),
         )
-        tokens_BT = as_drawn(drawn).cpu()
+        tokens_BT = tokens_to_send(drawn).cpu()
         return tokens_BT, self._retraced(ids, first, tokens_BT, None)[1].neg().clamp(min=0.0)
 
     @torch.no_grad()
     def _retraced(self, ids: list[list[int]], first: int, tokens_BT: Tensor, base: int | None) -> tuple[Tensor, Tensor]:
         """How probable each token was, and how far its draw lies from it, with the weights of a version; None: those there are."""
-        draws, group = draws_of_group(self.policy.seed, first, ids, self.feed.group), self.feed.group
+        draws, group = group_draws(self.policy.seed, first, ids, self.feed.group), self.feed.group
         rows = [one for one in ids for _ in range(group)]
         log_probs, gaps = [], []
         with self._at(base), as_used(self.model):
             for start in range(0, len(rows), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
                 text = as_text(*self._sampled(rows[some], tokens_BT[some], torch.zeros(tokens_BT[some].shape))[:4])
-                read = columns_beside(self._beside(first, len(ids), some), text.input_ids_BL, text.mask_BL)
+                read = side_text_columns(self._beside(first, len(ids), some), text.input_ids_BL, text.mask_BL)
                 text = text._replace(beside=read)
                 log_p_NV = log_softmax(self.model, text, self.policy.temperature)
                 log_probs.append(chosen(log_p_NV, text)[:, -tokens_BT.shape[1] :].cpu())
                 lengths = (tokens_BT[some] >= 0).sum(1).tolist()
                 wanted = [one.at(t) for one, length in zip(draws[some], lengths, strict=True) for t in range(length)]
-                gaps.append(gap(log_p_NV, Warp(1.0), text.labels_BL[text.counted_BL], wanted).cpu())
+                gaps.append(draw_gap(log_p_NV, Warp(1.0), text.labels_BL[text.counted_BL], wanted).cpu())
         return torch.cat(log_probs), torch.cat(gaps)
 
-    def _sampled(self, rows: list[list[int]], tokens_BT: Tensor, log_probs_BT: Tensor) -> Sampled:
+    def _sampled(self, rows: list[list[int]], tokens_BT: Tensor, log_probs_BT: Tensor) -> SampledAnswers:
         device = self.engine.device
-        prompt_BP, mask_BP = padded(rows, self.feed.pad_id, device)
-        return answered(prompt_BP, mask_BP, tokens_BT.to(device), log_probs_BT.to(device), self.feed.eos_id, self.feed.pad_id)
+        prompt_BP, mask_BP = pad_prompts(rows, self.feed.pad_id, device)
+        return received_answers(prompt_BP, mask_BP, tokens_BT.to(device), log_probs_BT.to(device), self.feed.eos_id, self.feed.pad_id)
 
     @contextmanager
     def _at(self, base: int | None) -> Iterator[None]:
@@ -266,9 +260,9 @@ class AnswerLearner(EngineLearner):
         engine, feed, sums = self.engine, self.feed, dict[str, float]()
         taken = 0
         while not feed.at_epoch_end:
-            result = engine.gradients([next(feed) for _ in range(feed.pieces)])
+            result = engine.gradients([next(feed) for _ in range(feed.batches_per_step)])
             engine.unscale()
-            metrics = result.metrics | engine.apply_own(version + taken * feed.pieces / feed.most_batches)
+            metrics = result.metrics | engine.apply_own(version + taken * feed.batches_per_step / feed.most_batches)
             engine.step_count, taken = version, taken + 1
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)

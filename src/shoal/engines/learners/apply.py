@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema.strategy import OuterOptimizer
 from shoal.config.schema.training import KEYWORDS, Optimizer, Schedule
+from shoal.data import Feed
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.single import SingleEngine
@@ -22,7 +23,7 @@ from shoal.updates.fragments import Span
 ScheduleKind = Literal["constant", "cosine", "linear", "polynomial"]
 
 
-class Apply(Protocol):
+class ApplyPolicy(Protocol):
     """How updates move the weights."""
 
     @property
@@ -30,7 +31,7 @@ class Apply(Protocol):
         """Whether the coordinator computes as workers do, and so wants the device that the settings name for them."""
         ...
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         """`spans`: the parts of the weights that rounds take in turn; none: every round moves all of them. `feed`: the run's own, for
         what learns from it here."""
         ...
@@ -42,7 +43,7 @@ class OptimizerStep:
 
     computes: bool = False
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         return EngineLearner(engine)
 
 
@@ -58,17 +59,17 @@ class OuterStep:
     averages: bool = False
     computes: bool = False
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         return OuterLearner(engine, self, spans)
 
 
 @dataclass(frozen=True)
-class Adoption:
+class AdoptWeights:
     """The weights are those of another coordinator, as it sends them: a relay's."""
 
     computes: bool = False
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         return AdoptingLearner(engine)
 
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.engines.optim.adam_state import BLOCK, Clip, Moment, Rates
-from shoal.updates.layout import FlatNetwork, Layout
+from shoal.engines.optim.adam_state import BLOCK, AdamRates, GradientClip, MomentBuffer
+from shoal.updates.layout import FlatNetwork, ParameterLayout
 
 _WARPS = 4
 
@@ -128,10 +128,10 @@ def _step(
     _write(second, second_scales, block, v, place, there, second_seed, alive, KIND, True)
 
 
-class Kernels:
+class AdamKernels:
     """The kernels for one layout: where its blocks are."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: ParameterLayout, device: torch.device) -> None:
         counts = torch.tensor([-(-slot.size // BLOCK) for slot in layout.slots])
         self.blocks = int(counts.sum())
         self._owners = torch.repeat_interleave(torch.arange(len(counts)), counts).int().to(device)
@@ -150,11 +150,11 @@ class Kernels:
         self,
         network: FlatNetwork,
         sources: Sequence[Tensor | None],
-        first: Moment,
-        second: Moment,
-        rates: Rates,
+        first: MomentBuffer,
+        second: MomentBuffer,
+        rates: AdamRates,
         decoupled: bool,
-        clip: Clip | None,
+        clip: GradientClip | None,
         seeds: tuple[int, int],
     ) -> None:
         table, vector = self._table(sources), network.vector

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.updates.layout import Layout, Slot
+from shoal.updates.layout import ParameterLayout, Slot
 
 BLOCK = 2048
 """Numbers that share a scale in fp8, and that one program of the kernel steps."""
@@ -24,7 +24,7 @@ _LARGEST, _SMALLEST_NORMAL, _SMALLEST = 240.0, 2.0**-6, 2.0**-9
 """Of e4m3. A block's scale brings its largest number to between 128 and 256, and 256 would need another scale."""
 
 
-class Rates(NamedTuple):
+class AdamRates(NamedTuple):
     """What a step multiplies with."""
 
     learning: float
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
     second_share: float
 
 
-class Clip(NamedTuple):
+class GradientClip(NamedTuple):
     """A limit on the gradient's norm, which stays on the device."""
 
     norm: Tensor
@@ -49,10 +49,10 @@ class Clip(NamedTuple):
         return (self.limit / (self.norm + 1e-6)).clamp(max=1.0)
 
 
-class Moment:
+class MomentBuffer:
     """A running mean, as its type keeps it. `root`: fp8 keeps the root of it."""
 
-    def __init__(self, kind: str, layout: Layout, device: torch.device, *, root: bool) -> None:
+    def __init__(self, kind: str, layout: ParameterLayout, device: torch.device, *, root: bool) -> None:
         self.layout, self.kind, self.root = layout, kind, root
         self.values = torch.zeros(layout.size, dtype=_TYPES[kind], device=device)
         self.firsts = [0]

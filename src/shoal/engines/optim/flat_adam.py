@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.engines.optim.adam_state import Clip, Moment, Rates, span_of
+from shoal.engines.optim.adam_state import AdamRates, GradientClip, MomentBuffer, span_of
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
 
@@ -48,13 +48,13 @@ class FlatAdam(torch.optim.Optimizer):
         self._whole.grad = network.gradient
         decay = (0.01 if decoupled else 0.0) if weight_decay is None else weight_decay
         super().__init__([self._whole], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay})
-        self.clip: Clip | None = None
+        self.clip: GradientClip | None = None
         """For the next step alone."""
         self._kernels: Any = None
         if network.vector.is_cuda:
-            from shoal.engines.optim.adam_kernels import Kernels
+            from shoal.engines.optim.adam_kernels import AdamKernels
 
-            self._kernels = Kernels(network.layout, network.vector.device)
+            self._kernels = AdamKernels(network.layout, network.vector.device)
 
     def sources(self) -> list[Tensor | None]:
         """The gradient of every parameter, wherever it is."""
@@ -81,7 +81,9 @@ class FlatAdam(torch.optim.Optimizer):
         elif clip is None or not clip.skip or bool(clip.norm.isfinite()):
             self._step_plainly(state["exp_avg"], state["exp_avg_sq"], rates, clip, seeds)
 
-    def _step_plainly(self, first: Moment, second: Moment, rates: Rates, clip: Clip | None, seeds: tuple[int, int]) -> None:
+    def _step_plainly(
+        self, first: MomentBuffer, second: MomentBuffer, rates: AdamRates, clip: GradientClip | None, seeds: tuple[int, int]
+    ) -> None:
         for number, (slot, gradient) in enumerate(zip(self.network.layout.slots, self.sources(), strict=True)):
             weights = self.network.vector[span_of(slot)]
             slope = torch.zeros_like(weights) if gradient is None else gradient.flatten().to(weights)
@@ -95,25 +97,25 @@ class FlatAdam(torch.optim.Optimizer):
         """The last step was not taken, since its gradient was not finite."""
         self._state()["step"] -= 1
 
-    def _rates(self, step: int) -> Rates:
+    def _rates(self, step: int) -> AdamRates:
         (group,) = self.param_groups
         first, second = group["betas"]
         shares = 1 - first**step, math.sqrt(1 - second**step)
-        return Rates(float(group["lr"]), first, second, group["eps"], group["weight_decay"], *shares)
+        return AdamRates(float(group["lr"]), first, second, group["eps"], group["weight_decay"], *shares)
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.state[self._whole]
         if not state:
             layout, device = self.network.layout, self.network.vector.device
             state["step"] = torch.zeros(())
-            state["exp_avg"] = Moment(self.moments, layout, device, root=False)
-            state["exp_avg_sq"] = Moment(self.moments, layout, device, root=True)
+            state["exp_avg"] = MomentBuffer(self.moments, layout, device, root=False)
+            state["exp_avg_sq"] = MomentBuffer(self.moments, layout, device, root=True)
         return state
 
     def wide_state(self) -> dict[str, Tensor]:
         """The state as torch's own optimizer has it; nothing before the first step."""
         state = self.state.get(self._whole, {})
-        return {key: value.wide() if isinstance(value, Moment) else value for key, value in state.items()}
+        return {key: value.wide() if isinstance(value, MomentBuffer) else value for key, value in state.items()}
 
     def load_wide_state(self, wide: Mapping[str, Tensor]) -> None:
         self.state.clear()
@@ -124,7 +126,7 @@ class FlatAdam(torch.optim.Optimizer):
                 state[key].load(wide[key])
 
 
-def adam_(weights: Tensor, slope: Tensor, m: Tensor, v: Tensor, rates: Rates, decoupled: bool) -> tuple[Tensor, Tensor]:
+def adam_(weights: Tensor, slope: Tensor, m: Tensor, v: Tensor, rates: AdamRates, decoupled: bool) -> tuple[Tensor, Tensor]:
     """Step the weights in place; the new means of gradients and of their squares."""
     if decoupled:
         weights.mul_(1 - rates.learning * rates.decay)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.engines.optim.flat_adam import FlatAdam
-from shoal.engines.optim.optimizers import Together, matrices_of
+from shoal.engines.optim.optimizers import CombinedOptimizer, matrices_of
 from shoal.updates.layout import FlatNetwork
 
 State = dict[str, Any]
@@ -50,7 +50,7 @@ def load_flat(optimizer: torch.optim.Optimizer, network: FlatNetwork, saved: Map
 
 def of_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> State:
     """The state of an optimizer whose parameters have these names."""
-    parts = optimizer.parts if isinstance(optimizer, Together) else (optimizer,)
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
     known = {parameter: state for part in parts for parameter, state in part.state.items()}
     states = {name: known.get(parameter) or _stacked(known, parameter) for name, parameter in named.items()}
     moments = {name: {key: value for key, value in state.items() if _is_long(value)} for name, state in states.items()}
@@ -83,11 +83,11 @@ def _spread(parameter: Tensor, moments: State) -> Iterator[tuple[Tensor, State]]
 
 def _load(optimizer: torch.optim.Optimizer, states: dict[Tensor, State]) -> None:
     """Load states with torch's own method, which converts types and devices. The optimizer's settings stay as they are."""
-    for part in optimizer.parts if isinstance(optimizer, Together) else (optimizer,):
+    for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
         order = [parameter for group in part.param_groups for parameter in group["params"]]
         groups = part.state_dict()["param_groups"]
         part.load_state_dict({"state": {i: states[one] for i, one in enumerate(order) if one in states}, "param_groups": groups})
-    if isinstance(optimizer, Together):
+    if isinstance(optimizer, CombinedOptimizer):
         optimizer.share_groups()
 
 

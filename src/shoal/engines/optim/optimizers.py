@@ -91,7 +91,7 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     keywords = {"adjust_lr_fn": "match_rms_adamw"} | arguments(settings)
     rest = {"lr": settings.learning_rate} | ({} if settings.weight_decay is None else {"weight_decay": settings.weight_decay})
     made = [_make(name, own, list(part)) for name, own, part in (("Muon", keywords, matrices), ("AdamW", rest, others)) if part]
-    return Together(*made) if len(made) > 1 else made[0]
+    return CombinedOptimizer(*made) if len(made) > 1 else made[0]
 
 
 def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
@@ -133,7 +133,7 @@ def tables_of(network: nn.Module) -> set[int]:
     return {id(table) for table in [*tables, *(weight for weight in last if len(weight) in words)]}
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Two optimizers that step as one."""
 
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:

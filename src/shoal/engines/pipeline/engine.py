@@ -19,26 +19,26 @@ from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.config.schema.training import EMULATED
 from shoal.engines.base import tensors_of
-from shoal.engines.batch_weights import WeighedTogether, Weighing, length
+from shoal.engines.batch_weights import BatchWeights, SharedBatchWeights, length
 from shoal.engines.optim import optimizers
-from shoal.engines.pipeline.links import Direction, Links
-from shoal.engines.pipeline.schedule import Turns
+from shoal.engines.pipeline.links import StageDirection, StageLinks
+from shoal.engines.pipeline.schedule import PassSchedule
 from shoal.engines.pipeline.split import bounds_for, layers_of
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.partial_model import StagedModel, staged
-from shoal.models.stages import depth
-from shoal.models.step_state import kept
+from shoal.models.partial_model import PartialModel, partial_model
+from shoal.models.split_model import layer_count
+from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Task
-from shoal.updates.layout import Layout, Slot
+from shoal.updates.layout import ParameterLayout, Slot
 
 _PIECE = 1 << 22
 """Numbers of one process that are handed to the others at a time."""
 _WORDS = 1 << 48
 
 
-class Piece(NamedTuple):
+class ParameterRun(NamedTuple):
     """Neighbouring parameters that one process has."""
 
     owner: int
@@ -49,7 +49,7 @@ class PipelineEngine(SingleEngine):
     """This process is one stage: its rank says which, or whoever placed the stages."""
 
     in_sequence = False
-    model: StagedModel
+    model: PartialModel
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         assert isinstance(run.engine, Pipeline)
@@ -59,24 +59,24 @@ class PipelineEngine(SingleEngine):
         self.stage, self._ranks, self.layers = world.stage, _ranks(world), layers_of(whole)
         self.bounds = bounds_for(run, self.layers, device, world)
         self.first_layer, last = self.bounds[self.stage : self.stage + 2]
-        model = staged(whole, self.first_layer, last, depth(whole))
+        model = partial_model(whole, self.first_layer, last, layer_count(whole))
         model.tables = optimizers.tables_of(whole)  # type: ignore[assignment]
         task.players["model"] = model
         super().__init__(run, task, device, total_steps, world)
         self.model = model
         self._layers_kept = self.kept
-        """What this stage's layers count; `kept` is that of all layers, which every process has."""
-        self.kept = [one.to(device) for one in kept(whole)]
+        """What this stage's layers count; `step_states` is that of all layers, which every process has."""
+        self.kept = [one.to(device) for one in step_states(whole)]
         for one in (*self.kept, *self._layers_kept):
             one.total, one.rank, one.ranks = (lambda values: values), 0, 1
         self._shapes = {f"model.{name}": value.shape for name, value in tensors_of(whole)}
-        self.layouts = {"model": Layout((name, tuple(one.shape)) for name, one in whole.named_parameters() if one.requires_grad)}
+        self.layouts = {"model": ParameterLayout((name, tuple(one.shape)) for name, one in whole.named_parameters() if one.requires_grad)}
         self._here = {slot.name: slot for slot in self.networks["model"].layout.slots}
         self._pieces = list(_pieces(self.layouts["model"], self._owners()))
         self._copied = next((name for name, one in whole.named_parameters() if one is model.tied), None)
-        self.links = Links(world, device, run.engine.timeout_s, self._ranks)
+        self.links = StageLinks(world, device, run.engine.timeout_s, self._ranks)
         self._figures: list[str] = []
-        model.travel.receive = lambda: self.links.receive(Direction.ON)
+        model.travel.receive = lambda: self.links.receive(StageDirection.ON)
         model.travel.send = self.links.send_ahead
         model.travel.share = self._of_last
 
@@ -95,19 +95,19 @@ class PipelineEngine(SingleEngine):
             found += [{name: values[i] for name, values in cut.items()} for i in range(parts)]
         return found
 
-    def _weigh(self, batches: list[Batch]) -> Weighing:
+    def _weigh(self, batches: list[Batch]) -> BatchWeights:
         counts = [self.task.count(batch) for batch in self.micro_batches(batches)]
         word = int(torch.randint(_WORDS, ())) if self.world.first else 0
-        return WeighedTogether(counts, sum(map(length, batches)), self.world, word)
+        return SharedBatchWeights(counts, sum(map(length, batches)), self.world, word)
 
-    def _in_turn(self, batches: list[Batch], weighing: Weighing, metrics: dict[str, Tensor]) -> Iterator[str]:
-        assert isinstance(weighing, WeighedTogether)
+    def _in_turn(self, batches: list[Batch], weighing: BatchWeights, metrics: dict[str, Tensor]) -> Iterator[str]:
+        assert isinstance(weighing, SharedBatchWeights)
         self._forget()
         for one in (*self.kept, *self._layers_kept):
             one.begin_step()
         on_gpu = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=on_gpu):  # each pass has random numbers of its own
-            Passes(self, self.micro_batches(batches), weighing, metrics).run()
+            StagePasses(self, self.micro_batches(batches), weighing, metrics).run()
         for one, part in zip(self.kept, self._layers_kept, strict=True):
             one.take_over(part, self.first_layer, self.add_up)
         self._name_alike(metrics)
@@ -255,7 +255,7 @@ class PipelineEngine(SingleEngine):
     def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]:
         """The task's judgement, which the last stage makes. All go through all batches."""
         self.model.eval()
-        self.model.travel.receive = lambda: self.links.receive(Direction.ON)
+        self.model.travel.receive = lambda: self.links.receive(StageDirection.ON)
         with self.precision():
             metrics = self.task.evaluate(map(self.on_device, batches)) if self.model.ends else self._pass_on(batches)
         self.links.settle()
@@ -305,7 +305,7 @@ class PipelineEngine(SingleEngine):
         return state
 
 
-class UnderWay(NamedTuple):
+class MicroBatchInFlight(NamedTuple):
     """A micro-batch between its forward and its backward pass."""
 
     given: Tensor | None
@@ -313,19 +313,19 @@ class UnderWay(NamedTuple):
     """What the backward pass begins with: the stream that went on, and losses of this stage."""
 
 
-class Passes:
+class StagePasses:
     """All micro-batches of one step through one stage, forward and backward."""
 
-    def __init__(self, engine: PipelineEngine, batches: list[Batch], weighing: WeighedTogether, metrics: dict[str, Tensor]) -> None:
+    def __init__(self, engine: PipelineEngine, batches: list[Batch], weighing: SharedBatchWeights, metrics: dict[str, Tensor]) -> None:
         self.engine, self.model, self.links = engine, engine.model, engine.links
         self.batches, self.weighing, self.metrics = batches, weighing, metrics
-        self.turns = Turns(engine.stage, engine.world.size, len(batches), engine.pipeline.schedule)
-        self.arrived: dict[Direction, deque[Tensor]] = {way: deque() for way in Direction}
-        self.under_way: dict[int, UnderWay] = {}
+        self.turns = PassSchedule(engine.stage, engine.world.size, len(batches), engine.pipeline.schedule)
+        self.arrived: dict[StageDirection, deque[Tensor]] = {way: deque() for way in StageDirection}
+        self.under_way: dict[int, MicroBatchInFlight] = {}
 
     def run(self) -> None:
         turns, count = self.turns, len(self.batches)
-        expected = {Direction.ON: 0 if turns.first else count, Direction.BACK: 0 if turns.last else count}
+        expected = {StageDirection.ON: 0 if turns.first else count, StageDirection.BACK: 0 if turns.last else count}
         with self.links.listening(expected):
             while not turns.done:
                 while self.links.waiting:
@@ -340,7 +340,7 @@ class Passes:
     def _take(self) -> None:
         way, tensor = self.links.next()
         self.arrived[way].append(tensor)
-        if way is Direction.ON:
+        if way is StageDirection.ON:
             self.turns.inputs += 1
         else:
             self.turns.gradients += 1
@@ -357,14 +357,14 @@ class Passes:
 
     def _forward(self, number: int) -> None:
         engine, batch = self.engine, self.engine.on_device(self.batches[number])
-        given = None if self.turns.first else self.arrived[Direction.ON].popleft().requires_grad_()
+        given = None if self.turns.first else self.arrived[StageDirection.ON].popleft().requires_grad_()
         if given is not None:
             self.model.travel.receive = lambda: given
         for one in engine._layers_kept:
             one.counting = self.weighing.counts(number)
         with engine.precision():
             outputs = [*self._judged(batch, number)] if self.turns.last else [*self._passed_on(batch, number)]
-        self.under_way[number] = UnderWay(given, outputs)
+        self.under_way[number] = MicroBatchInFlight(given, outputs)
 
     def _judged(self, batch: Batch, number: int) -> Iterator[Tensor]:
         loss = next(self.engine.task.losses(batch))
@@ -372,7 +372,7 @@ class Passes:
 
     def _passed_on(self, batch: Batch, number: int) -> Iterator[Tensor]:
         x_BLD, beside = self.engine.stream(batch)
-        self.links.send(Direction.ON, x_BLD)
+        self.links.send(StageDirection.ON, x_BLD)
         yield x_BLD
         if beside is None:
             return
@@ -395,11 +395,11 @@ class Passes:
         given, outputs = self.under_way.pop(number)
         slopes: list[Tensor | None] = [None] * len(outputs)
         if not self.turns.last:
-            slopes[0] = self.arrived[Direction.BACK].popleft()
+            slopes[0] = self.arrived[StageDirection.BACK].popleft()
         torch.autograd.backward(outputs, slopes)
         if given is not None:
             assert given.grad is not None
-            self.links.send(Direction.BACK, given.grad)
+            self.links.send(StageDirection.BACK, given.grad)
 
 
 def _ranks(world: World) -> list[int]:
@@ -418,13 +418,13 @@ def _check(run: Run, task: Task) -> None:
         raise ShoalError(f"training.precision.kind: a pipeline does not emulate {run.training.precision.kind}: take bf16, fp16 or fp32")
 
 
-def _pieces(layout: Layout, owners: Mapping[str, int]) -> Iterator[Piece]:
+def _pieces(layout: ParameterLayout, owners: Mapping[str, int]) -> Iterator[ParameterRun]:
     """Neighbours of one owner, as many as make a piece."""
     slots: list[Slot] = []
     for slot in layout.slots:
         if slots and (owners[slot.name] != owners[slots[0].name] or sum(one.size for one in slots) >= _PIECE):
-            yield Piece(owners[slots[0].name], slots)
+            yield ParameterRun(owners[slots[0].name], slots)
             slots = []
         slots.append(slot)
     if slots:
-        yield Piece(owners[slots[0].name], slots)
+        yield ParameterRun(owners[slots[0].name], slots)

@@ -28,14 +28,14 @@ _AHEAD = 4
 """Tensors that may be on their way to a neighbour, where nothing comes back from it."""
 
 
-class Direction(IntEnum):
+class StageDirection(IntEnum):
     """Which way a tensor goes. Its number is also the tag of its messages."""
 
     ON = 1
     BACK = 2
 
 
-class Links:
+class StageLinks:
     """This stage's links. For a pipeline of one stage nothing is ever sent."""
 
     def __init__(self, world: World, device: torch.device, patience_s: float, ranks: list[int]) -> None:
@@ -46,22 +46,22 @@ class Links:
         patience = timedelta(seconds=patience_s)
         self._letters = dist.new_group(backend="gloo", timeout=patience) if world.size > 1 else None
         # On GPUs one group for each direction: within a group NCCL handles messages in the order in which they were asked for
-        ways = {way: dist.new_group(backend="nccl", timeout=patience) for way in Direction} if self.on_gpu and world.size > 1 else {}
-        self._groups = {way: ways.get(way, self._letters) for way in Direction}
-        self._side = {way: torch.cuda.Stream(device) if self.on_gpu else None for way in Direction}  # type: ignore[no-untyped-call]
+        ways = {way: dist.new_group(backend="nccl", timeout=patience) for way in StageDirection} if self.on_gpu and world.size > 1 else {}
+        self._groups = {way: ways.get(way, self._letters) for way in StageDirection}
+        self._side = {way: torch.cuda.Stream(device) if self.on_gpu else None for way in StageDirection}  # type: ignore[no-untyped-call]
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
-        self._arrivals: queue.SimpleQueue[tuple[Direction, Tensor] | BaseException] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[StageDirection, Tensor] | BaseException] = queue.SimpleQueue()
 
     # --- sending -----------------------------------------------------------------------------------
 
-    def send(self, way: Direction, tensor: Tensor) -> None:
+    def send(self, way: StageDirection, tensor: Tensor) -> None:
         """Begin to send a tensor. It must not be written to before `settle`."""
         there = tensor.detach().contiguous()
         there = there if self.on_gpu else there.cpu()
         header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
         header[0], header[1] = _TYPES.index(there.dtype), there.dim()
         header[2 : 2 + there.dim()] = torch.tensor(there.shape)
-        peer = self._ranks[self.world.stage + (1 if way is Direction.ON else -1)]
+        peer = self._ranks[self.world.stage + (1 if way is StageDirection.ON else -1)]
         works = [dist.isend(header, peer, group=self._letters, tag=way), dist.isend(there, peer, group=self._groups[way], tag=2 + way)]
         self._sent.append((works, [header, there]))
 
@@ -74,14 +74,14 @@ class Links:
 
     def send_ahead(self, tensor: Tensor) -> None:
         """Pass a stream on where no gradient will come back: not further ahead of the next stage than a few."""
-        self.send(Direction.ON, tensor)
+        self.send(StageDirection.ON, tensor)
         self.settle(_AHEAD)
 
     # --- receiving ---------------------------------------------------------------------------------
 
-    def receive(self, way: Direction) -> Tensor:
+    def receive(self, way: StageDirection) -> Tensor:
         """The next tensor of a neighbour."""
-        peer = self._ranks[self.world.stage - (1 if way is Direction.ON else -1)]
+        peer = self._ranks[self.world.stage - (1 if way is StageDirection.ON else -1)]
         header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
         dist.recv(header, peer, group=self._letters, tag=way)
         kind, dimensions, *shape = header.tolist()
@@ -95,7 +95,7 @@ class Links:
         return tensor.to(self.device)
 
     @contextmanager
-    def listening(self, counts: dict[Direction, int]) -> Iterator[None]:
+    def listening(self, counts: dict[StageDirection, int]) -> Iterator[None]:
         """Receive so many tensors of each kind meanwhile; `next` and `waiting` give them out."""
         threads = [
             threading.Thread(target=self._listen, args=(way, count), name=f"stage-{way.name.lower()}", daemon=True)
@@ -109,7 +109,7 @@ class Links:
             thread.join()
         self.settle()
 
-    def _listen(self, way: Direction, count: int) -> None:
+    def _listen(self, way: StageDirection, count: int) -> None:
         try:
             if self.on_gpu:
                 torch.cuda.set_device(self.device)
@@ -123,7 +123,7 @@ class Links:
         """Whether something has arrived that was not taken yet."""
         return not self._arrivals.empty()
 
-    def next(self) -> tuple[Direction, Tensor]:
+    def next(self) -> tuple[StageDirection, Tensor]:
         """What arrived next, as soon as it is there. Raises what went wrong with a neighbour."""
         found = self._arrivals.get()
         if isinstance(found, BaseException):

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Turn(NamedTuple):
+class ScheduledPass(NamedTuple):
     """One pass of one micro-batch through a stage."""
 
     forward: bool
     micro_batch: int
 
 
-class Turns:
+class PassSchedule:
     """The passes of one stage in one step.
 
     `1f1b`: a backward pass if its gradient is there, else a forward pass while fewer than (stages − stage) micro-batches are under way, so
@@ -39,15 +39,15 @@ class Turns:
     def done(self) -> bool:
         return self.backward == self.micro_batches
 
-    def next(self) -> Turn | None:
+    def next(self) -> ScheduledPass | None:
         """The pass to take now, which then counts as taken; None: something must arrive first."""
         if self._backward_is_due():
             self.backward += 1
-            return Turn(False, self.backward - 1)
+            return ScheduledPass(False, self.backward - 1)
         if self.forward < self.inputs and self.forward - self.backward < self.most_under_way:
             self.forward += 1
             self.gradients += self.last  # the last stage makes its gradient itself
-            return Turn(True, self.forward - 1)
+            return ScheduledPass(True, self.forward - 1)
         return None
 
     def _backward_is_due(self) -> bool:

@@ -16,11 +16,11 @@ from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import Experts
+from shoal.models.expert_layer import ExpertLayer
 from shoal.models.partial_model import layers_in
-from shoal.models.stages import depth, ends_of, stage_of
-from shoal.scheduling.layer_split import Hands, split
-from shoal.scheduling.task_stages import bounds_by_share, parts_of
+from shoal.models.split_model import layer_count, make_ends, make_stage
+from shoal.scheduling.layer_split import MachineSpec, split
+from shoal.scheduling.task_stages import bounds_by_share, stage_shares
 
 _BYTES = 16
 """Bytes of a parameter that is trained: the weight, its gradient, and two moments of an optimizer."""
@@ -29,7 +29,7 @@ _ALIKE = 1.5
 _SIZE, _TIMES = 256, 8
 
 
-class Layers(NamedTuple):
+class LayerSizes(NamedTuple):
     """A model by its layers. Sizes are numbers of parameters, work is products for one token."""
 
     sizes: list[int]
@@ -55,16 +55,16 @@ class Layers(NamedTuple):
         return sum(self.work[first:last]) + (self.work_after if last == len(self.sizes) else 0.0)
 
 
-def layers_of(model: Any) -> Layers:
+def layers_of(model: Any) -> LayerSizes:
     """A model by its layers. Raises ShoalError for one that cannot be cut."""
-    layers = list(layers_in(stage_of(model, 0, depth(model))).values())
+    layers = list(layers_in(make_stage(model, 0, layer_count(model))).values())
     sizes, whole = [_size(layer) for layer in layers], _size(model)
-    before, head = _size(ends_of(model, exit=False)), ends_of(model, entry=False)
+    before, head = _size(make_ends(model, after=False)), make_ends(model, before=False)
     after = whole - sum(sizes) - before
-    return Layers(sizes, before, after, max(0, _size(head) - after), [_work(layer) for layer in layers], _work(head))
+    return LayerSizes(sizes, before, after, max(0, _size(head) - after), [_work(layer) for layer in layers], _work(head))
 
 
-def bounds_for(run: Run, layers: Layers, device: torch.device, world: World) -> list[int]:
+def bounds_for(run: Run, layers: LayerSizes, device: torch.device, world: World) -> list[int]:
     """The first layer of each stage, and the number of layers at the end. All processes must ask, and get the same."""
     assert isinstance(run.engine, Pipeline)
     count = len(layers.sizes)
@@ -76,7 +76,7 @@ def bounds_for(run: Run, layers: Layers, device: torch.device, world: World) -> 
         return [0, count]
     machines = _machines(device, world)
     fastest = max(speed for _, speed, _ in machines)
-    hands = [Hands(1.0 if fastest / speed < _ALIKE else speed / fastest, room) for _, speed, room in machines]
+    hands = [MachineSpec(1.0 if fastest / speed < _ALIKE else speed / fastest, room) for _, speed, room in machines]
     return split(layers.work, hands, after=layers.work_after, sizes=[_BYTES * size for size in layers.sizes])
 
 
@@ -87,9 +87,9 @@ def _machines(device: torch.device, world: World) -> list[tuple[str, float, floa
     return [(name, speed, room / names.count(name)) for _, name, speed, room in sorted(found)]
 
 
-def _shared_out(run: Run, layers: Layers, device: torch.device, world: World) -> list[int]:
+def _shared_out(run: Run, layers: LayerSizes, device: torch.device, world: World) -> list[int]:
     """The bounds that the tasks' shares come to. Raises ShoalError where a stage has too little room on its machine."""
-    parts = parts_of(run.scheduler.tasks)
+    parts = stage_shares(run.scheduler.tasks)
     if len(parts) != world.size:
         raise ShoalError(f"the tasks are {len(parts)} stages, each for a process of its own, and there are {world.size} processes")
     bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
@@ -118,7 +118,7 @@ def _work(module: nn.Module) -> float:
 
 def numbers_used(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Each weight, and how many of its numbers a token meets: of a mixture's experts those that it goes to."""
-    stacks = {id(one): layer for layer in module.modules() if isinstance(layer, Experts) for one in layer.parameters(recurse=False)}
+    stacks = {id(one): layer for layer in module.modules() if isinstance(layer, ExpertLayer) for one in layer.parameters(recurse=False)}
     for weight in module.parameters():
         layer = stacks.get(id(weight))
         yield weight, weight.numel() * (1.0 if layer is None else layer.router.per_token / layer.count)

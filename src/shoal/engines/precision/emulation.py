@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from shoal.config.schema.training import Fp8, Nvfp4, Training
 from shoal.engines.blocks import blocks_of
 from shoal.engines.precision import fp8, nvfp4
-from shoal.engines.precision.fp8 import Fp8Linear, Rows
+from shoal.engines.precision.fp8 import Fp8Linear, ScaleHistory
 from shoal.errors import ShoalError
-from shoal.models.compile_rules import left_alone
-from shoal.models.expert_layer import of_each_row
+from shoal.models.compile_rules import not_compiled
+from shoal.models.expert_layer import per_row
 
 _LAST_SHARE = 0.15
 """Of the blocks, at the end, that nvfp4 leaves in bf16; one at least."""
@@ -28,7 +28,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Rows sorted by expert, the experts' matrices, how many rows each has, and biases → each row times its expert's matrix."""
 
 
-class Format(Protocol):
+class NumberFormat(Protocol):
     """How the factors of the three products of a layer are rounded; `name` tells one layer's weight from another's."""
 
     def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ class Format(Protocol):
         ...
 
 
-class Blockwise:
+class BlockScaledFormat:
     """nvfp4: 16 × 16 blocks for weights, so that both passes see the same ones; gradients are rounded by chance; rows of the weight
     gradient's factors are mixed first."""
 
@@ -70,7 +70,7 @@ class _RoundedProduct(torch.autograd.Function):
     """x @ weight.T with rounded factors, and slopes as if nothing had been rounded but their own products' factors."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, rounding: NumberFormat, name: str) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
         ctx.rounding, ctx.name = rounding, name
         with torch.autocast(x_NI.device.type, enabled=False):
@@ -91,8 +91,8 @@ class _RoundedProduct(torch.autograd.Function):
         return for_x, for_weight, None, None
 
 
-@left_alone
-def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str) -> Tensor:
+@not_compiled
+def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: NumberFormat, name: str) -> Tensor:
     if not len(x_NI):  # an expert that nobody visits
         return x_NI.new_zeros(0, len(weight_OI))
     product: Tensor = _RoundedProduct.apply(x_NI, weight_OI, rounding, name)  # type: ignore[no-untyped-call]
@@ -102,7 +102,7 @@ def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str
 class EmulatedLinear(nn.Linear):
     """A linear layer whose products are rounded. Its parameters are those of the layer it stands for, by the same names."""
 
-    def __init__(self, layer: nn.Linear, rounding: Format, name: str) -> None:
+    def __init__(self, layer: nn.Linear, rounding: NumberFormat, name: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
@@ -116,7 +116,7 @@ class EmulatedLinear(nn.Linear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
-def grouped(rounding: Format, name: str) -> GroupedProduct:
+def grouped(rounding: NumberFormat, name: str) -> GroupedProduct:
     """The products of experts, each of which is a layer of its own."""
 
     def product(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
@@ -125,13 +125,13 @@ def grouped(rounding: Format, name: str) -> GroupedProduct:
         own = [rounded_product(x, weight, rounding, f"{name}#{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
         together: Tensor = nn.functional.pad(torch.cat(own), (0, 0, 0, len(x_RD) - sum(sizes)))  # rows of no expert
         if bias_EN is not None:
-            together = together + of_each_row(bias_EN, sizes_E, len(together)).to(together.dtype)
+            together = together + per_row(bias_EN, sizes_E, len(together)).to(together.dtype)
         return together
 
     return product
 
 
-def lower(players: dict[str, nn.Module], settings: Training, device: torch.device) -> Rows | None:
+def lower(players: dict[str, nn.Module], settings: Training, device: torch.device) -> ScaleHistory | None:
     """Let the networks compute in fp8 or nvfp4. Returns what has a state: the scales of fp8.
 
     fp8 is real where the device has it, and emulated where that is allowed. Otherwise the networks stay in bf16: whoever trains was refused
@@ -140,10 +140,10 @@ def lower(players: dict[str, nn.Module], settings: Training, device: torch.devic
     precision = settings.precision
     if isinstance(precision, Nvfp4):
         for name, player in players.items():
-            _exchange(name, player, _emulated(Blockwise()), "nvfp4")
+            _exchange(name, player, _emulated(BlockScaledFormat()), "nvfp4")
     if not isinstance(precision, Fp8) or not (fp8.is_real(device) or settings.allow_emulation):
         return None
-    rows = Rows(precision, device)
+    rows = ScaleHistory(precision, device)
     if fp8.is_real(device):
         fp8.check_kernels(device)
     for name, player in players.items():
@@ -151,7 +151,7 @@ def lower(players: dict[str, nn.Module], settings: Training, device: torch.devic
     return rows
 
 
-class Makers(NamedTuple):
+class LayerFactories(NamedTuple):
     """Who makes layers that stand in the place of those in bf16, and who tells layers of experts what to multiply with; by the names of
     their weights."""
 
@@ -159,17 +159,17 @@ class Makers(NamedTuple):
     experts: Callable[[Any, str], None]
 
 
-def _real(rows: Rows) -> Makers:
+def _real(rows: ScaleHistory) -> LayerFactories:
     def experts(layer: Any, name: str) -> None:
         if layer.is_plain_swiglu:
             layer.whole = fp8.experts(rows, name, layer.up, layer.down)
         else:
             layer.grouped_products.update({key: fp8.grouped(rows, f"{name}.{key}", getattr(layer, key)) for key in layer.stacks})
 
-    return Makers(lambda layer, name: Fp8Linear(layer, rows, name), experts)
+    return LayerFactories(lambda layer, name: Fp8Linear(layer, rows, name), experts)
 
 
-def _emulated(rounding: Format) -> Makers:
+def _emulated(rounding: NumberFormat) -> LayerFactories:
     def linear(layer: nn.Linear, name: str) -> nn.Linear:
         rounding.keep(name, layer.weight)
         return EmulatedLinear(layer, rounding, name)
@@ -179,10 +179,10 @@ def _emulated(rounding: Format) -> Makers:
             rounding.keep(f"{name}.{key}", getattr(layer, key))
             layer.grouped_products[key] = grouped(rounding, f"{name}.{key}")
 
-    return Makers(linear, experts)
+    return LayerFactories(linear, experts)
 
 
-def _exchange(name: str, player: nn.Module, makers: Makers, kind: str) -> None:
+def _exchange(name: str, player: nn.Module, makers: LayerFactories, kind: str) -> None:
     """Put other layers in the place of linear ones, and other products into layers of experts."""
     blocks = blocks_of(player)
     kept = max(1, round(_LAST_SHARE * len(blocks))) if kind == "nvfp4" else 0

@@ -1,7 +1,7 @@
 """Matrix products in fp8: numbers of e4m3 with a scale for each row of both factors. The forward product and the gradient of the input are
 taken so; the gradient of the weights is in bf16.
 
-Real ones need a GPU of the Hopper generation (H100, H200). Elsewhere `emulation.py` rounds as `Rows` says and multiplies in fp32.
+Real ones need a GPU of the Hopper generation (H100, H200). Elsewhere `emulation.py` rounds as `ScaleHistory` says and multiplies in fp32.
 
 Shapes: R rows, I inputs, O outputs, E experts.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema.training import Fp8, Training
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import of_each_row
+from shoal.models.expert_layer import per_row
 
 LARGEST = 448.0
 """That e4m3 holds."""
@@ -53,7 +53,7 @@ def check_kernels(device: torch.device) -> None:
     shapes = ((96, 64), (96,), (3, 6144, 64), (3, 64, 3072))  # an inner width for which a row's threads exchange numbers
     given = [torch.randn(shape, device=device, generator=generator).requires_grad_() for shape in shapes]
     sizes_E, slope = torch.tensor([40, 0, 56], device=device), torch.randn(96, 64, device=device, generator=generator)
-    rows = Rows(Fp8(), device)
+    rows = ScaleHistory(Fp8(), device)
     with torch.enable_grad():
         halves = [one.to(torch.bfloat16) for one in (given[0], *given[2:])]
         found = experts(rows, "check", given[2], given[3])(halves[0], given[1], halves[1], halves[2], sizes_E)
@@ -73,7 +73,7 @@ def _experts_plainly(x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, si
     return torch.cat([F.linear(F.silu(gate) * content * gates[:, None], down) for (gate, content), gates, down in inner])
 
 
-class Rows:
+class ScaleHistory:
     """How factors are rounded, and the scales of weights, which hold for `interval` steps. `margin` leaves so many powers of two free."""
 
     def __init__(self, settings: Fp8, device: torch.device) -> None:
@@ -202,7 +202,7 @@ class _Experts(torch.autograd.Function):
         return for_x, for_gates, for_up, for_down, *[None] * 9
 
 
-def product(rows: Rows, name: str, x_RI: Tensor, weight: Tensor, ends_E: Tensor | None) -> Tensor:
+def product(rows: ScaleHistory, name: str, x_RI: Tensor, weight: Tensor, ends_E: Tensor | None) -> Tensor:
     """`x_RI` and `weight` in bf16; `ends_E`: the row behind the last one of each expert."""
     owners_R = None if ends_E is None else _owners(ends_E, len(x_RI))
     y_RO: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ def product(rows: Rows, name: str, x_RI: Tensor, weight: Tensor, ends_E: Tensor 
 
 
 @torch.no_grad()
-def _rounded(rows: Rows, name: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded(rows: ScaleHistory, name: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The numbers of a weight, the same transposed, and its scales."""
     from shoal.engines.precision import fp8_kernels as kernels
 
@@ -232,7 +232,7 @@ def _owners(ends_E: Tensor, count: int) -> Tensor:
 class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in fp8. Its parameters are those of the layer it stands for, by the same names."""
 
-    def __init__(self, layer: nn.Linear, rows: Rows, name: str) -> None:
+    def __init__(self, layer: nn.Linear, rows: ScaleHistory, name: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
@@ -247,7 +247,7 @@ class Fp8Linear(nn.Linear):
             return found if self.bias is None else found + self.bias.to(found.dtype)
 
 
-def grouped(rows: Rows, name: str, weight_EOI: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def grouped(rows: ScaleHistory, name: str, weight_EOI: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """The products of a layer's experts."""
     _check_sizes(weight_EOI)
     rows.keep(name, weight_EOI)
@@ -255,12 +255,12 @@ def grouped(rows: Rows, name: str, weight_EOI: Tensor) -> Callable[[Tensor, Tens
     def experts_product(x_RI: Tensor, weight_EOI: Tensor, sizes_E: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         ends_E = sizes_E.cumsum(0).int()
         y_RO = product(rows, name, x_RI.to(torch.bfloat16), weight_EOI.to(torch.bfloat16), ends_E)
-        return y_RO if bias_EO is None else y_RO + of_each_row(bias_EO, sizes_E, len(y_RO)).to(y_RO.dtype)
+        return y_RO if bias_EO is None else y_RO + per_row(bias_EO, sizes_E, len(y_RO)).to(y_RO.dtype)
 
     return experts_product
 
 
-def experts(rows: Rows, name: str, up_EOI: Tensor, down_EOI: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def experts(rows: ScaleHistory, name: str, up_EOI: Tensor, down_EOI: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     """All that a layer's experts compute, if they have SwiGLU and no biases."""
     for key, weight in (("up", up_EOI), ("down", down_EOI)):
         _check_sizes(weight)

@@ -20,7 +20,7 @@ _SIGNS = 0b1011000111010010
 """Which rows of the Hadamard matrix are turned round: always the same, since both factors of a product must be turned alike."""
 
 
-class Rounded(NamedTuple):
+class Nvfp4Blocks(NamedTuple):
     """value = number · scale of its block · scale of all."""
 
     numbers: Tensor
@@ -39,7 +39,7 @@ def rounded(x: Tensor, *, square: bool = False, stochastic: bool = False) -> Ten
     return (numbers * _spread(whole * scales.float(), square))[:tall, :wide]
 
 
-def quantise(x: Tensor, *, square: bool = False, stochastic: bool = False) -> Rounded:
+def quantise(x: Tensor, *, square: bool = False, stochastic: bool = False) -> Nvfp4Blocks:
     """Of a float32 matrix whose rows (and, for square blocks, columns) are whole blocks."""
     blocks = x.abs().view(len(x), -1, BLOCK).amax(2)
     if square:
@@ -48,7 +48,7 @@ def quantise(x: Tensor, *, square: bool = False, stochastic: bool = False) -> Ro
     whole = torch.where(largest > 0, largest / (_LARGEST_SCALE * _LARGEST), 1.0)
     scales = (blocks / _LARGEST / whole).clamp(_SMALLEST_SCALE, _LARGEST_SCALE).to(torch.float8_e4m3fn)
     inverse = (1.0 / whole) / scales.float()
-    return Rounded(_on_grid((x * _spread(inverse, square)).clamp(-_LARGEST, _LARGEST), stochastic), scales, whole)
+    return Nvfp4Blocks(_on_grid((x * _spread(inverse, square)).clamp(-_LARGEST, _LARGEST), stochastic), scales, whole)
 
 
 def _spread(blocks: Tensor, square: bool) -> Tensor:

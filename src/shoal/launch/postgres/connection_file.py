@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.launch.postgres.programs import processes
+from shoal.launch.postgres.programs import psutil_module
 from shoal.transports.addresses import is_loopback, resolve
 from shoal.transports.database_address import Access
 from shoal.transports.private_files import write_private
@@ -16,7 +16,7 @@ from shoal.transports.private_files import write_private
 FILE = "postgres.json"
 
 
-class Memory(NamedTuple):
+class ConnectionFile(NamedTuple):
     """What is kept from one start to the next, so that a resumed run is found where it was."""
 
     host: str
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     """Where a front that speaks TLS listens at `host` and `port`: the port of the server itself, on this machine only."""
 
     @classmethod
-    def of(cls, folder: Path) -> Memory | None:
+    def of(cls, folder: Path) -> ConnectionFile | None:
         path = folder / FILE
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -52,16 +52,16 @@ class Memory(NamedTuple):
         return Access(here, self.inner_port or self.port, self.database, self.user, self.password, "sslmode=disable")
 
 
-def ourselves() -> tuple[int, float]:
+def own_process() -> tuple[int, float]:
     """The number of this process and when it began: a later process with the same number is not mistaken for it."""
-    return os.getpid(), processes().Process().create_time()
+    return os.getpid(), psutil_module().Process().create_time()
 
 
-def refuse_a_second_owner(folder: Path, known: Memory | None) -> None:
+def refuse_a_second_owner(folder: Path, known: ConnectionFile | None) -> None:
     """One process runs a folder's server at a time."""
     if known is None or known.owner is None:
         return
-    psutil = processes()
+    psutil = psutil_module()
     pid, began = known.owner
     try:
         process = psutil.Process(pid)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.launch.postgres.connection_file import Memory
-from shoal.launch.postgres.programs import Programs, processes
+from shoal.launch.postgres.connection_file import ConnectionFile
+from shoal.launch.postgres.programs import Programs, psutil_module
 from shoal.transports.addresses import is_everywhere, is_loopback, resolve
 from shoal.transports.private_files import write_private
 
@@ -44,7 +44,7 @@ def is_made(data: Path) -> bool:
     return (data / "PG_VERSION").exists()
 
 
-def make(programs: Programs, memory: Memory) -> None:
+def make(programs: Programs, memory: ConnectionFile) -> None:
     """An empty cluster whose superuser is the run's user. It appears whole or not at all."""
     final = programs.data
     partial = final.with_name(f"{final.name}.partial")
@@ -77,7 +77,7 @@ def check_release(programs: Programs) -> None:
         )
 
 
-def settle(programs: Programs, memory: Memory) -> list[str]:
+def configure(programs: Programs, memory: ConnectionFile) -> list[str]:
     """Write down who is let in, and give the command that starts the server.
 
     Everybody needs a password. The run's own role, which may do anything, is let in from this machine only. Behind a front that speaks TLS
@@ -89,7 +89,7 @@ def settle(programs: Programs, memory: Memory) -> list[str]:
     host = "127.0.0.1" if memory.inner_port else resolve(memory.host)
     own = [] if is_loopback(host) or (is_everywhere(host) and ":" not in host) else ["127.0.0.1"]
     least, most = _BUFFERS_MB
-    buffers = min(most, max(least, processes().virtual_memory().total // 16 >> 20))
+    buffers = min(most, max(least, psutil_module().virtual_memory().total // 16 >> 20))
     settings = {
         "listen_addresses": ",".join([host, *own]),
         "port": str(memory.inner_port or memory.port),
@@ -117,7 +117,7 @@ def running_server(data: Path) -> int | None:
     found = _state(data)
     if found is None:
         return None
-    psutil = processes()
+    psutil = psutil_module()
     try:
         process = psutil.Process(found[0])
         ours = process.name().startswith("postgres") and os.path.samefile(process.cwd(), data)
@@ -126,9 +126,9 @@ def running_server(data: Path) -> int | None:
         return None
 
 
-def greedy_processes(data: Path, most_bytes: int) -> list[int]:
+def processes_above(data: Path, most_bytes: int) -> list[int]:
     """Processes of the server that use more memory of their own than this, what they share aside."""
-    psutil, server, found = processes(), running_server(data), []
+    psutil, server, found = psutil_module(), running_server(data), []
     try:
         children = psutil.Process(server).children() if server is not None else []
     except psutil.Error:
@@ -146,14 +146,14 @@ def greedy_processes(data: Path, most_bytes: int) -> list[int]:
 def is_ready(data: Path, parent: int) -> bool:
     """Whether the server that this parent started takes connections."""
     found = _state(data)
-    psutil = processes()
+    psutil = psutil_module()
     try:
         return found is not None and found[1] == "ready" and psutil.Process(found[0]).ppid() == parent
     except psutil.Error:
         return False
 
 
-def end_what_was_left(data: Path) -> None:
+def end_leftover_server(data: Path) -> None:
     """The server of an owner that is dead ends by itself; where it does not, it is shut down. Its files are removed."""
     pid = running_server(data)
     until = time.monotonic() + _LEFT_S

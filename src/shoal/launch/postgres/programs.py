@@ -29,7 +29,7 @@ _COPIES = Path("/var/cache/shoal")
 _HERE = "/proc/self/cwd"
 
 
-def processes() -> Any:
+def psutil_module() -> Any:
     """The module psutil. Raises ShoalError that says how to install it."""
     try:
         return import_module("psutil")

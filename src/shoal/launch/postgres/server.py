@@ -26,16 +26,16 @@ from typing import Any, Self
 from shoal.errors import ShoalError
 from shoal.launch.postgres import supervisor
 from shoal.launch.postgres.certificate import Certificate, certificate_of
-from shoal.launch.postgres.connection_file import FILE, Memory, ourselves, refuse_a_second_owner
+from shoal.launch.postgres.connection_file import FILE, ConnectionFile, own_process, refuse_a_second_owner
 from shoal.launch.postgres.data_folder import (
     check_release,
-    end_what_was_left,
-    greedy_processes,
+    configure,
+    end_leftover_server,
     is_made,
     is_ready,
     make,
+    processes_above,
     running_server,
-    settle,
 )
 from shoal.launch.postgres.programs import Programs, programs_for
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
@@ -70,7 +70,7 @@ class EmbeddedPostgres:
         self.folder = folder.absolute()
         self.data, self.log = self.folder / "postgres", self.folder / "postgres.log"
         self._port, self._password = port, password
-        self._memory = Memory(host, port, database, user, password or "")
+        self._memory = ConnectionFile(host, port, database, user, password or "")
         self._keeper: subprocess.Popen[bytes] | None = None
         self._certificate: Certificate | None = None
 
@@ -98,7 +98,7 @@ class EmbeddedPostgres:
 
     def processes_above(self, most_bytes: int) -> list[int]:
         """The server's processes that use more memory of their own than this."""
-        return greedy_processes(self.data, most_bytes)
+        return processes_above(self.data, most_bytes)
 
     def __enter__(self) -> Self:
         self.start()
@@ -115,14 +115,14 @@ class EmbeddedPostgres:
             raise ShoalError(f"cannot make {self.folder} for the run's database: {error.strerror}") from None
         programs = programs_for(self.data)
         import_module("shoal.transports.postgres.access")  # raises ShoalError if the driver is missing, before anything is started
-        known = Memory.of(self.folder)
+        known = ConnectionFile.of(self.folder)
         refuse_a_second_owner(self.folder, known)
         if known is not None and is_made(self.data) and known.user != self._memory.user:
             raise ShoalError(
                 f"the database in {self.folder} belongs to `{known.user}`, not to `{self._memory.user}`: set transport.user back"
             )
-        end_what_was_left(self.data)
-        self._memory = self._memory._replace(password=self._present_password(known), port=self._free_port(known), owner=ourselves())
+        end_leftover_server(self.data)
+        self._memory = self._memory._replace(password=self._present_password(known), port=self._free_port(known), owner=own_process())
         if not is_loopback(self._memory.host):
             self._certificate = certificate_of(self.folder)
             self._memory = self._memory._replace(inner_port=free_port("127.0.0.1") or 0)
@@ -143,7 +143,7 @@ class EmbeddedPostgres:
         if self._keeper is None or self._keeper.poll() is None:
             return False
         self._let_go()
-        end_what_was_left(self.data)
+        end_leftover_server(self.data)
         self._launch(programs_for(self.data))
         return True
 
@@ -157,7 +157,7 @@ class EmbeddedPostgres:
 
     # --- on the way there --------------------------------------------------------------------------
 
-    def _present_password(self, known: Memory | None) -> str:
+    def _present_password(self, known: ConnectionFile | None) -> str:
         """The password that the server has now; `_open` changes it if another one is wanted."""
         if known is not None and is_made(self.data):
             return known.password
@@ -167,7 +167,7 @@ class EmbeddedPostgres:
             raise ShoalError(f"{self.folder / FILE} is gone, and with it the database's password: set DB_PASSWORD if you know it")
         return secrets.token_urlsafe(24)
 
-    def _free_port(self, known: Memory | None) -> int:
+    def _free_port(self, known: ConnectionFile | None) -> int:
         """The port that was asked for, else the one of the last start, else any free one."""
         host, wanted = self._memory.host, self._port or (known.port if known else 0)
         port = free_port(host, wanted)
@@ -179,7 +179,7 @@ class EmbeddedPostgres:
 
     def _launch(self, programs: Programs) -> None:
         """Start the server, and wait until it answers."""
-        command = settle(programs, self._memory)
+        command = configure(programs, self._memory)
         began = time.monotonic()
         while True:
             spoken = self.log.stat().st_size if self.log.exists() else 0
@@ -259,7 +259,7 @@ class EmbeddedPostgres:
 @contextmanager
 def database_of(folder: Path) -> Iterator[tuple[Access, str]]:
     """The database in a run's folder, and the address its server listens on: as it runs, or started for as long as it is needed."""
-    known = Memory.of(folder)
+    known = ConnectionFile.of(folder)
     if known is None:
         raise ShoalError(f"{folder} holds no database: only a run with `host: embedded` has one of its own")
     if running_server(folder.absolute() / "postgres") is not None:

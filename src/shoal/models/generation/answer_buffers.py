@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.models.generation.decoding import Warp, drawn
+from shoal.models.generation.decoding import Warp, draw_tokens
 
 
-class Written:
+class AnswerBuffers:
     """Answers of T tokens at most, and what is known of each token."""
 
     def __init__(self, rows: int, columns: int, warp: Warp, eos_id: int | None, pad_id: int, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Written:
 
     def take(self, logits_BV: Tensor, draws_B: Tensor, value_B: Tensor | None) -> None:
         """Write the token that each row's draw decides for. Rows that have ended get padding."""
-        next_B, log_p_B = drawn(logits_BV, self.warp, draws_B)
+        next_B, log_p_B = draw_tokens(logits_BV, self.warp, draws_B)
         self._put(self.answer_BT, torch.where(self.going_B, next_B, self.pad_id))
         self._put(self.log_probs_BT, log_p_B * self.going_B)
         self._put(self.real_BT, self.going_B)

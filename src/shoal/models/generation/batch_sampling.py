@@ -1,6 +1,6 @@
 """Answers to many prompts at once, each token with the probability that it was drawn with.
 
-What is drawn is no number of a generator: it follows from a seed, the prompt, the number of the answer and the position (`Draws`). So
+What is drawn is no number of a generator: it follows from a seed, the prompt, the number of the answer and the position (`TokenDraws`). So
 whoever has the weights gets the same answers, and one pass over an answer shows whether it can have been drawn so (`decoding.gap`).
 
 Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer, V vocabulary.
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.generation.answer_buffers import Written
-from shoal.models.generation.cuda_graph_decoding import Recorded, can_record
-from shoal.models.generation.decoding import Draws, Warp, check_all, finite
-from shoal.models.generation.generate import Context, evaluating
-from shoal.models.generation.side_texts import ReadBeside
+from shoal.models.generation.answer_buffers import AnswerBuffers
+from shoal.models.generation.cuda_graph_decoding import CudaGraphDecoder, can_record
+from shoal.models.generation.decoding import TokenDraws, Warp, finite_rows, require_finite
+from shoal.models.generation.generate import GenerationState, evaluating
+from shoal.models.generation.side_texts import SideTexts
 from shoal.models.kernels.cpu_packing import packed_for
 
 
-class Sampled(NamedTuple):
+class SampledAnswers(NamedTuple):
     """Answers, one in each row."""
 
     prompt_BP: Tensor
@@ -47,37 +47,39 @@ def sample(
     *,
     max_new_tokens: int,
     temperature: float,
-    draws: Sequence[Draws],
+    draws: Sequence[TokenDraws],
     eos_id: int | None,
     pad_id: int,
     width: int = 0,
     any_goes_on: Callable[[bool], bool] = bool,
-    beside: ReadBeside | None = None,
-) -> Sampled:
+    beside: SideTexts | None = None,
+) -> SampledAnswers:
     """Draw an answer to each prompt from the model's own probabilities at a temperature: no other way of choosing has probabilities that
     a policy can learn from. All answers have `max_new_tokens` columns. `draws`: the numbers that decide each answer. `width`: columns
     of the prompts, at least. `any_goes_on`: of several processes that must compute together, whether any has an answer that goes on.
     `beside`: what the model reads beside the rows."""
-    prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device, width)
+    prompt_BP, mask_BP = pad_prompts(prompts, pad_id, next(model.parameters()).device, width)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
-    written = Written(len(prompts), max_new_tokens, Warp(temperature), eos_id, pad_id, prompt_BP.device)
+    written = AnswerBuffers(len(prompts), max_new_tokens, Warp(temperature), eos_id, pad_id, prompt_BP.device)
     with packed_for(model, len(prompts)):
         if beside is None and can_record(model, max_new_tokens):
-            Recorded(model, prompt_BP, mask_BP, written, draws).write(any_goes_on)
+            CudaGraphDecoder(model, prompt_BP, mask_BP, written, draws).write(any_goes_on)
         else:
-            context = Context(model, prompt_BP, max_new_tokens, beside, None if bool(mask_BP.all()) else mask_BP, any_goes_on)
+            context = GenerationState(model, prompt_BP, max_new_tokens, beside, None if bool(mask_BP.all()) else mask_BP, any_goes_on)
             _write(model, context, written, draws, any_goes_on)
     values_BT = written.values_BT if written.valued else None
-    return Sampled(prompt_BP, mask_BP, written.answer_BT, written.real_BT, written.log_probs_BT, ~written.going_B, values_BT)
+    return SampledAnswers(prompt_BP, mask_BP, written.answer_BT, written.real_BT, written.log_probs_BT, ~written.going_B, values_BT)
 
 
-def _write(model: nn.Module, context: Context, written: Written, draws: Sequence[Draws], any_goes_on: Callable[[bool], bool]) -> None:
+def _write(
+    model: nn.Module, context: GenerationState, written: AnswerBuffers, draws: Sequence[TokenDraws], any_goes_on: Callable[[bool], bool]
+) -> None:
     """All answers to their ends, step by step."""
     columns = written.answer_BT.shape[1]
     for step in range(columns):
         with evaluating(model):
             logits_BV = context.next_logits()
-        check_all(finite(logits_BV))
+        require_finite(finite_rows(logits_BV))
         draws_B = torch.tensor([one.at(step) for one in draws], dtype=torch.float64).to(logits_BV.device)
         written.take(logits_BV, draws_B, getattr(context.cache, "value_B", None))
         if not any_goes_on(bool(written.going_B.any())):
@@ -86,7 +88,7 @@ def _write(model: nn.Module, context: Context, written: Written, draws: Sequence
             context.append(written.last_B, written.going_B)
 
 
-def padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:
+def pad_prompts(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:
     """Prompts in rows of `width` tokens at least, with padding before the shorter ones, and False where that is."""
     if not prompts or not all(prompts):
         raise ShoalError("a prompt is empty: each must have at least one token")
@@ -106,16 +108,16 @@ def _check_room(model: nn.Module, prompt: int, answer: int) -> None:
         )
 
 
-def answered(
+def received_answers(
     prompt_BP: Tensor, prompt_mask_BP: Tensor, answer_BT: Tensor, log_probs_BT: Tensor, eos_id: int | None, pad_id: int
-) -> Sampled:
+) -> SampledAnswers:
     """Answers that somebody else has drawn: `answer_BT` has −1 after the end of an answer."""
     real_BT = answer_BT >= 0
     last_B = answer_BT.gather(1, real_BT.sum(1, keepdim=True) - 1).squeeze(1)
     stopped_B = torch.zeros_like(last_B, dtype=torch.bool) if eos_id is None else last_B == eos_id
-    return Sampled(prompt_BP, prompt_mask_BP, answer_BT.masked_fill(~real_BT, pad_id), real_BT, log_probs_BT * real_BT, stopped_B)
+    return SampledAnswers(prompt_BP, prompt_mask_BP, answer_BT.masked_fill(~real_BT, pad_id), real_BT, log_probs_BT * real_BT, stopped_B)
 
 
-def as_drawn(drawn: Sampled) -> Tensor:
+def tokens_to_send(drawn: SampledAnswers) -> Tensor:
     """The answers' tokens with −1 after the end of each, as they travel."""
     return drawn.answer_BT.masked_fill(~drawn.real_BT, -1)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.models.generation.answer_buffers import Written
-from shoal.models.generation.decoding import Draws, check_all, finite
+from shoal.models.generation.answer_buffers import AnswerBuffers
+from shoal.models.generation.decoding import TokenDraws, finite_rows, require_finite
 from shoal.models.generation.generate import evaluating
 from shoal.models.generation.kv_cache import KeyValueCache, LayerCache
 from shoal.models.gpt import Gpt
@@ -40,7 +40,7 @@ def can_record(model: nn.Module, tokens: int) -> bool:
     return all(type(one) is nn.Linear for one in model.blocks.modules() if isinstance(one, nn.Linear))
 
 
-class FixedLayer(LayerCache):
+class FixedLayerCache(LayerCache):
     """Keys and values of a fixed width. The newest ones go to a place that the GPU knows, and all of the width counts as seen: a mask must
     say what of it is there."""
 
@@ -59,10 +59,10 @@ class FixedLayer(LayerCache):
         return self.keys_BKSE, self.values_BKSE
 
 
-class Recorded:
+class CudaGraphDecoder:
     """Writes answers after their prompts. Holds: the tokens are those of a model that sees a cache which grows, near-ties aside."""
 
-    def __init__(self, model: Any, prompt_BP: Tensor, mask_BP: Tensor, written: Written, draws: Sequence[Draws]) -> None:
+    def __init__(self, model: Any, prompt_BP: Tensor, mask_BP: Tensor, written: AnswerBuffers, draws: Sequence[TokenDraws]) -> None:
         self.model, self.written, self.draws = model, written, draws
         (rows, self.prompt), columns = prompt_BP.shape, written.answer_BT.shape[1]
         self.room = min(_up_to_multiple(self.prompt + columns), model.max_seq_len)
@@ -84,7 +84,7 @@ class Recorded:
             self._set_draws(step, last)
             self._write_some(last - step, width, any_goes_on)
             step = last
-        check_all(self.finite_B)
+        require_finite(self.finite_B)
 
     def _read_prompts(self) -> None:
         self._set_draws(0, 1)
@@ -107,7 +107,7 @@ class Recorded:
     def _write_some(self, steps: int, width: int, any_goes_on: Callable[[bool], bool]) -> None:
         """So many tokens, none of which comes to stand beyond the width."""
         fixed = KeyValueCache(0, 0)
-        fixed.layers = [FixedLayer(layer, width, self.place_1) for layer in self.cache.layers]
+        fixed.layers = [FixedLayerCache(layer, width, self.place_1) for layer in self.cache.layers]
 
         def step() -> None:
             self.mask_BS.index_fill_(1, self.place_1, True)
@@ -117,18 +117,18 @@ class Recorded:
 
         with evaluating(self.model):
             step()  # whatever happens at the first time has happened then
-            again = recorded(step) if steps >= _WORTH and self.mask_BS.is_cuda else step
+            again = capture_graph(step) if steps >= _WORTH and self.mask_BS.is_cuda else step
             for number in range(1, steps):
                 again()
                 if number % _LOOK_EVERY == 0 and not self._any(any_goes_on):
                     return
 
     def _take(self, logits_BV: Tensor, value_B: Tensor | None) -> None:
-        self.finite_B &= finite(logits_BV)
+        self.finite_B &= finite_rows(logits_BV)
         self.written.take(logits_BV, self.draws_TB.index_select(0, self.written.step_1).squeeze(0), value_B)
 
 
-def recorded(step: Step) -> Step:
+def capture_graph(step: Step) -> Step:
     """What does on the GPU what `step` would do, without asking for each part of it. Nothing is done yet."""
     graph, side = torch.cuda.CUDAGraph(), _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())

@@ -32,7 +32,7 @@ class Warp(NamedTuple):
     min_p: float | None = None
 
 
-class Penalties(NamedTuple):
+class LogitPenalties(NamedTuple):
     """What is taken from the logits of tokens that were there already, and what is added to tokens by name."""
 
     repetition: float = 1.0
@@ -44,7 +44,7 @@ class Penalties(NamedTuple):
     bias: Mapping[int, float] = {}
 
 
-NO_PENALTIES = Penalties()
+NO_PENALTIES = LogitPenalties()
 
 
 def warp_of(decoding: Decoding) -> Warp:
@@ -54,7 +54,7 @@ def warp_of(decoding: Decoding) -> Warp:
     return Warp(temperature, getattr(way, "k", None), getattr(way, "p", None))
 
 
-class Draws:
+class TokenDraws:
     """The numbers that decide a text, one for each position. Without a seed nobody can foretell them."""
 
     def __init__(self, seed: int | None, prompt_ids: Sequence[int], choice: int = 0) -> None:
@@ -70,24 +70,24 @@ class Draws:
         return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
-def draws_of_group(seed: int, first: int, prompts: Sequence[Sequence[int]], group: int) -> list[Draws]:
+def group_draws(seed: int, first: int, prompts: Sequence[Sequence[int]], group: int) -> list[TokenDraws]:
     """The draws of so many answers to each of a run's prompts. They follow from the run's seed and from the prompt's number among all of
     them; `first` is the number of the first one here."""
     seeds = [(seed % 2**62 << 64) + first + place for place in range(len(prompts))]
-    return [Draws(own, ids, choice) for own, ids in zip(seeds, prompts, strict=True) for choice in range(group)]
+    return [TokenDraws(own, ids, choice) for own, ids in zip(seeds, prompts, strict=True) for choice in range(group)]
 
 
-def draws_of_rows(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[Draws]:
+def row_draws(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[TokenDraws]:
     """The draws of several prompts: equal ones are choices of one, the others do not depend on who stands beside them."""
     seen: Counter[tuple[int, ...]] = Counter()
     found = []
     for prompt in map(tuple, prompts):
-        found.append(Draws(seed, prompt, seen[prompt]))
+        found.append(TokenDraws(seed, prompt, seen[prompt]))
         seen[prompt] += 1
     return found
 
 
-def penalised(logits_V: Tensor, penalties: Penalties, prompt_ids: Sequence[int], written_ids: Sequence[int]) -> Tensor:
+def apply_penalties(logits_V: Tensor, penalties: LogitPenalties, prompt_ids: Sequence[int], written_ids: Sequence[int]) -> Tensor:
     """The logits of one row after biases and penalties; the given ones are left as they are."""
     if penalties == NO_PENALTIES:
         return logits_V
@@ -111,25 +111,25 @@ def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -
     for warp in set(warps):
         rows = [row for row, own in enumerate(warps) if own == warp]
         some_BV = logits_BV if len(rows) == len(warps) else logits_BV[rows]
-        check_all(finite(some_BV))
+        require_finite(finite_rows(some_BV))
         own_B = torch.tensor([draws_B[row] for row in rows], dtype=torch.float64).to(logits_BV.device)
         # On a CPU `max` takes a third of the time of `argmax`
-        chosen_B[rows] = some_BV.max(-1).indices if warp.temperature <= 0 else drawn(some_BV, warp, own_B)[0]
+        chosen_B[rows] = some_BV.max(-1).indices if warp.temperature <= 0 else draw_tokens(some_BV, warp, own_B)[0]
     return chosen_B
 
 
-def finite(logits_BV: Tensor) -> Tensor:
+def finite_rows(logits_BV: Tensor) -> Tensor:
     """Whether each row's logits can be chosen from [B]."""
     return logits_BV.amax(-1).isfinite()  # a number that is none counts as the largest
 
 
-def check_all(finite_B: Tensor) -> None:
+def require_finite(finite_B: Tensor) -> None:
     """Raises ShoalError where some row's logits were not finite."""
     if not finite_B.all():
         raise ShoalError("the model's logits are not finite: its weights are damaged, or its training diverged; use an earlier checkpoint")
 
 
-def drawn(logits_BV: Tensor, warp: Warp, draws_B: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits_BV: Tensor, warp: Warp, draws_B: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens that the draws decide for [B], and the log-probabilities that they were drawn with, in float32 at least. The logits must
     be finite."""
     probabilities_BC, ids_BC = candidates(logits_BV, warp)
@@ -144,7 +144,7 @@ def drawn(logits_BV: Tensor, warp: Warp, draws_B: Tensor) -> tuple[Tensor, Tenso
     return (drawn_B1 if ids_BC is None else ids_BC.gather(1, drawn_B1)).squeeze(1), log_p_B
 
 
-def gap(logits_NV: Tensor, warp: Warp, tokens_N: Tensor, draws_N: Sequence[float]) -> Tensor:
+def draw_gap(logits_NV: Tensor, warp: Warp, tokens_N: Tensor, draws_N: Sequence[float]) -> Tensor:
     """How far each draw lies from the token that was taken for it, as a share of all probability [N]. Below 0: the draw gives that token,
     and lies so far from the nearest other one.
 

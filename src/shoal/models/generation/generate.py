@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models.generation.decoding import Penalties, choose, draws_of_rows, penalised, warp_of
-from shoal.models.generation.side_texts import ReadBeside, Reader
+from shoal.models.generation.decoding import LogitPenalties, apply_penalties, choose, row_draws, warp_of
+from shoal.models.generation.side_texts import SideTextReader, SideTexts
 
 
 def generate(
@@ -28,7 +28,7 @@ def generate(
     decoding: Decoding,
     seed: int | None = None,
     eos_id: int | None = None,
-    beside: ReadBeside | None = None,
+    beside: SideTexts | None = None,
 ) -> Iterator[Tensor]:
     """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says. `beside`: what the model reads.
 
@@ -43,7 +43,7 @@ def generate(
     _check_vocabulary(model, input_ids)
     input_ids = input_ids.to(next(model.parameters()).device)
     chooser = _Chooser(decoding, seed, input_ids.tolist())
-    return _tokens(model, Context(model, input_ids, max_new_tokens, beside), max_new_tokens, chooser, eos_id)
+    return _tokens(model, GenerationState(model, input_ids, max_new_tokens, beside), max_new_tokens, chooser, eos_id)
 
 
 def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
@@ -56,7 +56,7 @@ def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def _tokens(model: nn.Module, context: Context, max_new_tokens: int, chooser: _Chooser, eos_id: int | None) -> Iterator[Tensor]:
+def _tokens(model: nn.Module, context: GenerationState, max_new_tokens: int, chooser: _Chooser, eos_id: int | None) -> Iterator[Tensor]:
     ended_B = torch.zeros(len(context.unseen_BL), dtype=torch.bool, device=context.unseen_BL.device)
     for step in range(max_new_tokens):
         with evaluating(model):
@@ -77,15 +77,15 @@ class _Chooser:
 
     def __init__(self, decoding: Decoding, seed: int | None, prompts: list[list[int]]) -> None:
         self.warps = [warp_of(decoding)] * len(prompts)
-        self.draws = draws_of_rows(seed, prompts)
-        self.penalties = Penalties(repetition=decoding.repetition_penalty)
+        self.draws = row_draws(seed, prompts)
+        self.penalties = LogitPenalties(repetition=decoding.repetition_penalty)
         self.seen = prompts
         self.position = 0
 
     def next(self, logits_BV: Tensor) -> Tensor:
         if self.penalties.repetition != 1:
             rows = zip(logits_BV, self.seen, strict=True)
-            logits_BV = torch.stack([penalised(logits_V, self.penalties, seen, ()) for logits_V, seen in rows])
+            logits_BV = torch.stack([apply_penalties(logits_V, self.penalties, seen, ()) for logits_V, seen in rows])
         next_B = choose(logits_BV, self.warps, [draws.at(self.position) for draws in self.draws])
         self.position += 1
         if self.penalties.repetition != 1:
@@ -94,7 +94,7 @@ class _Chooser:
         return next_B
 
 
-class Context:
+class GenerationState:
     """The tokens a model sees, and its cache of them."""
 
     def __init__(
@@ -102,12 +102,11 @@ class Context:
         model: Any,
         prompt_BL: Tensor,
         max_new_tokens: int,
-        beside: ReadBeside | None = None,
+        beside: SideTexts | None = None,
         mask_BL: Tensor | None = None,
         any_of_all: Callable[[bool], bool] = bool,
     ) -> None:
-        """`mask_BL`: False at padding, which stands before a prompt. A prompt with padding must fit whole. `any_of_all`: as `Reader` has
-        it."""
+        """`mask_BL`: False at padding, which stands before a prompt. A padded prompt must fit whole. `any_of_all`: see `SideTextReader`."""
         self.model, self.beside, self.mask_BS, self.any_of_all = model, beside, mask_BL, any_of_all
         self.longest: int | None = model.max_seq_len
         self.unseen_BL = prompt_BL if self.longest is None else prompt_BL[:, -self.longest :]
@@ -118,7 +117,7 @@ class Context:
 
     def _start(self) -> None:
         self.cache, self.length = self.model.new_cache(self.capacity), 0
-        self.reader = Reader(self.model, self.beside, self.any_of_all)
+        self.reader = SideTextReader(self.model, self.beside, self.any_of_all)
 
     def next_logits(self) -> Tensor:
         """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""

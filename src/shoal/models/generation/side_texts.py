@@ -14,7 +14,7 @@ from torch import Tensor
 _NO_TOKEN = -1
 
 
-class Finder(Protocol):
+class PassageSearch(Protocol):
     """Finds passages for texts."""
 
     @property
@@ -26,7 +26,7 @@ class Finder(Protocol):
         ...
 
 
-class ReadBeside(NamedTuple):
+class SideTexts(NamedTuple):
     """Texts that are read beside the rows of a batch."""
 
     columns: Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[int]], dict[str, Tensor]]
@@ -35,7 +35,9 @@ class ReadBeside(NamedTuple):
     """Tokens after which there may be something new; None: it stays the same."""
 
 
-def read_beside(finder: Finder | None, contexts: Sequence[Sequence[int]] = (), own: Sequence[Sequence[str]] = ()) -> ReadBeside | None:
+def make_side_texts(
+    finder: PassageSearch | None, contexts: Sequence[Sequence[int]] = (), own: Sequence[Sequence[str]] = ()
+) -> SideTexts | None:
     """What rows read: passages that they find, and the context of each. `contexts` and `own`, the documents that a row is of and finds no
     passages in, have an entry for each row, or none at all. None: there is nothing to read."""
     if finder is None and not contexts:
@@ -47,10 +49,10 @@ def read_beside(finder: Finder | None, contexts: Sequence[Sequence[int]] = (), o
             found |= finder.beside_texts(texts, [own[row] if own else () for row in rows], starts)
         return found
 
-    return ReadBeside(columns, None if finder is None else finder.chunk_size)
+    return SideTexts(columns, None if finder is None else finder.chunk_size)
 
 
-def columns_beside(beside: ReadBeside | None, ids_BL: Tensor, mask_BL: Tensor) -> dict[str, Tensor]:
+def side_text_columns(beside: SideTexts | None, ids_BL: Tensor, mask_BL: Tensor) -> dict[str, Tensor]:
     """What whole rows read, on their device. `mask_BL`: False at padding, on either side."""
     if beside is None:
         return {}
@@ -58,10 +60,10 @@ def columns_beside(beside: ReadBeside | None, ids_BL: Tensor, mask_BL: Tensor) -
     return {name: value.to(ids_BL.device) for name, value in beside.columns(range(len(texts)), texts, starts).items()}
 
 
-class Reader:
+class SideTextReader:
     """Tells a model what there is to read beside rows that grow."""
 
-    def __init__(self, model: Any, beside: ReadBeside | None, any_of_all: Callable[[bool], bool] = bool) -> None:
+    def __init__(self, model: Any, beside: SideTexts | None, any_of_all: Callable[[bool], bool] = bool) -> None:
         """`any_of_all`: of several processes that must compute together, whether any has something new to read."""
         self.model, self.beside, self.any_of_all = model, beside, any_of_all
         self.texts: list[list[int]] = []

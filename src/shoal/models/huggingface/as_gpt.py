@@ -21,7 +21,7 @@ from shoal.models.gpt import Gpt
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.stages import narrowed, small_copy
 from shoal.models.rotary import Rotary
-from shoal.models.stage_parts import fill, needed, skeleton
+from shoal.models.stages import load_tensors, required_tensors, without_weights
 
 Get = Callable[[str], Tensor]
 
@@ -55,7 +55,7 @@ _ROTARY_TYPES = ("default", "linear", "llama3")
 _TOLERANCE = 1e-4
 
 
-class Adopted:
+class GptConversion:
     """How a model of Hugging Face becomes one of Shoal's own."""
 
     def __init__(self, inner: Any) -> None:
@@ -76,7 +76,7 @@ class Adopted:
 
     def make(self) -> Gpt:
         """The model without numbers."""
-        with skeleton():
+        with without_weights():
             made = Gpt(self.settings, self.vocab_size)
             if self.biased:
                 for block in made.blocks:
@@ -107,7 +107,7 @@ class Adopted:
     def whole(self, get: Get) -> Gpt:
         """The model with its numbers."""
         made = self.make()
-        fill(made, {name: self.tensor(name, get) for name in needed(made)})
+        load_tensors(made, {name: self.tensor(name, get) for name in required_tensors(made)})
         return made
 
     @property
@@ -161,10 +161,10 @@ def _pairs(matrix: Tensor, head_size: int) -> Tensor:
     return matrix.view(-1, 2, head_size // 2, *matrix.shape[1:]).transpose(1, 2).reshape(matrix.shape)
 
 
-_KNOWN: dict[str, Adopted | None] = {}
+_KNOWN: dict[str, GptConversion | None] = {}
 
 
-def adopted(model: HuggingFace) -> Adopted | None:
+def gpt_conversion(model: HuggingFace) -> GptConversion | None:
     """How our own transformer computes this model; null where it cannot. The model may be without numbers."""
     inner = model.inner
     if model.has_adapters or inner.config.model_type not in ("llama", "mistral", "qwen2", "gpt2"):
@@ -176,14 +176,14 @@ def adopted(model: HuggingFace) -> Adopted | None:
 
 
 @torch.inference_mode()
-def _computes_the_same(inner: Any) -> Adopted | None:
+def _computes_the_same(inner: Any) -> GptConversion | None:
     """Compare a small random copy with what we make of it: a prompt, a token after it, and a padded row beside another."""
     try:
-        found = Adopted(inner)
+        found = GptConversion(inner)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = HuggingFace(small_copy(narrowed(inner.config, 0, min(2, inner.config.num_hidden_layers))))
-        ours = Adopted(small.inner).whole(small.state_dict().__getitem__)
+        ours = GptConversion(small.inner).whole(small.state_dict().__getitem__)
     except (ShoalError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None
     ids_BL, mask_BS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import Shapes
+from shoal.models.data_shapes import DataShapes
 from shoal.models.generation.kv_cache import padded_rows
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.lora import with_lora
@@ -183,7 +183,7 @@ class HuggingFace(nn.Module):
         )
 
 
-def players(model: schema.HuggingFace, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     token = run.hub.token.reveal() if run.hub.token else None
     network = HuggingFace(pretrained.load(model, token))
     _check_fit(network, model, run, shapes)
@@ -192,7 +192,7 @@ def players(model: schema.HuggingFace, run: Run, shapes: Shapes) -> dict[str, nn
     return {"model": network}
 
 
-def _check_fit(network: HuggingFace, model: schema.HuggingFace, run: Run, shapes: Shapes) -> None:
+def _check_fit(network: HuggingFace, model: schema.HuggingFace, run: Run, shapes: DataShapes) -> None:
     if shapes.vocab_size is not None and network.vocab_size < shapes.vocab_size:
         raise ShoalError(
             f"the model (model.pretrained: {model.pretrained}) knows {network.vocab_size} tokens, but the tokenizer (data.tokenizer) has "

@@ -2,7 +2,7 @@
 
 A stage is the model's own class, built with as many layers as the stage has. The stream is put in before its first layer and taken after
 its last; what the class computes before and after is thrown away, and its parameters there are zeros that take no memory. The ends are the
-same class with one layer that computes nothing. That this gives the whole model's numbers is not taken for granted: `anatomy` looks.
+same class with one layer that computes nothing. That this gives the whole model's numbers is not taken for granted: `check_anatomy` looks.
 
 Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary.
 """
@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache
-from shoal.models.stage_parts import Ends, Stage, skeleton
-from shoal.models.trunk import Beside
+from shoal.models.stages import ModelEnds, ModelStage, without_weights
+from shoal.models.trunk import SideChannel
 
 _WIDTHS = {
     "hidden_size": 32,
@@ -39,14 +39,14 @@ _WIDTHS = {
 """The sizes of the small copy that is compared whole and cut. Depth, and whatever is listed layer by layer, stay as they are."""
 
 
-class HuggingFaceStage(Stage):
+class HuggingFaceStage(ModelStage):
     """Layers of a model of transformers."""
 
     def __init__(self, model: HuggingFace, first: int, last: int, seen: Anatomy | None = None) -> None:
         super().__init__(first, last)
         whole = _plain(model)
         if seen is None:
-            anatomy(whole)
+            check_anatomy(whole)
         body, place = _body(whole.config, first, last), _place(whole)
         own = layers_of(body)
         for layer, source in zip(own, layers_of(whole)[first:last], strict=True):
@@ -64,7 +64,13 @@ class HuggingFaceStage(Stage):
     decoder: Any
 
     def forward(
-        self, x_BLD: Tensor, input_ids_BL: Tensor, *, cache: Any = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+        self,
+        x_BLD: Tensor,
+        input_ids_BL: Tensor,
+        *,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        beside: SideChannel | None = None,
     ) -> Tensor:
         if self.checkpointing and cache is None and torch.is_grad_enabled():
             again: Tensor = checkpoint(self._through, x_BLD, None, attention_mask, use_reentrant=False)
@@ -110,13 +116,13 @@ class HuggingFaceStage(Stage):
         return self
 
 
-class HuggingFaceEnds(Ends):
+class HuggingFaceEnds(ModelEnds):
     """Everything of a model of transformers but its layers."""
 
     def __init__(self, model: HuggingFace, entry: bool, after: bool, seen: Anatomy | None = None) -> None:
         super().__init__(entry, after)
         whole = _plain(model)
-        seen = seen or anatomy(whole)
+        seen = seen or check_anatomy(whole)
         self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
         self.inner = _body(whole.config, 0, 1)
         place = _place(whole)
@@ -206,7 +212,7 @@ def _plain(model: HuggingFace) -> Any:
 
 def _body(config: Any, first: int, last: int) -> Any:
     """The model's class with the layers [first, last), without numbers in its parameters."""
-    with skeleton():
+    with without_weights():
         return _made(narrowed(config, first, last))
 
 
@@ -302,7 +308,7 @@ class Anatomy(NamedTuple):
 _KNOWN: dict[str, Anatomy] = {}
 
 
-def anatomy(inner: Any) -> Anatomy:
+def check_anatomy(inner: Any) -> Anatomy:
     """Compare a small copy of a model whole and cut, once for each configuration. Raises ShoalError where they differ."""
     config = inner.config
     key = f"{type(inner).__name__} {config.to_json_string()}"

@@ -27,7 +27,7 @@ _MOST_NUMBERS = 1 << 27
 """No second copy is made of matrices that have more numbers together while answers are written: half a GiB in float32."""
 
 
-class Packed:
+class PackedProduct:
     """A product with a matrix that is kept in both orders. It is not for learning."""
 
     def __init__(self, weight_ND: Tensor, bias_N: Tensor | None = None) -> None:
@@ -42,7 +42,7 @@ class Packed:
 
 
 @torch.inference_mode()
-def pack(model: nn.Module, room_bytes: float) -> bool:
+def pack_matrices(model: nn.Module, room_bytes: float) -> bool:
     """Keep those matrices of a model in both orders for which that is quicker here, if it takes less than half of the memory that there is.
     Return whether that was done."""
     output: Any = model.output_weight if hasattr(model, "packed_output") else None
@@ -55,9 +55,9 @@ def pack(model: nn.Module, room_bytes: float) -> bool:
     ids = set(map(id, chosen))
     for module in linear:
         if id(module.weight) in ids:
-            module.forward = Packed(module.weight, module.bias)  # type: ignore[method-assign, assignment]
+            module.forward = PackedProduct(module.weight, module.bias)  # type: ignore[method-assign, assignment]
     if id(output) in ids:
-        model.packed_output = Packed(output)  # type: ignore[assignment]
+        model.packed_output = PackedProduct(output)  # type: ignore[assignment]
     return True
 
 
@@ -79,9 +79,9 @@ def packed_for(model: nn.Module, rows: int) -> Iterator[None]:
         return
     try:
         for module in linear:
-            module.forward = Packed(module.weight, module.bias)  # type: ignore[method-assign, assignment]
+            module.forward = PackedProduct(module.weight, module.bias)  # type: ignore[method-assign, assignment]
         if output is not None and _can(output):
-            model.packed_output = Packed(output)  # type: ignore[assignment]
+            model.packed_output = PackedProduct(output)  # type: ignore[assignment]
         yield
     finally:
         for module in linear:
@@ -110,7 +110,7 @@ def _can(weight: Tensor) -> bool:
 
 def _is_quicker(weight_ND: Tensor) -> bool:
     """Both ways are timed in turn, by the shortest time that this thread computed: others may compute here, too."""
-    x_RD, packed = torch.ones(_ROWS, weight_ND.shape[1]), Packed(weight_ND)
+    x_RD, packed = torch.ones(_ROWS, weight_ND.shape[1]), PackedProduct(weight_ND)
     taken = [(_seconds(lambda: packed(x_RD)), _seconds(lambda: F.linear(x_RD, weight_ND))) for _ in range(_TIMES)]
     return min(ours for ours, _ in taken) < _WORTH * min(plain for _, plain in taken)
 

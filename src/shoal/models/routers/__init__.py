@@ -1,6 +1,6 @@
 """How tokens find their experts: one file a router."""
 
-from shoal.models.routers.base import Held, Router, Routes
-from shoal.models.routers.build import router
+from shoal.models.routers.base import HeldExperts, Router, Routes
+from shoal.models.routers.build import build_router
 
-__all__ = ["Held", "Router", "Routes", "router"]
+__all__ = ["HeldExperts", "Router", "Routes", "build_router"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.config.schema import model as schema
 from shoal.models.trunk import INITIAL_STD
 
-Held = tuple[int, ...] | None
+HeldExperts = tuple[int, ...] | None
 """The numbers of the experts that a worker holds; None: all of them."""
 _MOST_BY_TURNS = 4
 """So many are found one after the other; more are sorted."""
@@ -54,7 +54,7 @@ class LearnedRouter(Router):
     full_precision = True
     """Engines that round the parameters of other modules for mixed precision leave these as they are."""
 
-    def __init__(self, settings: schema.Experts, width: int, held: Held = None) -> None:
+    def __init__(self, settings: schema.Experts, width: int, held: HeldExperts = None) -> None:
         super().__init__(settings)
         self.held = None if held is None else list(held)
         self.weight = nn.Parameter(torch.empty(settings.count, width))
@@ -70,7 +70,7 @@ class LearnedRouter(Router):
             return F.linear(x_TD.to(wide), weight_ED.to(wide))
 
 
-def best_of(scores_TE: Tensor, count: int) -> Tensor:
+def top_experts(scores_TE: Tensor, count: int) -> Tensor:
     """The experts with the highest scores of each token [T, K], the best first. What torch's compiler joins to the scores themselves takes
     2 µs for two of 16 experts and 16,384 tokens on an H200; `topk` and its sort take 40."""
     if not torch.compiler.is_compiling() or count > _MOST_BY_TURNS:
@@ -83,7 +83,7 @@ def best_of(scores_TE: Tensor, count: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-def gates_of(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+def gates_for(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """The scores of the chosen experts: one alone as it is, so that the router learns by it; several divided by their sum."""
     chosen_TK = scores_TE.gather(1, experts_TK)
     if chosen_TK.shape[1] == 1:

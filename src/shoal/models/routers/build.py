@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.routers.base import Held, Router
+from shoal.models.routers.base import HeldExperts, Router
 from shoal.models.routers.gshard import GshardRouter
 from shoal.models.routers.hash import HashRouter
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
@@ -14,7 +14,7 @@ from shoal.models.routers.switch import SwitchRouter
 _LEARNED = {"switch": SwitchRouter, "gshard": GshardRouter, "stochastic": StochasticRouter, "sigmoid-bias": SigmoidBiasRouter}
 
 
-def router(settings: schema.Experts, width: int, vocab_size: int, held: Held = None) -> Router:
+def build_router(settings: schema.Experts, width: int, vocab_size: int, held: HeldExperts = None) -> Router:
     if settings.router == "hash":
         if held is not None:
             raise ShoalError(

@@ -6,15 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.models.routers.base import LearnedRouter, Routes, best_of, gates_of
+from shoal.models.routers.base import LearnedRouter, Routes, gates_for, top_experts
 
 
 class GshardRouter(LearnedRouter):
     def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
         logits_TE = self.logits(x_TD)
         probabilities_TE = logits_TE.softmax(1)
-        experts_TK = best_of(probabilities_TE, 2)
-        gates_TK = gates_of(probabilities_TE, experts_TK)
+        experts_TK = top_experts(probabilities_TE, 2)
+        gates_TK = gates_for(probabilities_TE, experts_TK)
         taken_TK = None
         if self.training:
             second_T = torch.rand_like(gates_TK[:, 1]) < 2 * gates_TK[:, 1].detach()

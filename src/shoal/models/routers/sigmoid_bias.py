@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema import model as schema
-from shoal.models.routers.base import Held, LearnedRouter, Routes, best_of, gates_of
+from shoal.models.routers.base import HeldExperts, LearnedRouter, Routes, gates_for, top_experts
 
 BOUND = 1.0
 """Scores lie between 0 and 1: biases further apart than this on either side of 0 would change nothing."""
@@ -22,7 +22,7 @@ BOUND = 1.0
 class SigmoidBiasRouter(LearnedRouter):
     bias_E: Tensor
 
-    def __init__(self, settings: schema.Experts, width: int, held: Held = None) -> None:
+    def __init__(self, settings: schema.Experts, width: int, held: HeldExperts = None) -> None:
         super().__init__(settings, width, held)
         self.step = settings.bias_step
         self.register_buffer("bias_E", torch.zeros(settings.count))
@@ -31,9 +31,9 @@ class SigmoidBiasRouter(LearnedRouter):
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid()
         bias_E = self.bias_E if self.held is None else self.bias_E[self.held]
-        experts_TK = best_of(scores_TE.detach() + bias_E, self.per_token)
+        experts_TK = top_experts(scores_TE.detach() + bias_E, self.per_token)
         shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
-        return Routes(experts_TK, gates_of(scores_TE, experts_TK), None, shares_TE, logits_TE)
+        return Routes(experts_TK, gates_for(scores_TE, experts_TK), None, shares_TE, logits_TE)
 
     def movement(self, load_E: Tensor) -> Tensor:
         """How far a step moves the biases in which the experts had so many tokens. Those of experts that are not here stay."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.models.routers.base import LearnedRouter, Routes, best_of, gates_of
+from shoal.models.routers.base import LearnedRouter, Routes, gates_for, top_experts
 
 
 class StochasticRouter(LearnedRouter):
@@ -17,5 +17,5 @@ class StochasticRouter(LearnedRouter):
         if self.training:
             # −log of an exponential draw is a Gumbel draw
             scores_TE = scores_TE - torch.empty_like(scores_TE).exponential_().log()
-        experts_TK = best_of(scores_TE, self.per_token)
-        return Routes(experts_TK, gates_of(probabilities_TE, experts_TK), None, probabilities_TE, logits_TE)
+        experts_TK = top_experts(scores_TE, self.per_token)
+        return Routes(experts_TK, gates_for(probabilities_TE, experts_TK), None, probabilities_TE, logits_TE)

@@ -22,15 +22,17 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shoal.engines import Engine, World
 from shoal.errors import ShoalError
 from shoal.protocol.checksums import crc32
-from shoal.runs.folder.sharded_checkpoint import Shards, hand_over, write_shards
+from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import packed, unpacked
 from shoal.worker.interfaces import Writers
 
@@ -40,15 +42,6 @@ _UNCHECKED = 2
 _OWN_CHECKSUM = ', "checksum": "'
 _PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _FILES = ("weights.safetensors", "state.safetensors")
-
-
-class Spreading(Protocol):
-    """Processes of which the first has files that the others need."""
-
-    @property
-    def first(self) -> bool: ...
-    def broadcast_text(self, text: str) -> str: ...
-    def broadcast_bytes(self, content: bytes) -> bytes: ...
 
 
 class Checkpoint(NamedTuple):
@@ -96,7 +89,7 @@ class Checkpoints:
         try:
             for kind, there in (("weights", weights), ("state", tensors)):
                 if writers.apart:
-                    hand_over(partial / kind, there, writers)
+                    write_from_first(partial / kind, there, writers)
                 else:
                     write_shards(partial / kind, there, writers.talk)
         except ShoalError as error:
@@ -160,13 +153,13 @@ class Checkpoints:
         """The newest checkpoint that can be read; `warn` is told of any that cannot."""
         for path in reversed(self.all()):
             try:
-                return read(path)
+                return read_checkpoint(path)
             except ShoalError as error:
                 warn(f"{error}; trying the one before it")
         return None
 
 
-def read(path: Path, verify: bool = True) -> Checkpoint:
+def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
     """A checkpoint. `verify`: that its files match their checksums. Raises ShoalError."""
     try:
         header = _header_of(path)
@@ -183,7 +176,7 @@ def read(path: Path, verify: bool = True) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
 
 
-def handed_out(path: Path, world: Spreading, own: Path) -> Path:
+def copy_to_all(path: Path, world: World, own: Path) -> Path:
     """A checkpoint of the first process in every process: the others write a copy below a folder of their own, in an older one's place."""
     names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file()) if world.first else []
     copy = path if world.first else own / "checkpoints" / "of-the-first"
@@ -197,6 +190,24 @@ def handed_out(path: Path, world: Spreading, own: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes(content)
     return copy
+
+
+def random_states(engine: Engine) -> dict[str, list[Tensor]]:
+    """The random-number states of all processes of an engine, in the order of their ranks."""
+    world, on_gpu = engine.world, engine.device.type == "cuda"
+    return {
+        "torch": world.each(torch.get_rng_state()),
+        "cuda": world.each(torch.cuda.get_rng_state(engine.device)) if on_gpu else [],
+    }
+
+
+def restore_random_states(engine: Engine, states: dict[str, list[Tensor]]) -> None:
+    """Every process restores its own state. A process whose rank did not exist before keeps the state of its seed."""
+    rank = engine.world.rank
+    if rank < len(states["torch"]):
+        torch.set_rng_state(states["torch"][rank])
+    if rank < len(states["cuda"]) and engine.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"][rank], engine.device)
 
 
 def _with_checksum(text: str) -> bytes:
@@ -232,7 +243,7 @@ def _sync_folder(folder: Path) -> None:
 def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
     """Weights or state: from one file, or from the shards of several processes."""
     shards = [path / name for name in files if name.startswith(f"{kind}/")]
-    return Shards(shards) if shards else load_file(path / f"{kind}.safetensors")
+    return ShardedTensors(shards) if shards else load_file(path / f"{kind}.safetensors")
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -264,11 +275,11 @@ def read_weights(path: Path) -> Checkpoint:
     return Checkpoint(path, step, load_weights(path), {})
 
 
-def find(path: str, warn: Callable[[str], None]) -> Checkpoint:
+def find_checkpoint(path: str, warn: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that a path means: a checkpoint, or a run with some."""
     place = Path(path)
     if (place / "state.json").exists():
-        return read(place)
+        return read_checkpoint(place)
     found = Checkpoints(place / "checkpoints", 1).newest(warn)
     if found is None:
         raise ShoalError(f"there is no checkpoint at {path}: name a run's folder, or one of its checkpoints")

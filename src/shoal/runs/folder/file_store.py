@@ -14,7 +14,7 @@ from shoal.runs.folder.checkpoint import Checkpoints
 Result = TypeVar("Result")
 
 
-class Files:
+class FileStore:
     """A store in a folder."""
 
     transactional = False

@@ -35,7 +35,7 @@ Sequences = dict[str, int]
 """The last number of each worker."""
 
 
-class Sound(NamedTuple):
+class SoundJournal(NamedTuple):
     """As far as records since a snapshot can be trusted."""
 
     records: list[dict[str, Any]]
@@ -147,10 +147,10 @@ def _nothing_to_go_on_from(where: object) -> ShoalError:
     )
 
 
-def _sound(folder: Path, snapshot: int) -> Sound:
+def _sound(folder: Path, snapshot: int) -> SoundJournal:
     """Every record since a snapshot, up to the first that cannot be trusted."""
     there = sorted(number for number in journals(folder) if number >= snapshot)
-    records, before, sound = list[dict[str, Any]](), None, Sound([], snapshot, NOWHERE, "")
+    records, before, sound = list[dict[str, Any]](), None, SoundJournal([], snapshot, NOWHERE, "")
     for number in range(snapshot, max(there, default=snapshot) + 1):
         path = path_of(folder, number)
         if not path.exists():
@@ -162,8 +162,8 @@ def _sound(folder: Path, snapshot: int) -> Sound:
             for record, _ in reading:
                 records.append(record)
         except DamagedJournal as error:
-            return Sound(records, number, error.sound, f"{path.name} is damaged after {error.number} records")
-        before, sound = reading, Sound(records, number, reading.end, "")
+            return SoundJournal(records, number, error.sound, f"{path.name} is damaged after {error.number} records")
+        before, sound = reading, SoundJournal(records, number, reading.end, "")
     return sound
 
 
@@ -220,7 +220,7 @@ def _newest_in(lines: Iterable[dict[str, Any]]) -> int:
     return max((int(line["version"]) for line in lines if "version" in line), default=0)
 
 
-def _told_by_journals(folder: Path, sound: Sound) -> Iterator[Sequences]:
+def _told_by_journals(folder: Path, sound: SoundJournal) -> Iterator[Sequences]:
     """What journals say after the damage, as far as it can be read."""
     for number in journals(folder):
         if number >= sound.last:
@@ -232,7 +232,7 @@ def _told_by_journals(folder: Path, sound: Sound) -> Iterator[Sequences]:
 # --- what is done about it ----------------------------------------------------------------------------------
 
 
-def _set_aside(folder: Path, snapshot: Checkpoint, sound: Sound) -> Path:
+def _set_aside(folder: Path, snapshot: Checkpoint, sound: SoundJournal) -> Path:
     """Keep the damaged files elsewhere, and leave what is sound."""
     aside = _new_folder(folder)
     for number in journals(folder):

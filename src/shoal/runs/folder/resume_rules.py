@@ -37,7 +37,7 @@ _CUT_OF_A_STEP = ("training.batch_size", "training.gradient_accumulation_steps",
 """Engines of several processes cut a step's samples up in their own way; the feed sees to it that a run goes on at a whole step."""
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A setting that is not what it was."""
 
     path: str
@@ -48,23 +48,23 @@ class Change(NamedTuple):
         return f"{self.path}: {self.before} before, {self.now} now"
 
 
-def changes(before: Run, now: Run) -> list[Change]:
+def changed_settings(before: Run, now: Run) -> list[SettingChange]:
     """All settings that differ. Secrets are masked."""
     old, new = (dict(flat(run)) for run in (before, now))
     return [
-        Change(".".join(path), *(scalar(as_data(run[path])) if path in run else "not set" for run in (old, new)))
+        SettingChange(".".join(path), *(scalar(as_data(run[path])) if path in run else "not set" for run in (old, new)))
         for path in dict.fromkeys([*old, *new])
         if as_data(old.get(path)) != as_data(new.get(path)) or (path in old) != (path in new)
     ]
 
 
-def forbidden(before: Run, now: Run) -> list[Change]:
+def forbidden_changes(before: Run, now: Run) -> list[SettingChange]:
     """Those that a run which goes on may not change."""
     free = tuple(_free(before, now))
-    return [change for change in changes(before, now) if not any(_is_below(change.path, prefix) for prefix in free)]
+    return [change for change in changed_settings(before, now) if not any(_is_below(change.path, prefix) for prefix in free)]
 
 
-def shape(run: Run) -> str:
+def settings_digest(run: Run) -> str:
     """A digest of the settings that a run which goes on may not change, and of its engine."""
     named = ((".".join(path), value) for path, value in flat(run))
     shaping = [f"{path}: {as_data(value)}" for path, value in named if not any(_is_below(path, prefix) for prefix in _OPERATIONAL)]
@@ -83,6 +83,6 @@ def _is_below(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(f"{prefix}.")
 
 
-def listed(found: list[Change]) -> str:
+def format_changes(found: list[SettingChange]) -> str:
     """Changes for people, a line each."""
     return "".join(f"\n  {change}" for change in found)

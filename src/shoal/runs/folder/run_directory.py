@@ -32,7 +32,7 @@ from shoal.config.show import show, to_yaml
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere
 from shoal.errors import ShoalError
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.resume_rules import Change, changes
+from shoal.runs.folder.resume_rules import SettingChange, changed_settings
 from shoal.runs.folder.stale_folders import clear, is_abandoned
 
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
@@ -119,9 +119,9 @@ class RunDirectory:
         """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
         return resolve([ConfigFile(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
 
-    def write_config(self, loaded: LoadedConfig) -> list[Change]:
+    def write_config(self, loaded: LoadedConfig) -> list[SettingChange]:
         """Write down the settings. Return what they change for a run that goes on, which is written down, too."""
-        changed = changes(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
+        changed = changed_settings(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
         if changed:
             self._append("changes.jsonl", {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}})
         self._write_config(loaded)
@@ -168,7 +168,7 @@ class RunDirectory:
             else []
         )
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def record_event(self, event: dict[str, Any]) -> None:
         """Append to events.jsonl what people are told, as far as there is room. The run goes on where it cannot be written."""
         path = self.path / "events.jsonl"
         with suppress(OSError):
@@ -200,10 +200,10 @@ class RunDirectory:
         self._lock.release()
 
 
-class SilentDirectory(RunDirectory):
+class ReadOnlyDirectory(RunDirectory):
     """The folder of a run that another process writes."""
 
-    def write_config(self, loaded: LoadedConfig) -> list[Change]:
+    def write_config(self, loaded: LoadedConfig) -> list[SettingChange]:
         return []
 
     def record(self, record: dict[str, Any]) -> None:
@@ -212,7 +212,7 @@ class SilentDirectory(RunDirectory):
     def forget_after(self, step: int) -> None:
         pass
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def record_event(self, event: dict[str, Any]) -> None:
         pass
 
     def write(self, name: str, text: str) -> None:

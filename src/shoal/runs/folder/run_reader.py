@@ -20,7 +20,7 @@ from shoal.errors import ShoalError
 _FRESH_S = 10.0
 _LONG_S = 600.0
 """So long a coordinator may be silent, while its process is there: the last evaluation may take a while."""
-GOING_ON = ("starting", "running", "paused", "ending", "not here", "running or killed")
+UNFINISHED_STATES = ("starting", "running", "paused", "ending", "not here", "running or killed")
 """States of a run that has not ended."""
 _MOST_BYTES_AT_ONCE = 8 << 20
 _LONGEST_LINE = 1 << 20
@@ -104,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class Seen(NamedTuple):
+class StepFile(NamedTuple):
     """A file that a run leaves at a step."""
 
     step: int
@@ -135,7 +135,7 @@ class RunFolder:
         found = clean(read_json(self.path / "status.json"))
         status: dict[str, Any] = found if found.get("members") is not None else self._alone()
         state = self._state(status)
-        if state not in GOING_ON:  # the last status was written while workers were still here
+        if state not in UNFINISHED_STATES:  # the last status was written while workers were still here
             status["members"] = [row | {"state": "left"} for row in status.get("members", ())]
         if self._has_ended():
             status |= self._outcome(status)
@@ -195,11 +195,11 @@ class RunFolder:
         found: dict[str, Any] = clean(read_json(self.path / "provenance.json"))
         return found
 
-    def samples(self) -> list[Seen]:
+    def samples(self) -> list[StepFile]:
         """What the model drew or wrote, in order."""
         return _seen(self.path / "samples", _SAMPLE)
 
-    def checkpoints(self) -> list[Seen]:
+    def checkpoints(self) -> list[StepFile]:
         return _seen(self.path / "checkpoints", _CHECKPOINT)
 
     def sample(self, name: str) -> bytes | str | None:
@@ -251,7 +251,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def whole_status(told: Any) -> dict[str, Any]:
+def complete_status(told: Any) -> dict[str, Any]:
     """A status that somebody else wrote, cleaned, with nothing missing."""
     found = clean(told)
     return _DEFAULTS | (found if isinstance(found, dict) else {})
@@ -267,13 +267,13 @@ def newest_run(folder: Path) -> RunFolder:
     )
 
 
-def _seen(folder: Path, pattern: re.Pattern[str]) -> list[Seen]:
+def _seen(folder: Path, pattern: re.Pattern[str]) -> list[StepFile]:
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except OSError:
         return []
     matches = [match for name in names if (match := pattern.fullmatch(name))]
-    return sorted(Seen(int(match[1]), match[0], _changed_at(folder / match[0])) for match in matches)
+    return sorted(StepFile(int(match[1]), match[0], _changed_at(folder / match[0])) for match in matches)
 
 
 def _changed_at(path: Path) -> float:

@@ -39,7 +39,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
         raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
 
 
-def hand_over(folder: Path, tensors: Mapping[str, Tensor], writers: Writers) -> None:
+def write_from_first(folder: Path, tensors: Mapping[str, Tensor], writers: Writers) -> None:
     """The same where the processes share no folder: the first one writes what all have, a file for each. Raises ShoalError, in all."""
     own = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     problem, known = "", set(own)
@@ -70,7 +70,7 @@ def _reason(error: BaseException) -> str:
     return str(getattr(cause, "strerror", None) or cause)
 
 
-class Piece(NamedTuple):
+class TensorShard(NamedTuple):
     """A part of a tensor in a file, and where it begins in the whole."""
 
     file: Path
@@ -78,12 +78,12 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Shards(Mapping[str, Tensor]):
+class ShardedTensors(Mapping[str, Tensor]):
     """The tensors in a folder of shards, each put together when it is asked for."""
 
     def __init__(self, files: list[Path]) -> None:
         self._open: dict[Path, Any] = {}
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[TensorShard]] = {}
         for file in sorted(files):
             opened: Any = safe_open(file, framework="pt")
             self._open[file] = opened
@@ -91,7 +91,7 @@ class Shards(Mapping[str, Tensor]):
             for name in opened.keys():  # noqa: SIM118
                 shape = tuple(opened.get_slice(name).get_shape())
                 start = tuple(offsets.get(name, {}).get("saved_offsets", (0,) * len(shape)))
-                self._pieces.setdefault(name, []).append(Piece(file, start, shape))
+                self._pieces.setdefault(name, []).append(TensorShard(file, start, shape))
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self._pieces[name]

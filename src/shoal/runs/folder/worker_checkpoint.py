@@ -8,40 +8,22 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from shoal.engines import Engine
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read
-from shoal.worker.interfaces import World
-from shoal.worker.session import Seated
-from shoal.worker.worker_state import Beginning, HalfRound
+from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, read_checkpoint, restore_random_states
+from shoal.worker.session import SeatAssigned
+from shoal.worker.worker_state import PartialRound, RoundStart
 
 HALF = "half-round"
 
 
-class Kept(Protocol):
-    """The engine of a worker that takes steps of its own."""
-
-    device: torch.device
-
-    @property
-    def world(self) -> World: ...
-    def weights(self) -> dict[str, Tensor]: ...
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def gathered(self) -> dict[str, Any]: ...
-    def load_gathered(self, state: dict[str, Any]) -> None: ...
-
-    step_count: int
-
-
-class Occasions(NamedTuple):
+class SaveSchedule(NamedTuple):
     """When a worker keeps its state."""
 
     rounds: Callable[[int], bool]
@@ -52,15 +34,15 @@ class Occasions(NamedTuple):
     """The digest of the settings that shape a worker's numbers: with others nobody goes on in the middle of a round."""
 
 
-class Keepsakes:
+class WorkerCheckpoints:
     """One worker's, in `folder`; those of a run that this one continues, in `earlier`."""
 
     def __init__(
         self,
-        engine: Kept,
+        engine: Engine,
         folder: Path | None,
         earlier: Path | None,
-        occasions: Occasions,
+        occasions: SaveSchedule,
         keep_last: int,
         tell: Callable[[str], None],
     ) -> None:
@@ -84,12 +66,7 @@ class Keepsakes:
         self._write(self.own, version, self._state(residual))
 
     def _state(self, residual: Tensor | None) -> dict[str, Any]:
-        engine, world, on_gpu = self.engine, self.engine.world, self.engine.device.type == "cuda"
-        random = {
-            "torch": world.each(torch.get_rng_state()),
-            "cuda": world.each(torch.cuda.get_rng_state(engine.device)) if on_gpu else [],
-        }
-        return {"engine": engine.state_dict(), "random": random, "residual": residual}
+        return {"engine": self.engine.state_dict(), "random": random_states(self.engine), "residual": residual}
 
     def _write(self, place: Checkpoints, number: int, state: dict[str, Any]) -> None:
         try:
@@ -109,14 +86,10 @@ class Keepsakes:
             self.tell(f"nothing is kept of this worker up to round {version}: its optimizer starts over")
 
     def _load(self, found: Checkpoint, residual: Tensor | None, weights: bool) -> None:
-        engine, random, rank = self.engine, found.state["random"], self.engine.world.rank
-        engine.load_state_dict(found.state["engine"])
+        self.engine.load_state_dict(found.state["engine"])
         if weights:
-            engine.load_weights(found.weights)
-        if rank < len(random["torch"]):
-            torch.set_rng_state(random["torch"][rank])
-        if rank < len(random["cuda"]) and engine.device.type == "cuda":
-            torch.cuda.set_rng_state(random["cuda"][rank], engine.device)
+            self.engine.load_weights(found.weights)
+        restore_random_states(self.engine, found.state["random"])
         if residual is not None and found.state["residual"] is not None:
             residual.copy_(found.state["residual"])
 
@@ -124,7 +97,7 @@ class Keepsakes:
         paths = [path for place in self.places for path in place.all() if path.name <= f"step-{version:08d}"]
         for path in sorted(paths, key=lambda path: path.name, reverse=True):
             try:
-                return read(path)
+                return read_checkpoint(path)
             except ShoalError as error:
                 self.tell(f"warning: {error}; trying the one before it")
         return None
@@ -135,13 +108,13 @@ class Keepsakes:
         every = self.occasions.every_steps
         return every - step % every if every and self.halves is not None else sys.maxsize
 
-    def save_half(self, half: HalfRound | None, residual: Tensor | None) -> None:
+    def save_half(self, half: PartialRound | None, residual: Tensor | None) -> None:
         """Keep how things stand after this step, in place of what was kept before. The first process knows how far the worker is."""
         assert self.halves is not None
         whole = {"half": None if half is None else half._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
         self._write(self.halves, self.engine.step_count, self._state(residual) | whole)
 
-    def half_round(self, begins: Beginning) -> HalfRound | None:
+    def half_round(self, begins: RoundStart) -> PartialRound | None:
         """What is of no use any more is deleted, with a word about it."""
         found = self._read_half()
         if found is None:
@@ -156,7 +129,7 @@ class Keepsakes:
         self.forget_half()
         return None
 
-    def _why_useless(self, half: HalfRound, found: Checkpoint, begins: Beginning) -> str:
+    def _why_useless(self, half: PartialRound, found: Checkpoint, begins: RoundStart) -> str:
         if found.state["shape"] != self.occasions.shape:
             return "settings have changed"
         if half.was_taken(begins):
@@ -171,7 +144,7 @@ class Keepsakes:
         """What is damaged is named, and deleted."""
         paths = self.halves.all() if self.halves is not None else []
         try:
-            return read(paths[-1]) if paths else None
+            return read_checkpoint(paths[-1]) if paths else None
         except ShoalError as error:
             self.tell(f"warning: {error}; it is deleted, and the round is begun again")
             self.forget_half()
@@ -204,10 +177,10 @@ class Keepsakes:
             shutil.rmtree(self.halves.folder, ignore_errors=True)
 
 
-def _half_of(kept: Any) -> HalfRound | None:
+def _half_of(kept: Any) -> PartialRound | None:
     """What a file says of how far a worker was; None: it says something else."""
     try:
         version, weights, place = kept["began"]
-        return HalfRound(**kept | {"began": Beginning(version, weights, Seated(*place)), "place": Seated(*kept["place"])})
+        return PartialRound(**kept | {"began": RoundStart(version, weights, SeatAssigned(*place)), "place": SeatAssigned(*kept["place"])})
     except (TypeError, KeyError, ValueError):
         return None

@@ -24,7 +24,7 @@ class History:
         self.every_s = _FIRST_EVERY_S
         self._bytes, self._next_at = self.path.stat().st_size if self.path.exists() else 0, 0.0
 
-    def look(self, status: Mapping[str, Any], now: float) -> None:
+    def append(self, status: Mapping[str, Any], now: float) -> None:
         """Keep this moment, if the last one is long enough ago. What cannot be written is not kept: the run goes on without."""
         if now < self._next_at:
             return

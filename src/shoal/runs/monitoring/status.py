@@ -12,18 +12,17 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
-from shoal.config import Run
 from shoal.config.schema.updates import Privacy
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver_interfaces import LeaseDatabase
+from shoal.coordinator.driver_interfaces import TrafficCounts
 from shoal.coordinator.members.table import Member
 from shoal.errors import ShoalError
-from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.history import History
-from shoal.runs.monitoring.recorder import Members, Recorder
-from shoal.strategies import Length
+from shoal.runs.monitoring.members import MemberTable
+from shoal.runs.monitoring.recorder import Recorder
+from shoal.strategies import RunLength
 
 FILE = "status.json"
 SCHEMA = 2
@@ -39,25 +38,46 @@ _TOLD = {name: name for name in _TELLING} | {"idle_s": "waiting_s"}
 """What a worker's signs of life say, and what it is called here."""
 
 
-class Coordinated(Protocol):
-    """The run that is looked at."""
+class TrafficTotals:
+    """Bytes, and refused messages by reason, over all starts of a coordinator. Snapshots store them; records of figures store the bytes."""
 
-    run: Run
-    directory: RunDirectory
-    coordinator: Coordinator
-    recorder: Recorder
-    length: Length
-    board: LeaseDatabase | None
+    def __init__(self, traffic: TrafficCounts, coordinator: Coordinator) -> None:
+        self._traffic, self._coordinator = traffic, coordinator
+        self._bytes_before = {"received_bytes": 0, "sent_bytes": 0}
+        self._refused_before: dict[str, int] = {}
 
-    def members(self) -> Members: ...
-    def traffic_totals(self) -> dict[str, Any]: ...
+    @property
+    def bytes(self) -> dict[str, int]:
+        return {name: before + int(getattr(self._traffic, name)) for name, before in self._bytes_before.items()}
+
+    @property
+    def refused(self) -> dict[str, int]:
+        return added(self._refused_before, self._coordinator.refused, self._traffic.refused)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.bytes, "refused": self.refused}
+
+    def restore(self, saved: Mapping[str, Any], last_record: Mapping[str, Any]) -> None:
+        """Continue from a snapshot and from the last record, which may be newer."""
+        for name in self._bytes_before:
+            self._bytes_before[name] = max(int(saved.get(name, 0)), int(last_record.get(name, 0)))
+        self._refused_before = dict(saved.get("refused", {}))
+
+
+def added(*counts: Mapping[str, int]) -> dict[str, int]:
+    """The sum of several counts, name by name."""
+    names = dict.fromkeys(name for several in counts for name in several)
+    return {name: sum(several.get(name, 0) for several in counts) for name in names}
 
 
 class StatusWriter:
     """Writes the status of one coordinator's run."""
 
-    def __init__(self, loop: Coordinated) -> None:
-        self.loop, self.history = loop, History(loop.directory.path)
+    def __init__(
+        self, recorder: Recorder, coordinator: Coordinator, length: RunLength, members: MemberTable, traffic: TrafficTotals
+    ) -> None:
+        self.recorder, self.coordinator, self.length, self.members, self.traffic = recorder, coordinator, length, members, traffic
+        self.run, self.directory, self.history = recorder.run, recorder.directory, History(recorder.directory.path)
         self._next_at, self._state = 0.0, ""
         self.latest: dict[str, Any] = {}
         """What was written last."""
@@ -66,44 +86,44 @@ class StatusWriter:
         """Who was here a moment ago."""
         self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
-    def look(self, state: str = "running") -> None:
+    def update(self, state: str = "running") -> None:
         """Write the status, once a second at most, and when the run's state changes."""
         now = time.monotonic()
         if now < self._next_at and state == self._state:
             return
         self._next_at, self._state = now + _EVERY_S, state
         status = self.latest = self.status(state)
-        self.history.look(status, now)
+        self.history.append(status, now)
         with suppress(ShoalError):  # it is for people to look at: the run goes on without
-            self.loop.directory.write(FILE, json.dumps(status))
+            self.directory.write(FILE, json.dumps(status))
 
     def as_json(self) -> bytes:
         """How the run goes now, for an owner who asks from elsewhere."""
         return json.dumps(self.status(self._state or "running")).encode()
 
     def status(self, state: str) -> dict[str, Any]:
-        loop, recorder, now = self.loop, self.loop.recorder, time.time()
+        recorder, coordinator, run, now = self.recorder, self.coordinator, self.run, time.time()
         rows = self._members(now)
-        tasks = loop.coordinator.tasks
+        tasks = coordinator.tasks
         return {
             "schema": SCHEMA,
             "at": round(now, 3),
             "pid": os.getpid(),
-            "run": loop.run.name or loop.directory.path.name,
+            "run": run.name or self.directory.path.name,
             "state": state,
-            "strategy": loop.run.strategy.kind,
-            "scheduler": loop.run.scheduler.kind,
-            "transport": loop.run.transport.kind,
-            "version": loop.coordinator.state.version,
-            "of": loop.length.steps,
+            "strategy": run.strategy.kind,
+            "scheduler": run.scheduler.kind,
+            "transport": run.transport.kind,
+            "version": coordinator.state.version,
+            "of": self.length.steps,
             "step_name": recorder.step_name,
-            "expected": loop.coordinator.plan.expected,
+            "expected": coordinator.plan.expected,
             "wall_s": round(recorder.wall_s, 3),
             "samples": recorder.samples,
             **self._progress(),
             "figures": {split: _bounded(recorder.latest[split]) for split in ("train", "eval")},
-            "contributions": dict(loop.coordinator.state.contributions),
-            **loop.traffic_totals(),
+            "contributions": dict(coordinator.state.contributions),
+            **self.traffic.state_dict(),
             "privacy": self._privacy(),
             "members": rows[:_MOST_MEMBERS],
             "members_left_out": max(0, len(rows) - _MOST_MEMBERS),
@@ -115,7 +135,7 @@ class StatusWriter:
 
     def _progress(self) -> dict[str, Any]:
         """How far the run is, and the seconds that it will still take, as far as the last minute tells."""
-        recorder, now = self.loop.recorder, time.monotonic()
+        recorder, now = self.recorder, time.monotonic()
         done, total = recorder.completed, max(1, recorder.engine.total_steps)
         self._pace.append((now, done))
         while now - self._pace[0][0] > _PACE_OVER_S:
@@ -125,23 +145,18 @@ class StatusWriter:
         return {"progress": round(min(1.0, done / total), 4), "eta_s": None if eta is None else round(eta, 1)}
 
     def _privacy(self) -> dict[str, Any] | None:
-        settings = self.loop.run.updates.privacy
+        settings = self.run.updates.privacy
         if not settings.enabled:
             return None
-        spent = self.loop.recorder.latest["train"].get("epsilon")
+        spent = self.recorder.latest["train"].get("epsilon")
         return {"epsilon": spent, "delta": settings.delta, "protects_up_to": Privacy.protects_up_to}
 
     # --- who is here -----------------------------------------------------------------------------------
 
     def _members(self, now: float) -> list[dict[str, Any]]:
-        coordinator = self.loop.coordinator
-        if self.loop.board is not None:
-            return [_lessee(row, now) for row in self.loop.members().rows if row["alive"]]
-        tasks = coordinator.tasks
-        rows = [_member(worker, coordinator.now, now) for worker in coordinator.members.by_name.values()]
-        if tasks is not None:
-            rows = [row | {"task": tasks.task_of(coordinator.members.by_name[row["worker"]])} for row in rows]
-        return rows
+        if self.members.board is not None:
+            return [_lessee(row, now) for row in self.members.members().rows if row["alive"]]
+        return self.members.map_members(lambda worker: _member(worker, self.coordinator.now, now))
 
     def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those who were here and are not any more, the last ones last."""

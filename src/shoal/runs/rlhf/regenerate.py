@@ -17,10 +17,10 @@ from torch import Tensor
 from shoal.engines.learners.answers import AnswerLearner
 from shoal.errors import ShoalError
 from shoal.runs.build_run import assemble
-from shoal.runs.folder.checkpoint import read
+from shoal.runs.folder.checkpoint import read_checkpoint
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.run_size import extent_of
-from shoal.strategies import of
+from shoal.runs.run_size import data_extent
+from shoal.strategies import policies_for
 from shoal.updates.answer_frames import digest, pack
 
 _EDGE, _EDGE_HALF = 1e-5, 1e-3
@@ -31,7 +31,7 @@ _DEVIATIONS = 4.0
 """So many standard deviations more units than expected may come out otherwise."""
 
 
-class Unit(NamedTuple):
+class LedgerUnit(NamedTuple):
     """A unit, as the ledger tells of it."""
 
     number: int
@@ -39,7 +39,7 @@ class Unit(NamedTuple):
     digest: str
 
 
-class Regenerated(NamedTuple):
+class RegenerationResult(NamedTuple):
     """What came of making units again."""
 
     same: int
@@ -80,9 +80,9 @@ def _named(units: Iterable[int]) -> str:
     return f"unit{'s' * (len(numbers) > 1)} {shown}{' and others' if len(numbers) > 8 else ''}"
 
 
-def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> Regenerated:
+def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> RegenerationResult:
     """Make up to so many units again, the newest whose weights are there. Raises ShoalError where the run has no such units."""
-    units = [Unit(int(one[0]), int(one[1]), str(one[2])) for line in ledger for one in line.get("answers", ())]
+    units = [LedgerUnit(int(one[0]), int(one[1]), str(one[2])) for line in ledger for one in line.get("answers", ())]
     if not units:
         raise ShoalError(f"--regenerate: the ledger of {folder} tells of no answers; they are the strategy rollouts' own")
     weights = _weights_of(folder)
@@ -97,7 +97,7 @@ def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> Reg
     impossible = tuple(number for number, chance in others.items() if chance < _UNLIKELY)
     expected, spread = sum(chances), sum(chance * (1 - chance) for chance in chances) ** 0.5
     without = sum(unit.base not in weights for unit in units)
-    return Regenerated(len(there) - len(others), tuple(others), impossible, expected, expected + _DEVIATIONS * spread, without)
+    return RegenerationResult(len(there) - len(others), tuple(others), impossible, expected, expected + _DEVIATIONS * spread, without)
 
 
 def _weights_of(folder: Path) -> dict[int, Path | None]:
@@ -113,22 +113,22 @@ class _Room:
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder).config()
-        policies = of(self.run, 1)
+        policies = policies_for(self.run, 1)
         parts = assemble(self.run, None, folder, lambda samples: 1)
         self.engine, learner = parts.single, policies.apply.learner(parts.single, (), parts.feed)
         assert isinstance(learner, AnswerLearner)
         self.learner, self.start = learner, parts.single.vector.clone()
-        self.cut = policies.length(extent_of(self.run, parts.data, 1)).cut
+        self.cut = policies.length(data_extent(self.run, parts.data, 1)).cut
         self.at: int | None = None
         """The version that the engine has."""
         self.edge = _EDGE if self.run.training.precision.kind == "fp32" else _EDGE_HALF
 
-    def make_again(self, unit: Unit, weights: Path | None) -> tuple[Tensor, float]:
+    def make_again(self, unit: LedgerUnit, weights: Path | None) -> tuple[Tensor, float]:
         """The answers of a unit, and the chance that another kind of machine gives others."""
         if self.at != unit.base:
             self.engine.vector.copy_(self.start)
             if weights is not None:
-                self.engine.load_weights(read(weights).weights)
+                self.engine.load_weights(read_checkpoint(weights).weights)
             self.at = unit.base
         assert self.cut is not None
         epoch, start, prompts = self.cut.unit(unit.number)

@@ -25,15 +25,16 @@ from torch import Tensor
 from shoal import data
 from shoal.config import Run
 from shoal.config.schema.rlhf import Rlhf
-from shoal.data.limits import held_out_numbers
+from shoal.data.splits import held_out_numbers
 from shoal.engines import Engine, World
+from shoal.engines.learners.answers import AnswerFeed
 from shoal.errors import ShoalError
-from shoal.models.generation.batch_sampling import Sampled, sample
-from shoal.models.generation.decoding import draws_of_group
-from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
+from shoal.models.generation.batch_sampling import SampledAnswers, sample
+from shoal.models.generation.decoding import group_draws
+from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.tasks import Batch, advantages
-from shoal.tasks.answer_logprobs import Reference, Text, as_text, as_used
+from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_text, as_used
 from shoal.tasks.dpo import SIDES
 from shoal.tasks.language import IGNORED
 from shoal.tasks.policy_gradient import PolicyGradient
@@ -49,7 +50,7 @@ _COLLAPSED = 0.5
 """Answers that have become so much shorter, or repeat themselves so much more, than at the start have collapsed."""
 
 
-class Asked(NamedTuple):
+class RolloutPrompt(NamedTuple):
     """A prompt, as the policy reads it."""
 
     ids: list[int]
@@ -62,7 +63,7 @@ class Asked(NamedTuple):
     """The documents that it is of, which it finds no passages in."""
 
 
-def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
+def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[RolloutPrompt]]:
     """Prompts to learn from, and those that are held out."""
     assert run.rlhf is not None
     tokenizer, longest = samples.info.tokenizer, run.rlhf.ppo.prompt_length
@@ -80,16 +81,16 @@ def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
     return _beginnings(samples.train, tokenizer, longest), _beginnings(samples.eval, tokenizer, longest)[:_HELD_OUT]
 
 
-def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> Asked:
+def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> RolloutPrompt:
     context_ids = tuple(tokenizer.encode(prompt.context)) if prompt.context else ()
-    return Asked(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
+    return RolloutPrompt(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
 
 
-def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[Asked]:
+def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[RolloutPrompt]:
     """The prompts of pairs, or the first tokens of texts."""
     if samples is None:
         return []
-    if isinstance(samples, data.ReadingSamples):  # passages are found when a prompt is answered
+    if isinstance(samples, data.RetrievalSamples):  # passages are found when a prompt is answered
         samples = samples.inner
     if isinstance(samples, data.PreferencePairs):
         prompts = [(data.Prompt(pair.prompt, context=pair.context), (pair.origin,)) for pair in samples.pairs if pair.prompt]
@@ -104,15 +105,15 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[A
         ids = (row_L[batch["attention_mask"][place]] if "attention_mask" in batch else row_L)[:longest].tolist()
         context_ids = [token for token in batch["context_ids"][place, 0].tolist() if token >= 0] if "context_ids" in batch else []
         own = tuple(origins.of(number)) if origins is not None else ()
-        found.append(Asked(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
+        found.append(RolloutPrompt(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
     return found
 
 
 class Rollout(NamedTuple):
     """Answers, and what was found out about them."""
 
-    drawn: Sampled
-    text: Text
+    drawn: SampledAnswers
+    text: PromptAnswers
     answers: list[Answer]
     scores_B: Tensor
     difference_BT: Tensor
@@ -131,18 +132,16 @@ class Rollout(NamedTuple):
         }
 
 
-class RolloutFeed:
+class RolloutFeed(AnswerFeed):
     """Mini-batches of a policy's own answers. An epoch is one rollout, so its length is not known beforehand: it may end early."""
-
-    batches_per_epoch: int | None = None
 
     def __init__(
         self,
         run: Run,
         task: PolicyGradient,
         tokenizer: data.Tokenizer,
-        prompts: Sequence[Asked],
-        held_out: Sequence[Asked],
+        prompts: Sequence[RolloutPrompt],
+        held_out: Sequence[RolloutPrompt],
         reward: Score,
         engine: Engine | None = None,
         reference: Reference | None = None,
@@ -155,14 +154,14 @@ class RolloutFeed:
         if not prompts:
             raise ShoalError("there is no prompt to answer: set rlhf.prompts")
         self.settings: Rlhf = run.rlhf
-        self.epochs = run.rlhf.ppo.steps
-        """Rollouts of the whole run."""
-        self.starts_at_random = run.rlhf.policy is None and run.model.kind != "huggingface"
-        self.group = run.rlhf.group
-        """Answers to each prompt."""
-        self.seed, self.pieces = run.seed, run.training.gradient_accumulation_steps
+        self.epochs, self.group = run.rlhf.ppo.steps, run.rlhf.group
+        """Rollouts of the whole run, and answers to each prompt."""
+        self._starts_at_random = run.rlhf.policy is None and run.model.kind != "huggingface"
+        self._evaluates = run.evaluation.strategy != "never"
+        self.seed, self.batches_per_step = run.seed, run.training.gradient_accumulation_steps
         self.warn: Callable[[str], None] = lambda text: None
         self.task, self.tokenizer, self.reward = task, tokenizer, reward
+        self.eos_id, self.pad_id = tokenizer.eos_id, tokenizer.pad_id
         self.prompts, self.held_out = list(prompts), list(held_out)
         self._read_with(finder)
         self.reference = reference or Reference(task.players["model"])
@@ -170,7 +169,7 @@ class RolloutFeed:
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         if engine is not None:
             self._learn_with(engine)
-        self.coefficient, self.spread = self.settings.kl.coefficient, advantages.Spread()
+        self.coefficient, self.spread = self.settings.kl.coefficient, advantages.RunningDeviation()
         self.epoch = self.position = 0
         self.buffer: Batch | None = None
         self._distance: float | None = None
@@ -201,7 +200,7 @@ class RolloutFeed:
     @property
     def micro_batch(self) -> int:
         """Rows of a batch: answers, or pairs of them."""
-        return self.settings.ppo.mini_batch_size // self.settings.row // self.pieces
+        return self.settings.ppo.mini_batch_size // self.settings.row // self.batches_per_step
 
     @property
     def most_batches(self) -> int:
@@ -215,17 +214,9 @@ class RolloutFeed:
         return -(-_rows(self.buffer) // self.micro_batch)
 
     @property
-    def eos_id(self) -> int | None:
-        return self.tokenizer.eos_id
-
-    @property
-    def pad_id(self) -> int:
-        return self.tokenizer.pad_id
-
-    @property
     def at_epoch_end(self) -> bool:
         """Whether the next batch is of other answers: all passes are over, or the policy has moved too far from the one that gave them."""
-        if self.buffer is None or self.position == 0 or self.position % self.pieces:
+        if self.buffer is None or self.position == 0 or self.position % self.batches_per_step:
             return False
         return self.position >= self.most_batches or self._moved_too_far()
 
@@ -246,7 +237,7 @@ class RolloutFeed:
             self.epoch, self.position, self.buffer = self.epoch + 1, 0, None
         if self.buffer is None:
             self.buffer = self._roll()
-        if self.position % self.pieces == 0:
+        if self.position % self.batches_per_step == 0:
             self.task.moved.clear()
             self._distance = None
         turn, number = divmod(self.position, self._batches_of_pass)
@@ -254,9 +245,6 @@ class RolloutFeed:
         order = order[number * self.micro_batch : (number + 1) * self.micro_batch][self.world.rank :: self.world.size]
         self.position += 1
         return {name: value[torch.from_numpy(order)] for name, value in self.buffer.items()}
-
-    def close(self) -> None:
-        """There is nothing that loads ahead."""
 
     def state_dict(self) -> State:
         return {
@@ -272,7 +260,7 @@ class RolloutFeed:
 
     def load_state_dict(self, state: State) -> None:
         self.epoch, self.position, self.coefficient = state["epoch"], state["position"], state["coefficient"]
-        self.spread = advantages.Spread(*state["spread"])
+        self.spread = advantages.RunningDeviation(*state["spread"])
         self._distance = state["approximate_kl"]
         self.figures, self.first = dict(state["figures"]), dict(state["first"])
         self.buffer = {name: value.clone() for name, value in state["buffer"].items()} or None
@@ -288,7 +276,7 @@ class RolloutFeed:
         asked = [self.prompt(first + number) for number in range(self.prompts_per_rollout)]
         return self._learned_from(self.answered(asked, first, self.group, valued=True))
 
-    def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
+    def fill(self, version: int, numbers: Sequence[int], drawn: SampledAnswers) -> None:
         """Learn next from answers that others gave: `group` to the prompt of each number."""
         asked = [self.prompt(number) for number in numbers for _ in range(self.group)]
         self.epoch, self.position, self.buffer = version, 0, self._learned_from(self.scored(asked, drawn, valued=True))
@@ -309,14 +297,14 @@ class RolloutFeed:
         """The documents that the prompts are of, where passages are read."""
         return [list(self.prompt(number).own) for number in numbers] if self.finder is not None else []
 
-    def _beside(self, asked: Sequence[Asked]) -> ReadBeside | None:
+    def _beside(self, asked: Sequence[RolloutPrompt]) -> SideTexts | None:
         """What the policy reads beside the answers to these prompts."""
-        return read_beside(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
+        return make_side_texts(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
 
-    def _text(self, asked: Sequence[Asked], drawn: Sampled) -> Text:
+    def _text(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers) -> PromptAnswers:
         """Answers as the networks read them, with what they read beside them: the same as when they were written."""
         text = as_text(*drawn[:4])
-        return text._replace(beside=columns_beside(self._beside(asked), text.input_ids_BL, text.mask_BL))
+        return text._replace(beside=side_text_columns(self._beside(asked), text.input_ids_BL, text.mask_BL))
 
     def _learned_from(self, rollout: Rollout) -> Batch:
         """The answers of a rollout with what each of their tokens is worth."""
@@ -332,7 +320,7 @@ class RolloutFeed:
         self._watch(rollout)
         return {name: value.cpu() for name, value in batch.items()}
 
-    def prompt(self, number: int) -> Asked:
+    def prompt(self, number: int) -> RolloutPrompt:
         """The prompt of a number: they follow each other in an order by seed, pass after pass."""
         turn, at = divmod(number, len(self.prompts))
         if self._order is None or self._order[0] != turn:
@@ -341,11 +329,11 @@ class RolloutFeed:
 
     _order: tuple[int, Any] | None = None
 
-    def answered(self, asked: Sequence[Asked], first: int, group: int = 1, *, valued: bool = False) -> Rollout:
+    def answered(self, asked: Sequence[RolloutPrompt], first: int, group: int = 1, *, valued: bool = False) -> Rollout:
         """Answers to prompts, `group` to each, with their scores. What is drawn follows from the seed and the numbers of the prompts, of
         which the first has the number `first`. Of several processes each makes a part of them, and all get all."""
         ppo, rows = self.settings.ppo, [one for one in asked for _ in range(group)]
-        draws = draws_of_group(self.seed, first, [one.ids for one in asked], group)
+        draws = group_draws(self.seed, first, [one.ids for one in asked], group)
         own = self._own_part(len(rows))
         with self.precision():
             drawn = sample(
@@ -354,8 +342,8 @@ class RolloutFeed:
                 max_new_tokens=ppo.response_length,
                 temperature=ppo.temperature,
                 draws=[draws[number] for number in own],
-                eos_id=self.tokenizer.eos_id,
-                pad_id=self.tokenizer.pad_id,
+                eos_id=self.eos_id,
+                pad_id=self.pad_id,
                 width=max(len(one.ids) for one in rows),
                 any_goes_on=self.world.any,
                 beside=self._beside([rows[number] for number in own]),
@@ -367,7 +355,7 @@ class RolloutFeed:
         each = -(-count // self.world.size)
         return [min(self.world.rank * each + number, count - 1) for number in range(each)]
 
-    def _gathered(self, part: Rollout, asked: Sequence[Asked]) -> Rollout:
+    def _gathered(self, part: Rollout, asked: Sequence[RolloutPrompt]) -> Rollout:
         """The answers of all processes, of which this one has a part."""
         if self.world.size == 1:
             return part
@@ -376,12 +364,12 @@ class RolloutFeed:
             sent = own.cpu().to(torch.uint8 if own.dtype == torch.bool else own.dtype)
             return torch.cat(self.world.each(sent))[: len(asked)].to(own.dtype)
 
-        drawn = Sampled(*map(whole, part.drawn[:6]))
+        drawn = SampledAnswers(*map(whole, part.drawn[:6]))
         values_BT = None if part.values_BT is None else whole(part.values_BT)
         answers = self._answers(asked, drawn)
         return Rollout(drawn, self._text(asked, drawn), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
 
-    def scored(self, asked: Sequence[Asked], drawn: Sampled, *, valued: bool = False) -> Rollout:
+    def scored(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers, *, valued: bool = False) -> Rollout:
         """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each. `valued`:
         also what is expected of each token, where somebody predicts that."""
         ppo, text = self.settings.ppo, self._text(asked, drawn)
@@ -394,7 +382,7 @@ class RolloutFeed:
         return Rollout(drawn, text, answers, scores_B, difference_BT, values_BT)
 
     @torch.no_grad()
-    def _expected(self, text: Text, drawn: Sampled) -> Tensor | None:
+    def _expected(self, text: PromptAnswers, drawn: SampledAnswers) -> Tensor | None:
         """What the rest of each answer is expected to bring, as it was said when the answer was drawn, or in a pass over it. None: nobody
         predicts it."""
         if self.settings.algorithm != "ppo" or drawn.values_BT is not None:
@@ -404,10 +392,10 @@ class RolloutFeed:
         assert values_BT is not None
         return values_BT * drawn.real_BT
 
-    def _answers(self, asked: Sequence[Asked], drawn: Sampled) -> list[Answer]:
+    def _answers(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers) -> list[Answer]:
         found = []
         for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
-            ids = [token for token in row_T[real_T].tolist() if token != self.tokenizer.eos_id]
+            ids = [token for token in row_T[real_T].tolist() if token != self.eos_id]
             found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer, one.context, one.own))
         return found
 
@@ -475,14 +463,21 @@ class RolloutFeed:
                 "look at samples/, raise rlhf.kl.coefficient, or change the reward"
             )
 
-    def judged(self) -> Iterator[Batch]:
+    def start(self, warn: Callable[[str], None], new: bool) -> None:
+        self.warn = warn
+        if new and self._starts_at_random:
+            warn("rlhf.policy is not given: the policy starts from random weights")
+
+    def evaluation_batches(self, held_out: Callable[[], Iterator[Batch]] | None) -> Callable[[], Iterator[Batch]] | None:
+        return self.answers_to_held_out if self.held_out and self._evaluates else None
+
+    def answers_to_held_out(self) -> Iterator[Batch]:
         """Figures of answers to held-out prompts, for an evaluation: the same draws each time."""
         rollout = self.answered(self.held_out, _HELD_OUT_FROM)
         self.shown = list(zip(rollout.answers, rollout.scores_B.tolist(), strict=True))
         yield rollout.figures
 
-    def beside(self, task: PolicyGradient) -> RolloutFeed:
-        """The same prompts and rewards for a copy of the policy, which is judged while this one learns."""
+    def for_copy(self, task: Any) -> RolloutFeed:
         other = copy.copy(self)
         other.task, other.figures, other.reference = task, {}, self.reference.beside(task.players["model"])
         return other
@@ -490,7 +485,10 @@ class RolloutFeed:
     shown: Sequence[tuple[Answer, float]] = ()
     """Answers of the last evaluation with their scores."""
 
-    def write_shown(self, path: Path) -> None:
+    def sample_writer(self) -> Callable[[Path], None]:
+        return self.write_samples
+
+    def write_samples(self, path: Path) -> None:
         """Prompts and answers with their scores, for people to read."""
         path.parent.mkdir(parents=True, exist_ok=True)
         parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.engines.base import tensors_of
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import find, load_weights, read_weights, save_weights
+from shoal.runs.folder.checkpoint import find_checkpoint, load_weights, read_weights, save_weights
 
 FILE = "start.safetensors"
 """What a run began with: its reference, also when the other run has gone on, or is gone."""
 _HEAD = "value_head."
 
 
-def root_of(policy: str) -> Path:
+def run_folder_of(policy: str) -> Path:
     """The folder of the run that a path means: a run, or one of its checkpoints."""
     folder = Path(policy)
     return folder.parent.parent if (folder / "state.json").exists() else folder
 
 
-def passages_of(root: Path) -> Path | None:
+def passage_index_of(root: Path) -> Path | None:
     """The index that a run finds passages in: an exported one has it in its folder. None: it finds none."""
     if (root / "passages").is_dir():
         return root / "passages"
@@ -36,7 +36,7 @@ def passages_of(root: Path) -> Path | None:
     return Path(known) if known else None
 
 
-def begin(run: Run, players: dict[str, nn.Module], own_folder: Path | None) -> None:
+def load_policy_weights(run: Run, players: dict[str, nn.Module], own_folder: Path | None) -> None:
     """Give the networks the weights of `rlhf.policy`, where there is one. A run that goes on has kept them in its folder."""
     policy = run.rlhf.policy if run.rlhf is not None else None
     if policy is None:
@@ -49,7 +49,7 @@ def begin(run: Run, players: dict[str, nn.Module], own_folder: Path | None) -> N
 
 def _weights_of(policy: str) -> Mapping[str, Tensor]:
     exported = Path(policy) / "model.safetensors"
-    return read_weights(exported).weights if exported.exists() else find(policy, lambda text: None).weights
+    return read_weights(exported).weights if exported.exists() else find_checkpoint(policy, lambda text: None).weights
 
 
 def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> None:
@@ -66,13 +66,13 @@ def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> Non
             own.copy_(plain[name])
 
 
-def keep_start(run: Run, players: Mapping[str, nn.Module], folder: Path) -> None:
+def save_initial_weights(run: Run, players: Mapping[str, nn.Module], folder: Path) -> None:
     """Keep what a policy began with in its run's folder, once."""
     if run.rlhf is not None and run.rlhf.policy is not None and not (folder / FILE).exists():
-        save_weights(folder / FILE, start_weights(players))
+        save_weights(folder / FILE, initial_weights(players))
 
 
-def start_weights(players: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What `begin` gave the networks, to keep."""
+def initial_weights(players: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """What `load_policy_weights` gave the networks, to keep."""
     network = players["model"]
     return {f"model.{name}": value for name, value in tensors_of(getattr(network, "trunk", network)) if not name.startswith(_HEAD)}

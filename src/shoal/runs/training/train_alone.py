@@ -8,31 +8,30 @@ from pathlib import Path
 from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace
-from shoal.data import kept_fingerprint
+from shoal.data import local_fingerprint
 from shoal.engines import World, choose_device, cuda_graph, enter
 from shoal.engines.pipeline.engine import PipelineEngine
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.runs.build_run import (
-    Parts,
     Progress,
+    RunParts,
     assemble,
-    continued,
     expect_same_data,
-    held_out,
-    sampler,
-    tell_changes,
-    warner,
-    write_info,
+    find_run_to_resume,
+    held_out_batches,
+    report_changes,
+    sample_writer,
+    warn_reporters,
+    write_data_info,
 )
-from shoal.runs.folder.checkpoint import Checkpoint, find, handed_out, read
-from shoal.runs.folder.run_directory import RunDirectory, SilentDirectory
-from shoal.runs.live_objects import NOTHING, Given
+from shoal.runs.folder.checkpoint import Checkpoint, copy_to_all, find_checkpoint, read_checkpoint
+from shoal.runs.folder.run_directory import ReadOnlyDirectory, RunDirectory
+from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.rlhf.rollouts import RolloutFeed
-from shoal.runs.training.initial_weights import keep_start
-from shoal.runs.training.loop import Loop
+from shoal.runs.training.initial_weights import save_initial_weights
+from shoal.runs.training.loop import TrainingLoop
 
 
 def prepare(
@@ -43,18 +42,18 @@ def prepare(
     reporters: list[Reporter],
     progress: Progress | None = None,
     here: RankPlace | None = None,
-    given: Given = NOTHING,
-) -> Loop:
+    live: LiveObjects = NO_LIVE_OBJECTS,
+) -> TrainingLoop:
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
     run = loaded.run
-    warn = warner(reporters)
+    warn = warn_reporters(reporters)
     device = choose_device(run.training.device, here.local_rank if here else 0)
     fp8.check(run.training, device)
     cuda_graph.check(run.training, device)
     world = enter(here, device) if here else None
     own = Path(run_dir or run.output_dir)
     directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)
-    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
+    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, live=live)
     if directory is not None and checkpoint is not None and parts.engine.world.first:
         expect_same_data(directory, parts.data)
     if directory is None:
@@ -67,48 +66,44 @@ def prepare(
         return _loop(loaded, parts, directory, reporters, checkpoint, start)
 
 
-def _tell_stages(run: Run, parts: Parts, reporters: list[Reporter]) -> None:
+def _tell_stages(run: Run, parts: RunParts, reporters: list[Reporter]) -> None:
     """Say which stages there are, and who of the machines that the settings list has which: processes of this machine stand for them.
     Raises ShoalError where one fits nobody."""
     assert isinstance(parts.engine, PipelineEngine)
     stages = stage_placement.stages_of(run, parts.engine.layers, parts.data.info.vocab_size or 0)
-    names = stage_placement.listed(run)
-    machines = stage_placement.placed_on(run, stages, names) if names else {}
+    names = stage_placement.listed_machines(run)
+    machines = stage_placement.place_stages(run, stages, names) if names else {}
     for reporter in reporters:
-        if rest := stage_placement.rest_of(run, stages):
+        if rest := stage_placement.format_rest(run, stages):
             reporter.message(f"note: {rest}")
-        reporter.message(f"stages: {stage_placement.told(stages, machines)}")
+        reporter.message(f"stages: {stage_placement.format_stages(stages, machines)}")
 
 
 def _loop(
     loaded: LoadedConfig,
-    parts: Parts,
+    parts: RunParts,
     directory: RunDirectory,
     reporters: list[Reporter],
     checkpoint: Checkpoint | None,
     start: Checkpoint | None,
-) -> Loop:
+) -> TrainingLoop:
     run = loaded.run
     if checkpoint is None:
         directory.forget_after(-1)
     if (
         run.training.max_steps is None and run.training.schedule.warmup_steps >= parts.engine.total_steps
     ):  # otherwise the settings' check says it
-        warner(reporters)(
+        warn_reporters(reporters)(
             f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}"
         )
-    tell_changes(directory.write_config(loaded), reporters)
+    report_changes(directory.write_config(loaded), reporters)
     if parts.engine.world.first:
-        write_info(directory, parts.data)
-        keep_start(run, parts.engine.task.players, directory.path)
+        write_data_info(directory, parts.data)
+        save_initial_weights(run, parts.engine.task.players, directory.path)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
-    judged = held_out(run, parts.data.eval)
-    loop = Loop(recorder, parts.engine, parts.feed, judged, sampler(parts, directory))
-    if isinstance(parts.feed, RolloutFeed):
-        parts.feed.warn = warner(reporters)
-        if checkpoint is None and parts.feed.starts_at_random:
-            parts.feed.warn("rlhf.policy is not given: the policy starts from random weights")
-        loop.held_out = parts.feed.judged if parts.feed.held_out and run.evaluation.strategy != "never" else None
+    judged = parts.feed.evaluation_batches(held_out_batches(run, parts.data.eval))
+    loop = TrainingLoop(recorder, parts.engine, parts.feed, judged, sample_writer(parts, directory))
+    parts.feed.start(warn_reporters(reporters), new=checkpoint is None)
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
     elif start is not None:
@@ -124,11 +119,11 @@ def _begin_with(run: Run, run_dir: str | None, resume: bool, here: RankPlace | N
     directory, checkpoint = None, None
     if resume or (here is not None and here.restart):
         try:
-            directory, checkpoint = continued(run, run_dir, warn, alone=True)
+            directory, checkpoint = find_run_to_resume(run, run_dir, warn, alone=True)
         except ShoalError:
             if resume:
                 raise  # else torchrun has started processes again that had not got as far as a folder
-    start = find(run.checkpoint.resume_from, warn) if run.checkpoint.resume_from and checkpoint is None else None
+    start = find_checkpoint(run.checkpoint.resume_from, warn) if run.checkpoint.resume_from and checkpoint is None else None
     return directory, checkpoint, start
 
 
@@ -140,17 +135,17 @@ def _first_decides(world: World | None, decide: Callable[[], Beginning], own: Pa
     paths = ["" if one is None else str(one.path) for one in found]
     directory, *checkpoints = [Path(path) if path else None for path in world.broadcast_text("\n".join(paths)).split("\n")]
     if world.apart:
-        checkpoints = [handed_out(path, world, own) if path else None for path in checkpoints]
+        checkpoints = [copy_to_all(path, world, own) if path else None for path in checkpoints]
         directory = own if directory else None
     if world.first:
         return found
-    checkpoint, start = [read(path, verify=False) if path else None for path in checkpoints]
-    return SilentDirectory(directory) if directory else None, checkpoint, start
+    checkpoint, start = [read_checkpoint(path, verify=False) if path else None for path in checkpoints]
+    return ReadOnlyDirectory(directory) if directory else None, checkpoint, start
 
 
-def _expect_the_same_data(world: World, parts: Parts) -> None:
+def _expect_the_same_data(world: World, parts: RunParts) -> None:
     """Machines that share no folder have data of their own. Raises ShoalError where it is not the same."""
-    first, *others = world.texts(str(kept_fingerprint(parts.data)))
+    first, *others = world.texts(str(local_fingerprint(parts.data)))
     wrong = [rank for rank, one in enumerate(others, 1) if one != first]
     if wrong:
         raise ShoalError(
@@ -164,4 +159,4 @@ def _made_by_first(world: World | None, make: Callable[[], RunDirectory], own: P
         return make()
     made = make() if world.first else None
     path = world.broadcast_text(str(made.path) if made else "")
-    return made or SilentDirectory(own if world.apart else Path(path))
+    return made or ReadOnlyDirectory(own if world.apart else Path(path))

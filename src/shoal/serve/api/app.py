@@ -13,12 +13,12 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.serve.api.completion import Answer, prompts_of
 from shoal.serve.api.requests import Asked, read_chat, read_completion, read_json
 from shoal.serve.api.responses import Form, event
-from shoal.serve.batching import Ended, Engine, FullError, Heard, Job
-from shoal.serve.load_model import Served
+from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent, QueueFullError
+from shoal.serve.load_model import ServedModel
 from shoal.web.auth import RefusedError
 from shoal.web.pages import show_page
 
@@ -30,7 +30,7 @@ _READY_S = 10.0
 class Metrics:
     """Requests by status, beside what the engine knows itself, in the form that Prometheus reads."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: BatchingEngine) -> None:
         self.engine = engine
         self.answered: Counter[int] = Counter()
 
@@ -54,7 +54,7 @@ class Metrics:
 class Api:
     """What the routes share."""
 
-    def __init__(self, served: Served, engine: Engine) -> None:
+    def __init__(self, served: ServedModel, engine: BatchingEngine) -> None:
         self.served, self.engine = served, engine
         self.metrics = Metrics(engine)
         self.created = int(time.time())
@@ -88,23 +88,25 @@ class Api:
 
     async def _probe(self) -> bool:
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        heard: list[Heard] = []
+        heard: list[JobEvent] = []
 
-        def hear(one: Heard) -> bool:
+        def hear(one: JobEvent) -> bool:
             heard.append(one)
             loop.call_soon_threadsafe(done.set)
             return True
 
         try:
-            numbers = self.engine.submit(Job([0], 1, Draws(0, [0]), hear, Warp(0.0), deadline=self.engine.clock() + _READY_S))
-        except FullError:
+            numbers = self.engine.submit(
+                GenerationJob([0], 1, TokenDraws(0, [0]), hear, Warp(0.0), deadline=self.engine.clock() + _READY_S)
+            )
+        except QueueFullError:
             return False
         try:
             await asyncio.wait_for(done.wait(), _READY_S)
         except TimeoutError:
             self.engine.cancel(numbers)
             return False
-        return not isinstance(heard[0], Ended) or heard[0].reason == "stop"
+        return not isinstance(heard[0], Finished) or heard[0].reason == "stop"
 
     async def answer(self, request: Request, read: Callable[[dict[str, Any]], Asked]) -> Response:
         asked = read(read_json(await _body(request)))
@@ -172,7 +174,7 @@ async def _hang_up(request: Request) -> None:
         pass
 
 
-def make_app(served: Served, engine: Engine) -> FastAPI:
+def make_app(served: ServedModel, engine: BatchingEngine) -> FastAPI:
     """All routes. FastAPI's own documentation pages are off: they load scripts from elsewhere."""
     api = Api(served, engine)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from shoal import data
-from shoal.models.generation.decoding import Draws, Penalties, Warp, warp_of
+from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
 from shoal.serve.api.requests import Asked
-from shoal.serve.batching import Ended, Engine, FullError, Heard, Job, Written
-from shoal.serve.load_model import Served
+from shoal.serve.batching import BatchingEngine, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
+from shoal.serve.load_model import ServedModel
 from shoal.web.auth import RefusedError
 
 _LEAST_SHARE = 1e-9
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
     choice: int
     text: str
-    written: Written | None
+    written: GeneratedToken | None
     reason: str | None = None
 
 
@@ -63,8 +63,8 @@ class Listener:
     def __init__(self, choice: int, text: data.StreamedText, stops: Stops, deliver: Callable[[Piece], None]) -> None:
         self.choice, self.text, self.stops, self.deliver = choice, text, stops, deliver
 
-    def __call__(self, heard: Heard) -> bool:
-        if isinstance(heard, Ended):
+    def __call__(self, heard: JobEvent) -> bool:
+        if isinstance(heard, Finished):
             rest = "" if self.stops.found else self.stops.add(self.text.finish()) + self.stops.finish()
             self.deliver(Piece(self.choice, rest, None, heard.reason))
             return True
@@ -75,13 +75,13 @@ class Listener:
 class Answer:
     """All choices of one request. Whoever leaves it, whatever the reason, frees their places in the engine."""
 
-    def __init__(self, engine: Engine, served: Served, asked: Asked, prompts: Sequence[list[int]]) -> None:
+    def __init__(self, engine: BatchingEngine, served: ServedModel, asked: Asked, prompts: Sequence[list[int]]) -> None:
         self.engine, self.served, self.asked, self.prompts = engine, served, asked, prompts
         self.tokens = 0
         self.open = len(prompts) * asked.n
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        self._jobs: list[Job] = []
+        self._jobs: list[GenerationJob] = []
 
     def begin(self) -> None:
         """Raises RefusedError where too many wait."""
@@ -89,7 +89,7 @@ class Answer:
         self._jobs = [self._job(i * count + choice, choice, ids) for i, ids in enumerate(self.prompts) for choice in range(count)]
         try:
             self.engine.submit(*self._jobs)
-        except FullError:
+        except QueueFullError:
             raise RefusedError(429, "too many requests wait already; try again soon", kind="rate_limit_error", code="queue_full") from None
 
     def leave(self) -> None:
@@ -123,16 +123,16 @@ class Answer:
         except RuntimeError:  # the server has ended, and nobody waits for this any more
             self.open = 0
 
-    def _job(self, index: int, choice: int, ids: list[int]) -> Job:
+    def _job(self, index: int, choice: int, ids: list[int]) -> GenerationJob:
         asked, settings = self.asked, self.served.settings
         words = [*asked.stop, *(self.served.template.stop_words if asked.messages is not None else ())]
-        return Job(
+        return GenerationJob(
             ids,
             answer_length(asked, settings.max_new_tokens, len(ids), self.engine.stages.longest),
-            Draws(asked.seed, ids, choice),
+            TokenDraws(asked.seed, ids, choice),
             Listener(index, data.StreamedText(self.served.tokenizer, ids), Stops(words), self._deliver),
             warp_for(asked, self.served),
-            Penalties(
+            LogitPenalties(
                 settings.decoding.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty,
                 asked.presence_penalty,
                 asked.frequency_penalty,
@@ -144,7 +144,7 @@ class Answer:
         )
 
 
-def warp_for(asked: Asked, served: Served) -> Warp:
+def warp_for(asked: Asked, served: ServedModel) -> Warp:
     """The file's way of decoding, each of its values replaced where the request has one."""
     decoding = served.settings.decoding
     warp = warp_of(decoding if asked.strategy is None else decoding.replace(active=asked.strategy))
@@ -169,7 +169,7 @@ def answer_length(asked: Asked, usual: int, prompt: int, longest: int) -> int:
     return asked.max_tokens or min(usual, longest - prompt)
 
 
-def prompts_of(asked: Asked, served: Served, vocab_size: int) -> list[list[int]]:
+def prompts_of(asked: Asked, served: ServedModel, vocab_size: int) -> list[list[int]]:
     """The ids of the request's prompts. Raises RefusedError."""
     for token in asked.logit_bias:
         if token >= vocab_size:
@@ -183,7 +183,7 @@ def prompts_of(asked: Asked, served: Served, vocab_size: int) -> list[list[int]]
     return [_ids(prompt, served, vocab_size) for prompt in asked.prompts or []]
 
 
-def _ids(prompt: str | list[int], served: Served, vocab_size: int) -> list[int]:
+def _ids(prompt: str | list[int], served: ServedModel, vocab_size: int) -> list[int]:
     if isinstance(prompt, list):
         if not all(0 <= token < vocab_size for token in prompt):
             raise RefusedError(400, f"prompt has a token that is not in the vocabulary of {vocab_size}", param="prompt")

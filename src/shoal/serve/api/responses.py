@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.data import Tokenizer
 from shoal.serve.api.completion import Answer, Piece
-from shoal.serve.batching import Written
+from shoal.serve.batching import GeneratedToken
 
 
 class Form:
@@ -71,7 +71,7 @@ class Form:
             return ""
         return self.tokenizer.decode(self.answer.prompts[index // self.answer.asked.n])
 
-    def _logprobs(self, index: int, written: Sequence[Written]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, written: Sequence[GeneratedToken]) -> dict[str, Any] | None:
         if self.answer.asked.top_logprobs is None:
             return None
         if self.chat:
@@ -87,7 +87,7 @@ class Form:
             "text_offset": offsets[:-1],
         }
 
-    def _by_word(self, written: Written) -> dict[str, float]:
+    def _by_word(self, written: GeneratedToken) -> dict[str, float]:
         """Tokens that show as the same word, such as parts of a character, are one entry, with the probability of the likelier one."""
         found: dict[str, float] = {}
         for other in written.others:
@@ -95,7 +95,7 @@ class Form:
             found[word] = max(other.logprob, found.get(word, -math.inf))
         return found
 
-    def _others(self, written: Written) -> list[dict[str, Any]]:
+    def _others(self, written: GeneratedToken) -> list[dict[str, Any]]:
         return [self._named(other.token, other.logprob) for other in written.others]
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:

@@ -15,17 +15,18 @@ from shoal.config.environment import state_folder
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp, choose
-from shoal.models.kernels.cpu_packing import pack
-from shoal.models.stages import ends_of, fill, layer_parameters, needed
+from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.models.split_model import layer_parameters, make_ends
+from shoal.models.stages import load_tensors, required_tensors
 from shoal.runs.invitation import Invitation, listen
-from shoal.serve.backend import LONGEST_UNBOUNDED, reads_beside, refuse_unserved, smooth
-from shoal.serve.load_model import Served
-from shoal.serve.nodes.layer_host import Holder, Place, free_memory
+from shoal.serve.backend import LONGEST_UNBOUNDED, moving_average, reads_beside, refuse_unserved
+from shoal.serve.load_model import ServedModel
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange, free_memory
 from shoal.serve.nodes.node import FRAME_BYTES
 from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.routes import HERE, Node
-from shoal.serve.nodes.server import Hub, OwnLayers
-from shoal.serve.nodes.weights import Tensors
+from shoal.serve.nodes.routes import HERE, NodeState
+from shoal.serve.nodes.server import LocalNode, NodeServer
+from shoal.serve.nodes.weights import WeightStore
 from shoal.transports import Server
 
 _MEASURED = 8
@@ -36,34 +37,34 @@ _ROWS = 4
 matrix takes longer than so many layers as with one."""
 
 
-class Spread(Pipeline):
+class DistributedModel(Pipeline):
     """A pipeline with the server's own layers and the hub that others reach it by."""
 
-    def __init__(self, served: Served, server: Server, tell: Callable[[str], None]) -> None:
+    def __init__(self, served: ServedModel, server: Server, tell: Callable[[str], None]) -> None:
         refuse_unserved(served.model)
         if reads_beside(served.model):
             raise ShoalError("a model that reads passages, a context or its memory is served by one machine: --nodes 1")
         if served.described is None:
             raise ShoalError("this model cannot be made on other machines; --nodes 1 serves it from this one alone")
-        tensors, own = served.tensors or Tensors(served.model.state_dict()), served.adopted
+        tensors, own = served.tensors or WeightStore(served.model.state_dict()), served.gpt_conversion
         get = tensors.get if own is None else lambda name: own.tensor(name, tensors.get)
-        ends = ends_of(served.model)
+        ends = make_ends(served.model)
         if any(parameter.is_meta for parameter in ends.parameters()):
-            fill(ends, {name: get(name).to(like.dtype) for name, like in needed(ends).items()})
+            load_tensors(ends, {name: get(name).to(like.dtype) for name, like in required_tensors(ends).items()})
         if served.run is not None:  # the server's own layers follow to the same device
             ends.to(choose_device(served.run.training.device))
-        pack(ends, free_memory())
+        pack_matrices(ends, free_memory())
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens
         forgets = getattr(served.model, "joins_rows", True)
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
-        holder = Holder(lambda: served.model, get, self.device)
+        holder = LayerHost(lambda: served.model, get, self.device)
         layer_s, crowded_s = holder.measure(self.width), holder.measure(self.width, _ROWS)
         self.crowding = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
-        holder.drop(Place(0, 1))
-        self.hub = Hub(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
-        node = Node(HERE, layer_s, float(free_memory()), self._measured_ends() / crowded_s * layer_s)
-        self.layers = OwnLayers(self, holder, node)
+        holder.drop(LayerRange(0, 1))
+        self.hub = NodeServer(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
+        node = NodeState(HERE, layer_s, float(free_memory()), self._measured_ends() / crowded_s * layer_s)
+        self.layers = LocalNode(self, holder, node)
         self._spent = self._now_spent()
         self.layers.start()
         self.add(node)
@@ -84,7 +85,9 @@ class Spread(Pipeline):
         before, self._spent = self._spent, self._now_spent()
         wall_s, all_s, layers_s = (now - then for now, then in zip(self._spent, before, strict=True))
         if self.device.type == "cpu" and wall_s < _WINDOW_S:
-            self.layers.node.fixed_s = smooth(self.layers.node.fixed_s, max(0.0, all_s / torch.get_num_threads() - layers_s) / weight)
+            self.layers.node.fixed_s = moving_average(
+                self.layers.node.fixed_s, max(0.0, all_s / torch.get_num_threads() - layers_s) / weight
+            )
         super().look_again(weight)
 
     def _now_spent(self) -> tuple[float, float, float]:
@@ -96,13 +99,13 @@ class Spread(Pipeline):
         self.layers.close()
 
 
-def door(served: Served, hosts: tuple[str, ...]) -> tuple[Server, Invitation]:
+def open_server(served: ServedModel, hosts: tuple[str, ...]) -> tuple[Server, Invitation]:
     """Where machines join; the same door as before, for a model that was served before."""
     assert served.run is not None
     return listen(served.run, served.run.transport, hosts, _folder(served.name), FRAME_BYTES, served.nodes)
 
 
-def own_door(served: Served) -> tuple[Server, Invitation]:
+def open_local_server(served: ServedModel) -> tuple[Server, Invitation]:
     """Where processes join that this one starts: at any port, with secrets that nobody needs later."""
     assert served.run is not None
     with tempfile.TemporaryDirectory(prefix="shoal-door-") as folder:

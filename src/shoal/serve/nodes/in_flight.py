@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.serve.backend import Work
-from shoal.serve.nodes.layer_host import Reading
+from shoal.serve.backend import ForwardBatch
+from shoal.serve.nodes.layer_host import TokenBatch
 from shoal.serve.nodes.routes import Route
 
 
 @dataclass
-class Live:
+class ActiveRequest:
     """A request with its tokens so far, and what was sent to each stop of its route after the first, by the stop's first layer."""
 
     route: Route | None
@@ -39,29 +39,31 @@ class Live:
                 length = position
         pieces.append(x_LD)
 
-    def beginning(self, length: int) -> Live:
+    def beginning(self, length: int) -> ActiveRequest:
         """A request that begins like this one."""
-        return Live(self.route, self.ids[:length], {layer: [_first(pieces, length)] for layer, pieces in self.kept.items() if pieces})
+        return ActiveRequest(
+            self.route, self.ids[:length], {layer: [_first(pieces, length)] for layer, pieces in self.kept.items() if pieces}
+        )
 
 
 @dataclass
-class Started:
+class PendingForward:
     """A work of the engine's, and the logits of its requests so far."""
 
-    work: Work
+    work: ForwardBatch
     logits: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass
-class Trip:
+class InFlightBatch:
     """Tokens on their way through a route."""
 
     number: int
-    started: Started | None
+    started: PendingForward | None
     """None: the caches of a request are restored, and nobody waits for logits."""
     route: Route
-    reading: Reading
-    given: dict[int, Reading] = field(default_factory=dict)
+    reading: TokenBatch
+    given: dict[int, TokenBatch] = field(default_factory=dict)
     """What each stop was given to read: requests may end on the way."""
     reported: set[int] = field(default_factory=set)
     """The stops that have said what they read. Where machines hand on, a later one may be quicker to say so."""
@@ -75,10 +77,10 @@ class Trip:
         return next((i for i in self.given if self.route.stops[i].name == name and i not in self.reported), -1)
 
 
-def only(reading: Reading, rows: Sequence[int]) -> Reading:
+def select_rows(reading: TokenBatch, rows: Sequence[int]) -> TokenBatch:
     """Some requests of those that are read together."""
     requests, positions, ids = reading
-    return Reading(tuple(requests[i] for i in rows), tuple(positions[i] for i in rows), tuple(ids[i] for i in rows))
+    return TokenBatch(tuple(requests[i] for i in rows), tuple(positions[i] for i in rows), tuple(ids[i] for i in rows))
 
 
 def _first(pieces: Sequence[Tensor], length: int) -> Tensor:

@@ -12,30 +12,31 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.kernels.cpu_packing import pack
-from shoal.models.stages import Stage, fill, needed, stage_of
-from shoal.serve.kv_caches import Rows
+from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.models.split_model import make_stage
+from shoal.models.stages import ModelStage, load_tensors, required_tensors
+from shoal.serve.kv_caches import KvCaches
 
 _SHARE_OF_MEMORY = 0.8
 _MEASURED = 8
 """Tokens that a layer is measured with."""
 
 
-class Place(NamedTuple):
+class LayerRange(NamedTuple):
     """The layers [first, last)."""
 
     first: int
     last: int
 
 
-class Held(NamedTuple):
+class LoadedLayers(NamedTuple):
     """Layers that are here, and the caches of their requests."""
 
-    stage: Stage
-    rows: Rows
+    stage: ModelStage
+    rows: KvCaches
 
 
-class Reading(NamedTuple):
+class TokenBatch(NamedTuple):
     """Tokens that some layers read."""
 
     requests: Sequence[int]
@@ -44,16 +45,16 @@ class Reading(NamedTuple):
     ids: Sequence[Sequence[int]]
 
 
-class Holder:
+class LayerHost:
     """The layers that are here. A machine may hold overlapping ones while requests move from one split to the next."""
 
     def __init__(self, skeleton: Callable[[], Any], tensor: Callable[[str], Tensor], device: torch.device, slowdown: float = 1.0) -> None:
         """`skeleton` makes the model without numbers, or is the model itself; `tensor` gets one by name."""
         self.skeleton, self.tensor, self.device, self.slowdown = skeleton, tensor, device, slowdown
-        self.held: dict[Place, Held] = {}
+        self.held: dict[LayerRange, LoadedLayers] = {}
         self._tensors: dict[str, Tensor] = {}
 
-    def hold(self, place: Place) -> int:
+    def hold(self, place: LayerRange) -> int:
         """Load layers, unless they are here. Return how many parameters they have. Whatever goes wrong, nothing of them stays."""
         if place not in self.held:
             try:
@@ -63,13 +64,13 @@ class Holder:
                 raise
         return sum(parameter.numel() for parameter in self.held[place].stage.parameters())
 
-    def _load(self, place: Place) -> Held:
-        stage = stage_of(self.skeleton(), *place).eval()
+    def _load(self, place: LayerRange) -> LoadedLayers:
+        stage = make_stage(self.skeleton(), *place).eval()
         if any(parameter.is_meta for parameter in stage.parameters()):
-            fill(stage, {name: self._loaded(name, like) for name, like in needed(stage).items()})
+            load_tensors(stage, {name: self._loaded(name, like) for name, like in required_tensors(stage).items()})
         stage.to(self.device)
-        pack(stage, free_memory())
-        return Held(stage, Rows(stage.new_cache, stage.joins_rows, self.device))
+        pack_matrices(stage, free_memory())
+        return LoadedLayers(stage, KvCaches(stage.new_cache, stage.joins_rows, self.device))
 
     def _loaded(self, name: str, like: Tensor) -> Tensor:
         if name not in self._tensors:
@@ -77,13 +78,13 @@ class Holder:
             self._tensors[name] = tensor.to(like.dtype) if like.is_floating_point() else tensor
         return self._tensors[name]
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: LayerRange) -> None:
         self.held.pop(place, None)
-        names = {name for held in self.held.values() for name in needed(held.stage)}
+        names = {name for held in self.held.values() for name in required_tensors(held.stage)}
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     @torch.inference_mode()
-    def share(self, place: Place, request: int, other: int, length: int) -> None:
+    def share(self, place: LayerRange, request: int, other: int, length: int) -> None:
         """A request begins with the first tokens of another's cache. Raises ShoalError where they are not here."""
         rows = self.held[place].rows
         if rows.length(other) < length:
@@ -96,7 +97,7 @@ class Holder:
                 held.rows.release(request)
 
     @torch.inference_mode()
-    def read(self, place: Place, reading: Reading, x_BLD: Tensor) -> Tensor:
+    def read(self, place: LayerRange, reading: TokenBatch, x_BLD: Tensor) -> Tensor:
         """The stream after these layers. Caches that hold more than the position says forget the rest. Raises ShoalError."""
         start = time.perf_counter()
         held = self.held[place]
@@ -109,7 +110,7 @@ class Holder:
             time.sleep((self.slowdown - 1) * (time.perf_counter() - start))
         return y_BLD
 
-    def _through(self, held: Held, reading: Reading, x_BLD: Tensor) -> Tensor:
+    def _through(self, held: LoadedLayers, reading: TokenBatch, x_BLD: Tensor) -> Tensor:
         ids_BL = torch.tensor(reading.ids, device=self.device)
         if len(reading.requests) > 1 and held.rows.joins:
             cache, mask_BS = held.rows.of_several(reading.requests, ids_BL.shape[1])
@@ -123,13 +124,13 @@ class Holder:
 
     def measure(self, width: int, rows: int = 1) -> float:
         """Seconds that this machine takes for one token of so many requests in one layer."""
-        place, requests = Place(0, 1), [-1 - row for row in range(rows)]
+        place, requests = LayerRange(0, 1), [-1 - row for row in range(rows)]
         self.hold(place)
-        x_BLD = torch.zeros(rows, 1, width, dtype=next(iter(needed(self.held[place].stage).values())).dtype)
+        x_BLD = torch.zeros(rows, 1, width, dtype=next(iter(required_tensors(self.held[place].stage).values())).dtype)
         taken = []
         for position in range(_MEASURED):
             start = time.perf_counter()
-            self.read(place, Reading(requests, [position] * rows, [[0]] * rows), x_BLD).cpu()  # a GPU is waited for
+            self.read(place, TokenBatch(requests, [position] * rows, [[0]] * rows), x_BLD).cpu()  # a GPU is waited for
             taken.append(time.perf_counter() - start)
         self.release(requests)
         return min(taken)

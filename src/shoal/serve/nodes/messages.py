@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
-from shoal.serve.nodes.layer_host import Holder, Place, Reading
-from shoal.serve.nodes.routes import Door, Onward, Order
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange, TokenBatch
+from shoal.serve.nodes.routes import NextHop, NodeCommand, PeerEndpoint
 from shoal.serve.nodes.weights import as_frame, claimed_bytes, from_frame, type_name
 
 _MOST_REQUESTS = 4096
@@ -24,7 +24,7 @@ _MOST_TOKENS = 1 << 40
 _DOOR_LENGTH = 200
 
 
-def packed(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:
+def pack_hidden_states(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:
     """What is said about hidden states, and their bytes. As int8 each token has a scale of its own, and no number is off by more than a
     254th of the token's largest one."""
     about = {"shape": list(x_BLD.shape), "type": type_name(x_BLD), "int8": int8}
@@ -35,7 +35,7 @@ def packed(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:
     return about, bytes(as_frame(scales_BL1)) + bytes(as_frame(small_BLD))
 
 
-def unpacked(frame: Frame, about: Mapping[str, Any]) -> Tensor:
+def unpack_hidden_states(frame: Frame, about: Mapping[str, Any]) -> Tensor:
     """The hidden states that a frame claims to be. Raises ShoalError where its bytes do not fit."""
     shape, name = about["shape"], about["type"]
     if not about.get("int8"):
@@ -46,19 +46,19 @@ def unpacked(frame: Frame, about: Mapping[str, Any]) -> Tensor:
     return (small_BLD.float() * scales_BL1).to(getattr(torch, name))
 
 
-def order_message(order: Order, int8: bool) -> tuple[dict[str, Any], tuple[Frame, ...]]:
+def command_message(order: NodeCommand, int8: bool) -> tuple[dict[str, Any], tuple[Frame, ...]]:
     """An order as a header, and the frame that belongs to it."""
     header: dict[str, Any] = {"kind": order.kind, "place": list(order.place), "requests": list(order.requests), "length": order.length}
     header["onward"] = [[one.name, list(one.place), list(one.door)] for one in order.onward]
     if order.reading is None or order.x_BLD is None:
         return header, ()
-    about, frame = packed(order.x_BLD, int8)
+    about, frame = pack_hidden_states(order.x_BLD, int8)
     requests, positions, ids = order.reading
     reading = {"requests": list(requests), "positions": list(positions), "ids": [list(row) for row in ids]}
     return header | about | {"trip": order.trip, "reading": reading}, (frame,)
 
 
-def order_from(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
+def command_from(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCommand:
     """The order that a message is. Raises ShoalError where it is none."""
     try:
         return _order(header, frames)
@@ -66,17 +66,17 @@ def order_from(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
         raise ShoalError("this is no order for a machine that holds layers") from None
 
 
-def _order(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
+def _order(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCommand:
     place, onward = _place(header["place"]), tuple(_onward(*one) for one in header["onward"])
     if "reading" not in header:
         requests, length = _wholes(header["requests"]), _whole(header["length"], most=_MOST_TOKENS)
-        return Order(str(header["kind"]), place, requests=requests, length=length, onward=onward)
-    trip, told, x_BLD = _whole(header["trip"], least=-1), header["reading"], unpacked(frames[0], header)
+        return NodeCommand(str(header["kind"]), place, requests=requests, length=length, onward=onward)
+    trip, told, x_BLD = _whole(header["trip"], least=-1), header["reading"], unpack_hidden_states(frames[0], header)
     ids = tuple(_wholes(row, _MOST_TOKENS) for row in told["ids"])
-    reading = Reading(_wholes(told["requests"]), _wholes(told["positions"], _MOST_TOKENS), ids)
+    reading = TokenBatch(_wholes(told["requests"]), _wholes(told["positions"], _MOST_TOKENS), ids)
     if not _fits(reading, x_BLD):
         raise ShoalError(f"hidden states of the shape {tuple(x_BLD.shape)} are none of {len(reading.requests)} requests")
-    return Order("read", place, trip, reading, x_BLD, onward=onward)
+    return NodeCommand("read", place, trip, reading, x_BLD, onward=onward)
 
 
 def _whole(told: Any, least: int = 0, most: int = 2**53) -> int:
@@ -91,31 +91,31 @@ def _wholes(told: Any, most: int = 2**53) -> tuple[int, ...]:
     return tuple(_whole(one, most=most) for one in told)
 
 
-def _place(told: Any) -> Place:
+def _place(told: Any) -> LayerRange:
     first, last = _wholes(told, _MOST_LAYERS)
-    return Place(first, last)
+    return LayerRange(first, last)
 
 
-def _onward(name: Any, place: Any, door: Any) -> Onward:
-    return Onward(str(name), _place(place), door_from(door))
+def _onward(name: Any, place: Any, door: Any) -> NextHop:
+    return NextHop(str(name), _place(place), endpoint_from(door))
 
 
-def door_from(told: Any) -> Door:
+def endpoint_from(told: Any) -> PeerEndpoint:
     """The door that a message tells of. Raises ShoalError, or what a list raises that is too short."""
     address, token, key = told
     if not all(isinstance(one, str) and len(one) <= _DOOR_LENGTH for one in (address, token, "" if key is None else key)):
         raise ShoalError("a machine's door is an address, a token and a key")
-    return Door(address, token, key)
+    return PeerEndpoint(address, token, key)
 
 
-def _fits(reading: Reading, x_BLD: Tensor) -> bool:
+def _fits(reading: TokenBatch, x_BLD: Tensor) -> bool:
     """Whether there is a row of numbers for each request, each is there once, and there is a token for each of its ids."""
     count = len(set(reading.requests))
     same = x_BLD.dim() == 3 and len(x_BLD) == count == len(reading.requests) == len(reading.positions) == len(reading.ids)
     return same and count <= _MOST_REQUESTS and x_BLD.is_floating_point() and all(len(row) == x_BLD.shape[1] for row in reading.ids)
 
 
-def carry_out(holder: Holder, order: Order) -> tuple[Tensor, float] | None:
+def execute(holder: LayerHost, order: NodeCommand) -> tuple[Tensor, float] | None:
     """Do what an order says; what came of reading, and the seconds that it took."""
     if order.kind == "hold":
         holder.hold(order.place)

@@ -13,12 +13,12 @@ from torch import Tensor
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.models.huggingface.as_gpt import adopted
+from shoal.models.huggingface.as_gpt import gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
-from shoal.models.stages import skeleton
+from shoal.models.stages import without_weights
 
 
-class Shapes(NamedTuple):
+class DataShape(NamedTuple):
     """What a model must know of the data."""
 
     vocab_size: int
@@ -30,7 +30,7 @@ Get = Callable[[str], Tensor]
 """Gives a tensor by its name."""
 
 
-def skeleton_of(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
+def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
     """What makes the model that the server describes, without numbers; and what gives its tensors, where `get` gives the server's."""
     if model.get("config") is not None:
         return _computed(_hugging_face(model["config"]), get)
@@ -40,15 +40,15 @@ def skeleton_of(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
     run, vocab_size = loaded.run, int(model["vocab_size"])
 
     def make() -> Any:
-        with skeleton():
-            return run.model.builder()(run.model, run, Shapes(vocab_size))["model"]
+        with without_weights():
+            return run.model.builder()(run.model, run, DataShape(vocab_size))["model"]
 
     return make, get
 
 
 def _computed(model: HuggingFace, get: Get) -> tuple[Callable[[], Any], Get]:
     """By our own layers where they can, else by the model's."""
-    own = adopted(model)
+    own = gpt_conversion(model)
     return (lambda: model, get) if own is None else (own.make, lambda name: own.tensor(name, get))
 
 
@@ -58,21 +58,21 @@ def _hugging_face(config: str) -> HuggingFace:
     except ImportError as error:
         raise ShoalError("models of kind huggingface need transformers: pip install 'shoal[hf]'") from error
     makers: Any = transformers.AutoModelForCausalLM
-    with skeleton():
+    with without_weights():
         inner = makers.from_config(transformers.AutoConfig.for_model(**json.loads(config)), dtype=torch.float32)
     return HuggingFace(inner)
 
 
-def described_own(settings: Any, model: Any) -> dict[str, Any]:
-    """What `skeleton_of` needs for a model of Shoal's own."""
+def describe_own_model(settings: Any, model: Any) -> dict[str, Any]:
+    """What `model_maker` needs for a model of Shoal's own."""
     return {"settings": as_data(settings), "vocab_size": getattr(model, "vocab_size", 0)}
 
 
-def described_hugging_face(model: HuggingFace) -> dict[str, Any]:
+def describe_huggingface_model(model: HuggingFace) -> dict[str, Any]:
     return {"config": json.dumps(model.inner.config.to_dict(), default=str)}
 
 
-def bones(folder: Path) -> HuggingFace:
+def meta_model(folder: Path) -> HuggingFace:
     """The model of a folder of Hugging Face without its numbers. Raises ShoalError."""
     import transformers
 

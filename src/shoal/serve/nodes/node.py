@@ -14,12 +14,12 @@ from torch import Tensor
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
-from shoal.serve.nodes.layer_host import Holder, Place, free_memory
-from shoal.serve.nodes.messages import carry_out, order_from, packed
-from shoal.serve.nodes.model_description import skeleton_of
-from shoal.serve.nodes.peer_links import Handing, Inbox, Seen, open_inbox
-from shoal.serve.nodes.routes import Onward, Order
-from shoal.serve.nodes.weights import PIECE_BYTES, Fetched
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange, free_memory
+from shoal.serve.nodes.messages import command_from, execute, pack_hidden_states
+from shoal.serve.nodes.model_description import model_maker
+from shoal.serve.nodes.peer_links import PeerReceiver, PeerSender, ReadHistory, open_receiver
+from shoal.serve.nodes.routes import NextHop, NodeCommand
+from shoal.serve.nodes.weights import PIECE_BYTES, RemoteWeights
 from shoal.transports import Client, Message, Refused, Unreachable, connect
 
 FRAME_BYTES = 1 << 28
@@ -29,7 +29,7 @@ _CALL_S = 30.0
 _PAUSE_S = 0.5
 
 
-class Reached(NamedTuple):
+class ServerAddress(NamedTuple):
     """How the server is reached."""
 
     address: str
@@ -43,13 +43,15 @@ class Reached(NamedTuple):
 class NodeProcess:
     """Joins, carries out orders until the server is gone for longer than its patience, or it is asked to stop."""
 
-    def __init__(self, reached: Reached, name: str | None, *, slowdown: float, patience_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, reached: ServerAddress, name: str | None, *, slowdown: float, patience_s: float, tell: Callable[[str], None]
+    ) -> None:
         self.reached, self.name, self.slowdown, self.patience_s, self.tell = reached, name, slowdown, patience_s, tell
         self.client, self.pulse = reached.client(), reached.client()
-        self.reporting, self.handing = reached.client(), Handing(FRAME_BYTES)
+        self.reporting, self.handing = reached.client(), PeerSender(FRAME_BYTES)
         self.session, self.int8 = "", False
-        self._seen = Seen()
-        self._inbox: Inbox | None = None
+        self._seen = ReadHistory()
+        self._inbox: PeerReceiver | None = None
         self._stopping = threading.Event()
         self._computing = threading.Lock()
         """Orders come from the server and from other machines, and are carried out one at a time."""
@@ -86,19 +88,19 @@ class NodeProcess:
             raise Refused(f"the server refuses: {detail}", "serving")
         return answer.header, answer.frames
 
-    def _enter(self) -> Holder:
+    def _enter(self) -> LayerHost:
         """Make the model without numbers, measure one layer, open a door for other machines, and say what this one can do."""
         model, _ = self._ask({"kind": "node"})
         if model.get("kind") != "model":
             raise ShoalError(f"{self.reached.address} serves no model: join it without --node")
         self.int8 = model.get("int8") is True
-        holder = Holder(*skeleton_of(model, Fetched(self._ask).get), choose_device("auto"), self.slowdown)
+        holder = LayerHost(*model_maker(model, RemoteWeights(self._ask).get), choose_device("auto"), self.slowdown)
         layer_s = holder.measure(int(model["width"]))
-        holder.drop(Place(0, 1))
-        seen = self._seen = Seen()
-        self.reporting, self.handing = self.reached.client(), Handing(FRAME_BYTES)
+        holder.drop(LayerRange(0, 1))
+        seen = self._seen = ReadHistory()
+        self.reporting, self.handing = self.reached.client(), PeerSender(FRAME_BYTES)
         try:
-            self._inbox = open_inbox(self.reached.address, FRAME_BYTES, partial(self._carry_out_handed, holder, seen), self.tell)
+            self._inbox = open_receiver(self.reached.address, FRAME_BYTES, partial(self._carry_out_handed, holder, seen), self.tell)
         except ShoalError as problem:
             self.tell(f"warning: other machines cannot hand on to this one, and the server brings everything: {problem}")
         about = {"layer_s": layer_s, "memory_bytes": float(free_memory()), "name": self.name}
@@ -123,21 +125,21 @@ class NodeProcess:
                 except (Unreachable, Refused):
                     continue
 
-    def _serve(self, holder: Holder) -> None:
-        report = Report()
+    def _serve(self, holder: LayerHost) -> None:
+        report = NodeReport()
         while not self._stopping.is_set():
             answer, given = self._ask({"kind": "turn", "session": self.session, "done": report.done}, tuple(report.frames))
             if answer.get("kind") == "over":
                 self.tell("the server has ended")
                 return
-            report = Report()
+            report = NodeReport()
             for header in answer["orders"]:
-                self._carry_out(holder, self._seen, order_from(header, given), report)
+                self._carry_out(holder, self._seen, command_from(header, given), report)
         self._ask({"kind": "leave", "session": self.session})
 
-    def _carry_out_handed(self, holder: Holder, seen: Seen, order: Order) -> None:
+    def _carry_out_handed(self, holder: LayerHost, seen: ReadHistory, order: NodeCommand) -> None:
         """What another machine handed to this one is read if the server's orders have come that belong before it."""
-        report = Report()
+        report = NodeReport()
         with self._computing:
             can_read = seen.can_read(order, holder)
         if can_read:
@@ -146,18 +148,18 @@ class NodeProcess:
             report.done.append({"kind": "declined", "trip": order.trip})
         self._tell_at_once(report)
 
-    def _probe(self, after: Onward) -> None:
-        report = Report()
+    def _probe(self, after: NextHop) -> None:
+        report = NodeReport()
         report.done.append({"kind": "probed", "other": after.name, "reached": self.handing.probe(after.door)})
         self._tell_at_once(report)
 
-    def _tell_at_once(self, report: Report) -> None:
+    def _tell_at_once(self, report: NodeReport) -> None:
         """Tell the server beside the question that waits there for orders."""
         with contextlib.suppress(Unreachable, Refused):  # then the server takes this machine for lost, and begins again
             header = {"kind": "done", "session": self.session, "done": report.done}
             self.reporting.call(Message(header, tuple(report.frames)), _CALL_S)
 
-    def _carry_out(self, holder: Holder, seen: Seen, order: Order, report: Report) -> None:
+    def _carry_out(self, holder: LayerHost, seen: ReadHistory, order: NodeCommand, report: NodeReport) -> None:
         try:
             if order.kind == "probe":
                 # Whoever cannot be reached keeps one waiting
@@ -166,7 +168,7 @@ class NodeProcess:
             with self._computing:
                 if seen.is_stale(order):
                     return
-                found = carry_out(holder, order)
+                found = execute(holder, order)
                 seen.note(order)
             if found is not None and order.trip >= 0:
                 handed_on = bool(order.onward) and self.handing.pass_on(order._replace(x_BLD=found[0]), self.int8)
@@ -179,7 +181,7 @@ class NodeProcess:
         except Exception as error:  # the server ends the requests, or gives the layers to others, and this machine goes on
             self._own_up(order, str(error) or type(error).__name__, report)
 
-    def _own_up(self, order: Order, problem: str, report: Report) -> None:
+    def _own_up(self, order: NodeCommand, problem: str, report: NodeReport) -> None:
         """Say on both sides that an order could not be carried out."""
         if order.kind == "hold":
             self.tell(f"warning: cannot load the layers {order.place.first} to {order.place.last - 1}: {problem}")
@@ -189,7 +191,7 @@ class NodeProcess:
             report.done.append({"kind": "failed", "trip": order.trip, "problem": problem[:300]})
 
 
-class Report:
+class NodeReport:
     """What the server is told next."""
 
     def __init__(self) -> None:
@@ -198,7 +200,7 @@ class Report:
 
     def add(self, trip: int, y_BLD: Tensor, seconds: float, handed_on: bool, int8: bool) -> None:
         """What came of reading. The server gets it in any case: it keeps it for whoever may have to take the next machine's place."""
-        about, frame = packed(y_BLD, int8)
+        about, frame = pack_hidden_states(y_BLD, int8)
         told = {"kind": "read", "trip": trip, "seconds": seconds, "frame": len(self.frames), "handed_on": handed_on}
         self.done.append(told | about)
         self.frames.append(frame)

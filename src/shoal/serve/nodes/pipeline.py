@@ -22,12 +22,12 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import mask_of_rows
-from shoal.models.stages import Ends
-from shoal.serve.backend import LONGEST_UNBOUNDED, Machine, Work
-from shoal.serve.nodes.in_flight import Live, Started, Trip, only
-from shoal.serve.nodes.layer_host import Place, Reading
-from shoal.serve.nodes.placement import Fleet
-from shoal.serve.nodes.routes import HERE, Node, Order, Planner, Route, Stop
+from shoal.models.stages import ModelEnds
+from shoal.serve.backend import LONGEST_UNBOUNDED, ForwardBatch, MachineStatus
+from shoal.serve.nodes.in_flight import ActiveRequest, InFlightBatch, PendingForward, select_rows
+from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
+from shoal.serve.nodes.placement import NodePlacement
+from shoal.serve.nodes.routes import HERE, LayerPlanner, NodeCommand, NodeState, Route, RouteStage
 
 _WAIT_S = 0.1
 _LOOK_EVERY = 256
@@ -40,7 +40,7 @@ class Pipeline:
     """Machines, routes, requests and what is under way. Any thread may call it."""
 
     def __init__(
-        self, ends: Ends, sizes: Sequence[int], *, expected: int, cache_tokens: int, forgets: bool, tell: Callable[[str], None]
+        self, ends: ModelEnds, sizes: Sequence[int], *, expected: int, cache_tokens: int, forgets: bool, tell: Callable[[str], None]
     ) -> None:
         """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, this one counted; `cache_tokens`: how
         many tokens the caches must have room for; `forgets`: whether a cache can forget its last tokens."""
@@ -50,17 +50,17 @@ class Pipeline:
         self.device = next(ends.parameters()).device
         self.width = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
         self.weight_bytes = next(ends.parameters()).element_size()
-        planner = Planner(sizes, self.weight_bytes, 2 * self.width * cache_tokens)
+        planner = LayerPlanner(sizes, self.weight_bytes, 2 * self.width * cache_tokens)
         # What is handed on directly may come twice, so caches must be able to forget
-        self.fleet = Fleet(planner, expected=expected, probes=forgets, tell=tell)
-        self._live: dict[int, Live] = {}
-        self._resting: dict[int, Live] = {}
+        self.fleet = NodePlacement(planner, expected=expected, probes=forgets, tell=tell)
+        self._live: dict[int, ActiveRequest] = {}
+        self._resting: dict[int, ActiveRequest] = {}
         """Requests that have ended, and whose caches others may share."""
-        self._trips: dict[int, Trip] = {}
-        self._trailing: dict[int, Trip] = {}
+        self._trips: dict[int, InFlightBatch] = {}
+        self._trailing: dict[int, InFlightBatch] = {}
         """Trips that came back before all of their stops had reported."""
-        self._works: list[Started] = []
-        self._arrived: deque[tuple[Trip, Tensor | None]] = deque()
+        self._works: list[PendingForward] = []
+        self._arrived: deque[tuple[InFlightBatch, Tensor | None]] = deque()
         """Trips that came back, with the stream after the last layer; None: all their requests have ended."""
         self._failed: str | None = None
         self.crowding = 0.0
@@ -80,20 +80,22 @@ class Pipeline:
         return 1 if route is None else len(route.stops) + (not route.goes_through(HERE))
 
     @torch.inference_mode()
-    def start(self, work: Work) -> None:
+    def start(self, work: ForwardBatch) -> None:
         with self._changed:
-            started = Started(work)
+            started = PendingForward(work)
             self._works.append(started)
             by_route: dict[int, list[tuple[int, tuple[int, ...], int]]] = {}
             for request, ids in zip(work.requests, work.ids, strict=True):
-                live = self._live.setdefault(request, Live(self.fleet.current))
+                live = self._live.setdefault(request, ActiveRequest(self.fleet.current))
                 by_route.setdefault(live.route.number if live.route else 0, []).append((request, ids, len(live.ids)))
                 live.ids += ids
             for rows in by_route.values():
                 requests, ids_of, positions = (tuple(column) for column in zip(*rows, strict=True))
-                self._depart(Trip(next(self._numbers), started, self._route_of(requests[0]), Reading(requests, positions, ids_of)))
+                self._depart(
+                    InFlightBatch(next(self._numbers), started, self._route_of(requests[0]), TokenBatch(requests, positions, ids_of))
+                )
 
-    def finished(self) -> Iterator[tuple[Work, Tensor | None]]:
+    def finished(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._failed, _WAIT_S)
             if self._failed:
@@ -111,7 +113,7 @@ class Pipeline:
             if logits_BV is not None and self._forget(started):
                 yield started.work, logits_BV
 
-    def _completed(self, trip: Trip, started: Started, y_BLD: Tensor | None) -> Tensor | None:
+    def _completed(self, trip: InFlightBatch, started: PendingForward, y_BLD: Tensor | None) -> Tensor | None:
         """The logits of a work, where this was the last trip that it waited for."""
         requests = started.work.requests
         if y_BLD is not None:
@@ -123,11 +125,11 @@ class Pipeline:
             started.logits |= dict(zip(trip.reading.requests, logits_BV, strict=True))
         return torch.stack([started.logits[request] for request in requests]) if len(started.logits) == len(requests) else None
 
-    def _next_arrival(self) -> tuple[Trip, Tensor | None] | None:
+    def _next_arrival(self) -> tuple[InFlightBatch, Tensor | None] | None:
         with self._changed:
             return self._arrived.popleft() if self._arrived else None
 
-    def _forget(self, started: Started) -> bool:
+    def _forget(self, started: PendingForward) -> bool:
         """Whether the engine still waits for a work, which it then does no longer."""
         with self._changed:
             waited = any(one is started for one in self._works)
@@ -162,7 +164,7 @@ class Pipeline:
                 return False
             live = self._live[request] = kept.beginning(length)
             for stop in set(kept.route.stops) & set(current.stops):
-                self.fleet.send(stop.name, Order("share", stop.place, requests=(request, resting), length=length))
+                self.fleet.send(stop.name, NodeCommand("share", stop.place, requests=(request, resting), length=length))
             if kept.route != current:
                 self._restore(request, live, current, length)
             return True
@@ -174,24 +176,24 @@ class Pipeline:
             self._works.clear()
             self._arrived.clear()
 
-    def machines(self) -> list[Machine]:
+    def machines(self) -> list[MachineStatus]:
         with self._changed:
             return [self._machine(node, self.fleet.current) for node in self.fleet.shown()]
 
-    def _machine(self, node: Node, route: Route | None) -> Machine:
+    def _machine(self, node: NodeState, route: Route | None) -> MachineStatus:
         stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
         (first, last), here = stop.place if stop is not None else (0, 0), node.name == HERE
         count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if here else 0)
-        token_s = self.fleet.planner.seconds(node, Place(first, last)) if last or here else 0.0
+        token_s = self.fleet.planner.seconds(node, LayerRange(first, last)) if last or here else 0.0
         size, memory = count * self.weight_bytes, int(node.memory_bytes)
-        return Machine(node.name, count, (first, last - 1), node.alive, size, memory, token_s, node.tokens, here)
+        return MachineStatus(node.name, count, (first, last - 1), node.alive, size, memory, token_s, node.tokens, here)
 
     def close(self) -> None:
         """Nothing here has to end; the hub lets the machines go."""
 
     # --- machines come and go ------------------------------------------------------------------------
 
-    def add(self, node: Node) -> None:
+    def add(self, node: NodeState) -> None:
         """A machine is here."""
         with self._changed:
             self.fleet.add(node)
@@ -204,13 +206,13 @@ class Pipeline:
                 self._trailing = {number: trip for number, trip in self._trailing.items() if not trip.route.goes_through(name)}
                 self._move()
 
-    def held(self, name: str, place: Place) -> None:
+    def held(self, name: str, place: LayerRange) -> None:
         """A machine has loaded layers."""
         with self._changed:
             if self.fleet.held(name, place):
                 self._retire()
 
-    def unheld(self, name: str, place: Place, problem: str) -> None:
+    def unheld(self, name: str, place: LayerRange, problem: str) -> None:
         """A machine could not load layers that it was told to hold."""
         with self._changed:
             self.fleet.unheld(name, place, problem)
@@ -227,9 +229,9 @@ class Pipeline:
             for request in [number for number, live in self._resting.items() if live.route is not None and dropped in live.route.stops]:
                 self._release(self._resting.pop(request), request)
 
-    def _release(self, live: Live, request: int) -> None:
+    def _release(self, live: ActiveRequest, request: int) -> None:
         for stop in live.route.stops if live.route is not None else ():
-            self.fleet.send(stop.name, Order("release", requests=(request,)))
+            self.fleet.send(stop.name, NodeCommand("release", requests=(request,)))
 
     # --- on the way ----------------------------------------------------------------------------------
 
@@ -237,40 +239,40 @@ class Pipeline:
         route = self._live[request].route
         return route if route is not None else Route(0, ())
 
-    def _depart(self, trip: Trip) -> None:
+    def _depart(self, trip: InFlightBatch) -> None:
         """Embed the tokens and send them to the first stop. Without a route they wait for one."""
         self._trips[trip.number] = trip
         if trip.route.stops:
             self._forward(trip, 0, trip.reading, self._embedded(trip.reading))
 
-    def _embedded(self, reading: Reading) -> Tensor:
+    def _embedded(self, reading: TokenBatch) -> Tensor:
         ids_BL = torch.tensor(reading.ids, device=self.device)
         if len(set(reading.positions)) == 1:
             return self.ends.embed(ids_BL, reading.positions[0])
         lengths = [position + 1 for position in reading.positions]
         return self.ends.embed(ids_BL, max(lengths) - 1, mask_of_rows(lengths, self.device))
 
-    def _forward(self, trip: Trip, at: int, reading: Reading, x_BLD: Tensor) -> None:
+    def _forward(self, trip: InFlightBatch, at: int, reading: TokenBatch, x_BLD: Tensor) -> None:
         """Send a trip to a stop, and from there to those that can be reached directly, without requests that ended meanwhile."""
         rows = [i for i, request in enumerate(reading.requests) if request in self._live]
         if len(rows) < len(reading.requests):
-            x_BLD, reading = x_BLD[rows], only(reading, rows)
+            x_BLD, reading = x_BLD[rows], select_rows(reading, rows)
             self._give_up_rows(trip, reading)
         if not rows:
             return
         trip.reading, onward = reading, self.fleet.onward(trip.route.stops[at:])
         trip.given |= dict.fromkeys(range(at, at + 1 + len(onward)), reading)
         stop = trip.route.stops[at]
-        self.fleet.send(stop.name, Order("read", stop.place, trip.number, reading, x_BLD, onward=onward))
+        self.fleet.send(stop.name, NodeCommand("read", stop.place, trip.number, reading, x_BLD, onward=onward))
 
-    def _keep(self, stop: Stop, reading: Reading, x_BLD: Tensor) -> None:
+    def _keep(self, stop: RouteStage, reading: TokenBatch, x_BLD: Tensor) -> None:
         """Keep what a stop is given, for whoever may have to take its place."""
         for request, position, x_LD in zip(reading.requests, reading.positions, x_BLD, strict=True):
             live = self._live.get(request) or self._resting.get(request)
             if live is not None:
                 live.keep(stop.first, position, x_LD)
 
-    def _give_up_rows(self, trip: Trip, left: Reading) -> None:
+    def _give_up_rows(self, trip: InFlightBatch, left: TokenBatch) -> None:
         """Nobody looks at the logits of requests that ended: zeros take their place."""
         gone = set(trip.reading.requests) - set(left.requests)
         if trip.started is not None:
@@ -304,7 +306,7 @@ class Pipeline:
             if len(trip.reported) == len(stops):
                 self._trailing.pop(number, None)
 
-    def _go_on(self, trip: Trip, at: int, y_BLD: Tensor, handed_on: bool) -> None:
+    def _go_on(self, trip: InFlightBatch, at: int, y_BLD: Tensor, handed_on: bool) -> None:
         """Bring what was read at a stop to the next one, unless that has it already."""
         after, stops = at + 1, trip.route.stops
         if after in trip.given and not handed_on:
@@ -329,7 +331,7 @@ class Pipeline:
             else:
                 trip.declined.add(at)
 
-    def _arrive(self, trip: Trip, reading: Reading, y_BLD: Tensor) -> None:
+    def _arrive(self, trip: InFlightBatch, reading: TokenBatch, y_BLD: Tensor) -> None:
         """A trip is through all its stops."""
         del self._trips[trip.number]
         trip.reading = reading
@@ -350,10 +352,10 @@ class Pipeline:
         self.fleet.look_again()
         self._retire()
 
-    def _weight_of(self, reading: Reading) -> float:
+    def _weight_of(self, reading: TokenBatch) -> float:
         return 1 + self.crowding * (len(reading.requests) - 1)
 
-    def _count(self, stop: Stop, reading: Reading, seconds: float) -> None:
+    def _count(self, stop: RouteStage, reading: TokenBatch, seconds: float) -> None:
         """What a machine takes for one token, while it serves, corrects what was measured when it joined."""
         node = self.fleet.nodes[stop.name]
         node.tokens += len(reading.requests) * len(reading.ids[0])
@@ -388,9 +390,9 @@ class Pipeline:
             starts = [trip.reading.positions[trip.reading.requests.index(number)] for trip in again if number in trip.reading.requests]
             self._restore(number, live, route, min(starts, default=len(live.ids)))
         for trip in again:
-            self._depart(Trip(next(self._numbers), trip.started, route, trip.reading))
+            self._depart(InFlightBatch(next(self._numbers), trip.started, route, trip.reading))
 
-    def _restore(self, number: int, live: Live, route: Route, length: int) -> None:
+    def _restore(self, number: int, live: ActiveRequest, route: Route, length: int) -> None:
         """Let the stops of the new route hold the first tokens of a request in their caches. What was under way starts again; a stop
         that has read it already, and cannot forget it, reads the request from its beginning."""
         known = set(live.route.stops) if live.route is not None and (self.forgets or length == len(live.ids)) else set()
@@ -399,15 +401,15 @@ class Pipeline:
         if length == 0 or not fresh:
             return
         past = tuple(live.ids[:length])
-        reading = Reading((number,), (0,), (past,))
+        reading = TokenBatch((number,), (0,), (past,))
         inputs = {stop: self._kept_for(stop, live, reading, length) for stop in fresh}
         if any(x_BLD is None for x_BLD in inputs.values()):
-            self._depart(Trip(next(self._numbers), None, route, reading))
+            self._depart(InFlightBatch(next(self._numbers), None, route, reading))
             return
         for stop, x_BLD in inputs.items():
-            self.fleet.send(stop.name, Order("read", stop.place, -1, reading, x_BLD))
+            self.fleet.send(stop.name, NodeCommand("read", stop.place, -1, reading, x_BLD))
 
-    def _kept_for(self, stop: Stop, live: Live, reading: Reading, length: int) -> Tensor | None:
+    def _kept_for(self, stop: RouteStage, live: ActiveRequest, reading: TokenBatch, length: int) -> Tensor | None:
         if stop.first == 0:
             return self._embedded(reading)
         kept = live.kept.get(stop.first)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from shoal.serve.nodes.layer_host import Place
-from shoal.serve.nodes.routes import HERE, Node, Onward, Order, Planner, Route, Stop, spares
+from shoal.serve.nodes.layer_host import LayerRange
+from shoal.serve.nodes.routes import HERE, LayerPlanner, NextHop, NodeCommand, NodeState, Route, RouteStage, spare_nodes
 
 _WORTH, _WORTH_AGAIN = 0.95, 0.9
 """A new split is taken while the service runs if its slowest machine takes less than this share of the time; where no machine came and only
@@ -20,21 +20,21 @@ _SHOWN_S = 60.0
 """How long a machine that was lost is shown."""
 
 
-class Fleet:
+class NodePlacement:
     """Machines come and go, and load and drop layers."""
 
-    def __init__(self, planner: Planner, *, expected: int, probes: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, planner: LayerPlanner, *, expected: int, probes: bool, tell: Callable[[str], None]) -> None:
         """`expected`: machines to wait for before the first route, this one counted; `probes`: whether machines may hand on directly."""
         self.planner, self.expected, self.probes, self.tell = planner, expected, probes, tell
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, NodeState] = {}
         self.current: Route | None = None
-        self.coming: tuple[Route, set[tuple[str, Place]]] | None = None
+        self.coming: tuple[Route, set[tuple[str, LayerRange]]] | None = None
         """A route that new requests take as soon as its machines hold their layers, and who does not hold them yet."""
         self.direct: dict[tuple[int, int], bool] = {}
         """By the stays of two machines: whether the first reaches the second. False: it is not known yet, or it does not."""
         self._numbers = itertools.count(1)
 
-    def add(self, node: Node) -> None:
+    def add(self, node: NodeState) -> None:
         """A machine is here. The first route is made when all that are expected are."""
         node.stay = next(self._numbers)
         self.nodes[node.name] = node
@@ -58,7 +58,7 @@ class Fleet:
             self._take_without(name)
         return True
 
-    def held(self, name: str, place: Place) -> bool:
+    def held(self, name: str, place: LayerRange) -> bool:
         """A machine has loaded layers. True: it was the last for which a new route waited."""
         if self.coming is None:
             return False
@@ -68,7 +68,7 @@ class Fleet:
         self._take_coming()
         return True
 
-    def unheld(self, name: str, place: Place, problem: str) -> None:
+    def unheld(self, name: str, place: LayerRange, problem: str) -> None:
         """A machine could not load layers that it was told to hold: it is not believed to have room for so much any more, and whatever
         counted on it goes another way."""
         node = self.nodes.get(name)
@@ -100,15 +100,15 @@ class Fleet:
 
     # --- what the pipeline asks ----------------------------------------------------------------------
 
-    def alive(self) -> list[Node]:
+    def alive(self) -> list[NodeState]:
         return [node for node in self.nodes.values() if node.alive]
 
-    def shown(self) -> list[Node]:
+    def shown(self) -> list[NodeState]:
         """The machines that are here, and those that were until a moment ago."""
         now = time.monotonic()
         return [node for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
 
-    def send(self, name: str, order: Order) -> None:
+    def send(self, name: str, order: NodeCommand) -> None:
         if self.nodes[name].alive:
             self.nodes[name].send(order)
 
@@ -117,17 +117,17 @@ class Fleet:
         nodes = [(stop, self.nodes[stop.name]) for stop in route.stops]
         return bool(nodes) and all(node.alive and node.stay == stop.stay and stop.place in node.holds for stop, node in nodes)
 
-    def onward(self, stops: Sequence[Stop]) -> tuple[Onward, ...]:
+    def onward(self, stops: Sequence[RouteStage]) -> tuple[NextHop, ...]:
         """The stops after the first of these to which machines hand on directly."""
         found = []
         for before, after in pairwise(stops):
             door = self.nodes[after.name].door
             if door is None or not self.direct.get((before.stay, after.stay)):
                 break
-            found.append(Onward(after.name, after.place, door))
+            found.append(NextHop(after.name, after.place, door))
         return tuple(found)
 
-    def retire(self, routes: Iterable[Route | None]) -> list[Stop]:
+    def retire(self, routes: Iterable[Route | None]) -> list[RouteStage]:
         """Layers that none of these routes needs, nor that of new requests, are dropped. Return them."""
         needed = [*routes, self.current, self.coming[0] if self.coming else None]
         used = {(stop.name, stop.place) for route in needed if route is not None for stop in route.stops}
@@ -136,16 +136,16 @@ class Fleet:
         for node in self.nodes.values():
             for place in [place for place in node.holds if (node.name, place) not in used]:
                 node.holds.discard(place)
-                node.send(Order("drop", place))
+                node.send(NodeCommand("drop", place))
                 dropped.append(node.stop(*place))
         return dropped
 
     # --- routes --------------------------------------------------------------------------------------
 
-    def planned(self) -> tuple[Stop, ...] | None:
+    def planned(self) -> tuple[RouteStage, ...] | None:
         return self.planner.quickest(self.alive())
 
-    def take(self, stops: tuple[Stop, ...] | None) -> None:
+    def take(self, stops: tuple[RouteStage, ...] | None) -> None:
         """Use a route from now on."""
         self.coming = None
         self.current = Route(next(self._numbers), stops) if stops is not None else None
@@ -161,7 +161,7 @@ class Fleet:
         assert self.current is not None
         self.take(self.planner.replaced(self.current.stops, name, self.alive()) or self.planned())
 
-    def _slowest_s(self, stops: Sequence[Stop]) -> float:
+    def _slowest_s(self, stops: Sequence[RouteStage]) -> float:
         return max(self.planner.seconds(self.nodes[stop.name], stop.place) for stop in stops)
 
     def _consider(self, worth: float = _WORTH) -> None:
@@ -195,24 +195,24 @@ class Fleet:
         for before, after in pairwise(route.stops):
             self._probe(before, after)
 
-    def _load(self, node: Node, place: Place) -> None:
+    def _load(self, node: NodeState, place: LayerRange) -> None:
         if place not in node.holds:
             node.holds.add(place)
-            node.send(Order("hold", place))
+            node.send(NodeCommand("hold", place))
 
-    def _reserves(self) -> list[tuple[Node, Place]]:
+    def _reserves(self) -> list[tuple[NodeState, LayerRange]]:
         """Which layers machines without a stop hold beforehand, for the moment in which another one is lost."""
         stops = self.current.stops if self.current is not None else ()
         others = [stop for stop in stops if stop.name != HERE]
-        return [(node, place) for node in spares(stops, self.alive()) for place in self.planner.reserve(others, node)]
+        return [(node, place) for node in spare_nodes(stops, self.alive()) for place in self.planner.reserve(others, node)]
 
     def _hold_reserves(self) -> None:
         for node, place in self._reserves():
             self._load(node, place)
 
-    def _probe(self, before: Stop, after: Stop) -> None:
+    def _probe(self, before: RouteStage, after: RouteStage) -> None:
         """Let a machine try to reach the one after it."""
         pair, door = (before.stay, after.stay), self.nodes[after.name].door
         if self.probes and pair not in self.direct and door is not None and self.nodes[before.name].door is not None:
             self.direct[pair] = False
-            self.send(before.name, Order("probe", onward=(Onward(after.name, after.place, door),)))
+            self.send(before.name, NodeCommand("probe", onward=(NextHop(after.name, after.place, door),)))

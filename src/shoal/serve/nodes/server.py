@@ -15,11 +15,11 @@ from typing import Any
 
 from shoal.errors import ShoalError, printable
 from shoal.protocol.messages import Frame
-from shoal.serve.nodes.layer_host import Holder, Place
-from shoal.serve.nodes.messages import carry_out, door_from, order_message, unpacked
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange
+from shoal.serve.nodes.messages import command_message, endpoint_from, execute, unpack_hidden_states
 from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.routes import HERE, Node, Order
-from shoal.serve.nodes.weights import Tensors
+from shoal.serve.nodes.routes import HERE, NodeCommand, NodeState
+from shoal.serve.nodes.weights import WeightStore
 from shoal.transports import Message, Request, Server
 
 SILENCE_S = 10.0
@@ -32,24 +32,24 @@ _MOST_NODES = 64
 _NAME_LENGTH = 64
 
 
-class Guest:
+class NodeSession:
     """A machine that joined: its session, its question that waits, when it was heard of last."""
 
-    def __init__(self, node: Node, now: float) -> None:
+    def __init__(self, node: NodeState, now: float) -> None:
         self.node, self.heard_at = node, now
         self.asks: tuple[Request, float] | None = None
 
 
-class Hub:
+class NodeServer:
     """One thread between the transport's server and the pipeline."""
 
     def __init__(
-        self, server: Server, pipeline: Pipeline, tensors: Tensors, model: Mapping[str, Any], tell: Callable[[str], None], *, int8: bool
+        self, server: Server, pipeline: Pipeline, tensors: WeightStore, model: Mapping[str, Any], tell: Callable[[str], None], *, int8: bool
     ) -> None:
         """`model`: what a machine needs to make the model without numbers; `int8`: whether hidden states are rounded for the way."""
         self.int8 = int8
         self.server, self.pipeline, self.tensors, self.model, self.tell = server, pipeline, tensors, dict(model), tell
-        self.guests: dict[str, Guest] = {}
+        self.guests: dict[str, NodeSession] = {}
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="shoal-hub", daemon=True)
 
@@ -138,9 +138,11 @@ class Hub:
             raise ShoalError("a machine must say how long it takes for a layer, and how much memory it has")
         wanted = header.get("name")
         name = self._free_name(printable(wanted[:_NAME_LENGTH]) if isinstance(wanted, str) and wanted else "node")
-        node = Node(name, layer_s, memory, ring=self.server.wake, door=None if header.get("door") is None else door_from(header["door"]))
+        node = NodeState(
+            name, layer_s, memory, ring=self.server.wake, door=None if header.get("door") is None else endpoint_from(header["door"])
+        )
         session = secrets.token_hex(16)
-        self.guests[session] = Guest(node, time.monotonic())
+        self.guests[session] = NodeSession(node, time.monotonic())
         self.tell(f"{name} joined: {1000 * layer_s:.2f} ms a layer, {memory / 2**30:.1f} GiB")
         self.pipeline.add(node)
         return Message({"kind": "entered", "session": session, "name": name})
@@ -150,13 +152,13 @@ class Hub:
         taken = {guest.node.name for guest in self.guests.values()} | {HERE}
         return wanted if wanted not in taken else next(f"{wanted}-{i}" for i in range(2, 10_000) if f"{wanted}-{i}" not in taken)
 
-    def _take(self, node: Node, header: Mapping[str, Any], frames: tuple[Frame, ...]) -> None:
+    def _take(self, node: NodeState, header: Mapping[str, Any], frames: tuple[Frame, ...]) -> None:
         """What a machine did since it asked last."""
         for done in header["done"]:
             if done["kind"] == "held":
-                self.pipeline.held(node.name, Place(*done["place"]))
+                self.pipeline.held(node.name, LayerRange(*done["place"]))
             elif done["kind"] == "unheld":
-                self.pipeline.unheld(node.name, Place(*done["place"]), _problem(done))
+                self.pipeline.unheld(node.name, LayerRange(*done["place"]), _problem(done))
             elif done["kind"] == "probed":
                 self.pipeline.probed(node.name, str(done["other"]), done["reached"] is True)
             elif done["kind"] == "declined":
@@ -164,7 +166,7 @@ class Hub:
             elif done["kind"] == "failed":
                 self.pipeline.fail(int(done["trip"]), f"{node.name}: {_problem(done)}")
             elif done["trip"] >= 0:
-                y_BLD = unpacked(frames[done["frame"]], done)
+                y_BLD = unpack_hidden_states(frames[done["frame"]], done)
                 self.pipeline.done(node.name, int(done["trip"]), y_BLD, float(done["seconds"]), done["handed_on"] is True)
 
     def _hand_out(self) -> None:
@@ -177,7 +179,7 @@ class Hub:
             guest.asks = None
             self.server.reply(request, self._orders(guest.node))
 
-    def _orders(self, node: Node) -> Message:
+    def _orders(self, node: NodeState) -> Message:
         """The next orders of a machine, at most one of which is to read: what it has read travels on at once."""
         headers, frames = list[dict[str, Any]](), tuple[Frame, ...]()
         while node.orders and not frames and len(headers) < 64:
@@ -185,7 +187,7 @@ class Hub:
                 order = node.orders.popleft()
             except IndexError:  # the machine was lost at this moment
                 break
-            header, frames = order_message(order, self.int8)
+            header, frames = command_message(order, self.int8)
             headers.append(header)
         return Message({"kind": "orders", "orders": headers}, frames)
 
@@ -198,10 +200,10 @@ def _refused(why: str) -> Message:
     return Message({"kind": "refused", "reason": "serving", "detail": why})
 
 
-class OwnLayers:
+class LocalNode:
     """The server's own layers: it takes orders like every other machine, in a thread of its own."""
 
-    def __init__(self, pipeline: Pipeline, holder: Holder, node: Node) -> None:
+    def __init__(self, pipeline: Pipeline, holder: LayerHost, node: NodeState) -> None:
         self.pipeline, self.holder, self.node = pipeline, holder, node
         self.computed_s = 0.0
         """Processor time of this thread for layers."""
@@ -226,10 +228,10 @@ class OwnLayers:
                 with contextlib.suppress(IndexError):
                     self._carry_out(self.node.orders.popleft())
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: NodeCommand) -> None:
         try:
             start = time.thread_time()
-            found = carry_out(self.holder, order)
+            found = execute(self.holder, order)
             self.computed_s += time.thread_time() - start
             if found is not None:
                 self.pipeline.done(self.node.name, order.trip, *found)

@@ -52,7 +52,7 @@ def claimed_bytes(shape: Any, name: Any) -> int:
     return int(math.prod(shape) * _TYPES[name].itemsize)
 
 
-class Where(NamedTuple):
+class TensorFile(NamedTuple):
     """A tensor in a file that a process of the same machine may read itself: it is the same file if its stamp is the same."""
 
     path: str
@@ -60,7 +60,7 @@ class Where(NamedTuple):
     stamp: tuple[int, ...]
 
 
-class Tensors:
+class WeightStore:
     """The numbers of a model that the server has."""
 
     def __init__(self, held: Mapping[str, Tensor], files: Mapping[str, tuple[Path, str]] | None = None) -> None:
@@ -69,7 +69,7 @@ class Tensors:
         self._digests: dict[str, str] = {}
 
     @classmethod
-    def of_folder(cls, folder: Path, prefix: str = "") -> Tensors:
+    def of_folder(cls, folder: Path, prefix: str = "") -> WeightStore:
         """The safetensors of a folder. Nothing is read yet."""
         from safetensors import safe_open
 
@@ -89,11 +89,11 @@ class Tensors:
             raise ShoalError(f"the model has no tensor {name[:200]!r}")
         return _read(*self.files[name])
 
-    def where(self, name: str) -> Where | None:
+    def where(self, name: str) -> TensorFile | None:
         if name not in self.files:
             return None
         path, key = self.files[name]
-        return Where(str(path.resolve()), key, _stamp(path))
+        return TensorFile(str(path.resolve()), key, _stamp(path))
 
     def digest(self, name: str) -> str:
         if name not in self._digests:
@@ -114,7 +114,7 @@ class Tensors:
         return {"kind": "tensor", "where": [found.path, found.key, list(found.stamp)] if found else None}, ()
 
 
-class Fetched:
+class RemoteWeights:
     """The tensors of a model that a server has, for a machine elsewhere."""
 
     def __init__(self, ask: Callable[[dict[str, Any]], tuple[Mapping[str, Any], tuple[Frame, ...]]]) -> None:

@@ -6,8 +6,9 @@ allocated. What is not finite is refused on arrival. What a codec loses may be k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -57,26 +58,31 @@ class Coder:
         return None
 
 
-class Dense(Protocol):
-    """An encoded vector that can be written and read block by block."""
+class PackedVector(ABC):
+    """An encoded vector that can be written and read block by block. Blocks begin at whole chunks."""
 
     @classmethod
+    @abstractmethod
     def empty(cls, size: int) -> Self: ...
 
     @classmethod
+    @abstractmethod
     def read(cls, size: int, frames: Sequence[Frame]) -> Self: ...
 
+    @abstractmethod
     def pack(self, block: Floats, start: int, end: int) -> None: ...
 
+    @abstractmethod
     def unpack(self, start: int, end: int, out: Floats) -> None: ...
 
+    @abstractmethod
     def frames(self) -> Frames: ...
 
 
-class Blockwise(Coder):
+class BlockwiseCoder(Coder):
     """A codec that sends every number: it works on blocks that fit the cache, on several of them at once."""
 
-    def __init__(self, dense: type[Dense]) -> None:
+    def __init__(self, dense: type[PackedVector]) -> None:
         self.dense = dense
 
     def encode(self, values: Floats, lost: Floats | None) -> Frames:
@@ -108,7 +114,7 @@ def expect_finite(block: Floats) -> None:
         raise UpdateError("values: a number that is not finite")
 
 
-def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: int) -> None:
+def _pack(packed: PackedVector, values: Floats, lost: Floats | None, start: int, end: int) -> None:
     if lost is None:
         return packed.pack(values[start:end], start, end)
     wanted = lost[start:end]
@@ -119,12 +125,12 @@ def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: i
     wanted -= sent
 
 
-def _unpack(packed: Dense, out: Floats, start: int, end: int) -> None:
+def _unpack(packed: PackedVector, out: Floats, start: int, end: int) -> None:
     packed.unpack(start, end, out)
     expect_finite(out)
 
 
-def _add(packed: Dense, target: Floats, scale: float, start: int, end: int) -> None:
+def _add(packed: PackedVector, target: Floats, scale: float, start: int, end: int) -> None:
     block = scratch(end - start)
     packed.unpack(start, end, block)
     block *= scale

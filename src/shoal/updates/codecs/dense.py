@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.config.schema.updates import Codec
 from shoal.protocol.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
-from shoal.updates.codecs.base import Blockwise, Coder, expect_finite
+from shoal.updates.codecs.base import BlockwiseCoder, Coder, PackedVector, expect_finite
 from shoal.updates.parallel_blocks import Floats, in_blocks, scratch
 
 _LARGEST_HALF = 65504.0
@@ -33,35 +33,35 @@ def plain(codec: Codec) -> Coder:
 
 
 def half(codec: Codec) -> Coder:
-    return Blockwise(Half)
+    return BlockwiseCoder(Float16Vector)
 
 
 def eight_bits(codec: Codec) -> Coder:
-    return Blockwise(Bytes)
+    return BlockwiseCoder(Int8Vector)
 
 
 def four_bits(codec: Codec) -> Coder:
-    return Blockwise(Nibbles)
+    return BlockwiseCoder(Int4Vector)
 
 
-class PlainCoder(Blockwise):
+class PlainCoder(BlockwiseCoder):
     """Where nothing is lost and nothing is left out, the vector's own memory travels, and is read where it lies."""
 
     def __init__(self) -> None:
-        super().__init__(Plain)
+        super().__init__(Float32Vector)
 
     def encode(self, values: Floats, lost: Floats | None) -> Frames:
         return (frame_of(values),) if lost is None else super().encode(values, lost)
 
     def borrow(self, size: int, frames: Sequence[Frame]) -> Floats | None:
-        values = Plain.read(size, frames).values
+        values = Float32Vector.read(size, frames).values
         if not (values.flags.writeable and values.flags.aligned and values.dtype.isnative):  # torch takes no other
             return None
         in_blocks(size, lambda start, end: expect_finite(values[start:end]))
         return values
 
 
-class Plain:
+class Float32Vector(PackedVector):
     """32-bit floats."""
 
     def __init__(self, values: Floats) -> None:
@@ -86,7 +86,7 @@ class Plain:
         return (frame_of(self.values),)
 
 
-class Half:
+class Float16Vector(PackedVector):
     """16-bit floats; what is too large for them becomes the largest."""
 
     def __init__(self, values: NDArray[np.float16]) -> None:
@@ -116,7 +116,7 @@ class Half:
         return (frame_of(self.values),)
 
 
-class Scaled:
+class ScaledVector(PackedVector):
     """Small whole numbers from −levels to levels, times the scale of their chunk."""
 
     chunk: int
@@ -155,7 +155,7 @@ class Scaled:
         return [part for part in (self.scales[first:whole], self.scales[whole:last]) if len(part)]
 
 
-class Bytes(Scaled):
+class Int8Vector(ScaledVector):
     """8-bit integers from −127 to 127."""
 
     chunk, levels, largest_scale = 1024, 127, np.float32(2.6e36)
@@ -181,7 +181,7 @@ class Bytes(Scaled):
         self.scale_up(out, start, end)
 
 
-class Nibbles(Scaled):
+class Int4Vector(ScaledVector):
     """4-bit integers from −7 to 7, two in a byte, the first in its lower half; each is sent with 8 added."""
 
     chunk, levels, largest_scale = 256, 7, np.float32(4.2e37)

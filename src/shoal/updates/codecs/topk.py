@@ -13,7 +13,7 @@ from shoal.updates.codecs.base import Coder
 from shoal.updates.parallel_blocks import Floats
 
 
-class TopK(Coder):
+class TopKCoder(Coder):
     """Packed positions, and the numbers there as another codec sends them."""
 
     def __init__(self, codec: TopKCodec) -> None:

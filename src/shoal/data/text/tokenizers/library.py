@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from shoal.data.packages import need
-from shoal.data.text.tokenizers.base import Foreign
-from shoal.data.text.tokenizers.interface import Ids
+from shoal.data.packages import import_optional
+from shoal.data.text.tokenizers.interface import Ids, LibraryBasedTokenizer
 from shoal.errors import ShoalError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -25,7 +24,7 @@ _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 BPE_VOCABULARY = 4096
 
 
-class LibraryTokenizer(Foreign):
+class LibraryTokenizer(LibraryBasedTokenizer):
     """A tokenizer of the `tokenizers` library. Special tokens are never added; they are found where they stand in a text."""
 
     def __init__(self, tokenizer: Any, *, name: str, eos: str | None = None, pad: str | None = None) -> None:
@@ -97,7 +96,7 @@ def _pieces(text: str) -> list[str]:
 def from_json(file: Path, name: str) -> LibraryTokenizer:
     """A tokenizer.json; the end-of-text token is named in the tokenizer_config.json beside it, or is a well-known one."""
     try:
-        tokenizer = need("tokenizers").Tokenizer.from_file(str(file))
+        tokenizer = import_optional("tokenizers").Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
         raise ShoalError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
     _unlimited(tokenizer)
@@ -127,7 +126,7 @@ def _token(config: dict[str, Any], key: str) -> str | None:
 
 def from_vocabulary_and_merges(folder: Path, name: str) -> LibraryTokenizer:
     """A folder in GPT-2's style: vocab.json and merges.txt, byte-level BPE."""
-    library = need("tokenizers")
+    library = import_optional("tokenizers")
     try:
         model = library.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:
@@ -153,7 +152,7 @@ def train_bpe(texts: Iterable[str], cache_dir: Path | None = None) -> LibraryTok
     cached = cache_dir / f"bpe-{_fingerprint(texts)}.json" if cache_dir else None
     if cached is not None and cached.is_file():
         return from_json(cached, "bpe")
-    library = need("tokenizers")
+    library = import_optional("tokenizers")
     tokenizer = _byte_level(library, library.models.BPE())
     trainer = library.trainers.BpeTrainer(
         vocab_size=BPE_VOCABULARY,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.config.path_hints import missing_path_hint
 from shoal.data.hub.access import hub_answers, quiet
-from shoal.data.packages import need
+from shoal.data.packages import import_optional
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
 from shoal.data.text.tokenizers.characters import CharacterTokenizer
 from shoal.data.text.tokenizers.interface import OWN_FILE, Tokenizer
@@ -57,7 +57,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         return from_vocabulary_and_merges(folder, folder.name)
     try:
         with quiet():
-            return PretrainedTokenizer(need("transformers").AutoTokenizer.from_pretrained(str(folder)), folder.name)
+            return PretrainedTokenizer(import_optional("transformers").AutoTokenizer.from_pretrained(str(folder)), folder.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ShoalError(f"no tokenizer in {folder}: expected {_FILES}") from error
 
@@ -77,7 +77,7 @@ def _from_hub(name: str, token: str | None) -> Tokenizer:
     online = hub_answers()
     try:
         with quiet():
-            automatic = need("transformers").AutoTokenizer
+            automatic = import_optional("transformers").AutoTokenizer
             return PretrainedTokenizer(automatic.from_pretrained(name, token=token, local_files_only=not online), name)
     except (OSError, ValueError, KeyError) as error:
         near = difflib.get_close_matches(name, OWN, 1)

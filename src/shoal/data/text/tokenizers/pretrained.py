@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.text.tokenizers.base import Foreign
-from shoal.data.text.tokenizers.interface import Ids
+from shoal.data.text.tokenizers.interface import Ids, LibraryBasedTokenizer
 
 
-class PretrainedTokenizer(Foreign):
+class PretrainedTokenizer(LibraryBasedTokenizer):
     """A tokenizer of the transformers library. Special tokens are never added; they are found where they stand in a text."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:

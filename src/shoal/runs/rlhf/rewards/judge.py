@@ -14,13 +14,13 @@ from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.config.schema.rlhf import JudgeReward
 from shoal.errors import ShoalError
-from shoal.models.generation.batch_sampling import padded
+from shoal.models.generation.batch_sampling import pad_prompts
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.model import HuggingFace
 from shoal.runs.rlhf.rewards.http import ask
 from shoal.runs.rlhf.rewards.interface import Answer, Score, filled
 from shoal.runs.trained_model import open_run
-from shoal.tasks.answer_logprobs import Text, as_used, log_probs
+from shoal.tasks.answer_logprobs import PromptAnswers, as_used, log_probs
 from shoal.tasks.language import IGNORED
 
 _WORDS = (" yes", " no")
@@ -61,8 +61,8 @@ def _judge(settings: JudgeReward, run: Run) -> tuple[nn.Module, data.Tokenizer]:
 @torch.no_grad()
 def _how_probable(model: nn.Module, questions: Sequence[list[int]], word: list[int], pad_id: int) -> torch.Tensor:
     """The log-probability of a word after each question."""
-    ids_BL, mask_BL = padded([[*question, *word] for question in questions], pad_id, next(model.parameters()).device)
+    ids_BL, mask_BL = pad_prompts([[*question, *word] for question in questions], pad_id, next(model.parameters()).device)
     labels_BL = torch.full_like(ids_BL[:, 1:], IGNORED)
     labels_BL[:, -len(word) :] = ids_BL[:, -len(word) :]
     with as_used(model):
-        return log_probs(model, Text(ids_BL[:, :-1], labels_BL, mask_BL[:, :-1])).sum(1)
+        return log_probs(model, PromptAnswers(ids_BL[:, :-1], labels_BL, mask_BL[:, :-1])).sum(1)

@@ -11,10 +11,10 @@ from shoal.config import Run
 from shoal.config.schema.rlhf import TrainedReward
 from shoal.data.text.encoding import Encoding, collate
 from shoal.errors import ShoalError
-from shoal.models.generation.side_texts import columns_beside, read_beside
+from shoal.models.generation.side_texts import make_side_texts, side_text_columns
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.runs.trained_model import open_run
-from shoal.tasks.answer_logprobs import Text, as_used
+from shoal.tasks.answer_logprobs import PromptAnswers, as_used
 from shoal.tasks.reward import Reward
 
 _AT_ONCE = 16
@@ -34,13 +34,13 @@ def build(settings: TrainedReward, run: Run) -> Score:
     finder = data.open_finder(trained.run, trained.passages, tokenizer) if trained.passages else None
     context = data.reads_context(trained.run)
 
-    def text_of(answers: Sequence[Answer]) -> Text:
+    def text_of(answers: Sequence[Answer]) -> PromptAnswers:
         """Answers as the reward model reads them, with what it reads beside them."""
         batch = collate(data.answer_samples([(answer.prompt, answer.text) for answer in answers], encoding), encoding)
-        text = Text.of({name: value.to(device) for name, value in batch.items()})
+        text = PromptAnswers.of({name: value.to(device) for name, value in batch.items()})
         contexts = [tokenizer.encode(answer.context) if answer.context else [] for answer in answers] if context else ()
-        beside = read_beside(finder, contexts, [answer.own for answer in answers])
-        return text._replace(beside=columns_beside(beside, text.input_ids_BL, text.mask_BL))
+        beside = make_side_texts(finder, contexts, [answer.own for answer in answers])
+        return text._replace(beside=side_text_columns(beside, text.input_ids_BL, text.mask_BL))
 
     @torch.no_grad()
     def score(answers: Sequence[Answer]) -> list[float]:

@@ -1,0 +1,204 @@
+"""Decides how a run starts, from its settings and what the caller asks for: which processes take part, and what this one does.
+
+`start.py` then starts the run that was chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.config.load import LoadedConfig, Override
+from shoal.config.missing_packages import package_problems
+from shoal.config.problems import ConfigError
+from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place, uses_several_processes
+from shoal.config.schema.cluster import Postgres
+from shoal.errors import ShoalError
+from shoal.launch.engine_processes import place_in_engine, settings_from_start
+from shoal.launch.local import use_passive_waiting
+
+if TYPE_CHECKING:
+    from shoal.config import Run
+    from shoal.launch.torchrun import TorchrunGroup
+    from shoal.runs.worker_run import JoinedWorker
+
+Load = Callable[[Sequence[Override]], LoadedConfig]
+"""Resolves the configuration with these settings on top."""
+
+
+class StartOptions(NamedTuple):
+    """What the caller asks for besides the settings of the run."""
+
+    run_dir: str | None = None
+    resume: bool = False
+    workers: int | None = None
+    """Workers on this machine; None: as the settings say."""
+    default_workers: int = 0
+    """Number of workers where neither the caller nor the settings give one; 0: that is an error."""
+    invite: bool = False
+    """Whether workers of other machines may join."""
+    hosts: tuple[str, ...] = ()
+    """Addresses to listen on for them; empty: all addresses of this machine."""
+    watch: bool = False
+    """Show the run in the browser."""
+    live: tuple[str, ...] = ()
+    """Names of live objects that the program passes and workers need: only threads of this process can use them."""
+    up: bool = False
+    """Start the workers where launch.kind says, and let others join (`shoal up`)."""
+    above: JoinedWorker | None = None
+    """For a relay: its membership at the coordinator above."""
+
+
+class StartMode(Enum):
+    """What this process does."""
+
+    ALONE = auto()
+    """Trains, perhaps as one of the processes of an engine."""
+    RANKS = auto()
+    """Starts the processes of an engine, which train."""
+    COORDINATES = auto()
+    """Holds the weights, and workers train."""
+    GATHERS = auto()
+    """Runs the first stage of a pipeline on this machine; machines that join run the others."""
+    FOLLOWS = auto()
+    """Was started by torchrun, and another process coordinates."""
+
+
+class StartPlan(NamedTuple):
+    """The processes that take part in a run, and what this one does."""
+
+    mode: StartMode
+    loaded: LoadedConfig
+    options: StartOptions
+    here: RankPlace | None = None
+    """Rank of this process, where it is one of an engine's."""
+    workers: int = 0
+    """Workers to start on this machine; 0 for a resumed run: as many as the run began with."""
+    torchrun: TorchrunGroup | None = None
+    """The processes that torchrun started, where each runs a worker."""
+    note: str = ""
+    """For the user: a choice that neither the caller nor the settings made."""
+
+    @property
+    def run(self) -> Run:
+        return self.loaded.run
+
+
+def plan_start(load: Load, options: StartOptions) -> StartPlan:
+    """Choose the mode. Raises ConfigError for faulty settings, ShoalError where settings and options contradict each other."""
+    loaded, note = _checked(load([])), ""
+    more: list[Override] = []
+    if loaded.run.alone and loaded.run.engine.kind == "pipeline":
+        return _plan_pipeline(load, loaded, options)
+    if options.workers and loaded.run.alone:
+        answers = loaded.run.chosen_task.needs == "prompts"
+        chosen, others = (STRATEGY_FOR_ANSWERS, "") if answers else (STRATEGY_FOR_WORKERS, " (edp and async are others)")
+        note = f"strategy.kind: {chosen}, since there are workers{others}"
+        more = [Override("strategy.kind", chosen, "--workers")]
+        loaded = _checked(load(more))
+    if options.invite:
+        return _plan_invited(loaded, options)
+    if loaded.run.alone:
+        return _plan_alone(loaded, options)
+    if options.live:
+        _refuse_other_processes(loaded, options.live)
+        more.append(Override("transport.kind", "in-process", f"{options.live[0]}=…"))
+        loaded = _checked(load(more))
+    use_passive_waiting()
+    here, count = rank_place(), options.workers or loaded.run.cluster.num_workers or _default_workers(loaded.run, options)
+    if derived := settings_from_start(loaded.run, here, count):
+        loaded = _checked(load([*more, *derived]))
+    if here is not None:
+        return _plan_torchrun(loaded, options, here)
+    return StartPlan(StartMode.COORDINATES, loaded, options, workers=_workers_here(loaded.run, options, count), note=note)
+
+
+def _checked(loaded: LoadedConfig) -> LoadedConfig:
+    """The same configuration. Raises ConfigError with everything that is wrong with it."""
+    problems = loaded.problems if not loaded.ok else package_problems(loaded)
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def _refuse_other_processes(loaded: LoadedConfig, live: tuple[str, ...]) -> None:
+    """Raises ShoalError where workers would be processes, which cannot use live objects of this one."""
+    run, settings = loaded.run, loaded.settings
+    explicit = settings.given("transport.kind") and run.transport.kind != "in-process"
+    reason = "torchrun has started several" if rank_place() else f"transport.kind is {run.transport.kind}" if explicit else ""
+    reason = reason or (f"the engine {run.engine.kind} is several" if uses_several_processes(run) else "")
+    if reason:
+        raise ShoalError(
+            f"{' and '.join(f'{name}=' for name in live)} cannot be handed to other processes, and {reason}. For worker processes name "
+            f'functions that make them ({live[0]}="module:function"); workers that are threads of this process need no transport'
+        )
+
+
+def _plan_alone(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
+    here = place_in_engine(loaded.run)
+    if here is None and uses_several_processes(loaded.run):
+        if options.live:
+            _refuse_other_processes(loaded, options.live)
+        return StartPlan(StartMode.RANKS, loaded, options)
+    return StartPlan(StartMode.ALONE, loaded, options, here)
+
+
+def _plan_pipeline(load: Load, loaded: LoadedConfig, options: StartOptions) -> StartPlan:
+    """One model over several processes or machines. Each worker is a stage; this process, or the server, runs the first."""
+    run = loaded.run
+    if not options.invite:
+        stages = Override("launch.devices_per_node", str((options.workers or 0) + 1), "--workers")
+        return _plan_alone(_checked(load([stages])) if options.workers else loaded, options)
+    if options.workers:
+        raise ShoalError("--workers: this machine has one stage of the pipeline; `shoal train` starts all stages on one machine")
+    if run.transport.kind not in ("zmq", "xmlrpc"):
+        raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq, and this is {run.transport.kind}")
+    if not run.cluster.num_workers and not run.placed:
+        raise ShoalError("how many machines join this one? --set cluster.num_workers=2, or list them in cluster.workers")
+    return StartPlan(StartMode.GATHERS, loaded, options)
+
+
+def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
+    """A coordinator that workers of other machines join."""
+    run = loaded.run
+    if run.alone:
+        raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
+    if run.transport.kind == "in-process":
+        raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
+    if isinstance(run.transport, Postgres) and len(options.hosts) > (run.transport.host == "embedded"):
+        raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
+    use_passive_waiting()
+    if options.up:
+        workers = options.workers or run.cluster.num_workers or run.launch.nodes or 0
+        if not workers:
+            raise ShoalError("how many workers? Name them in cluster.workers, or say --workers N (--num_nodes N)")
+    else:
+        workers = int(run.coordinator.trains) if options.workers is None else options.workers
+    return StartPlan(StartMode.COORDINATES, loaded, options, workers=workers)
+
+
+def _plan_torchrun(loaded: LoadedConfig, options: StartOptions, here: RankPlace) -> StartPlan:
+    """One of the processes that torchrun started. Each runs a worker, or a part of one."""
+    from shoal.launch.torchrun import TorchrunGroup
+
+    group = TorchrunGroup(loaded.run, here)
+    if options.workers not in (None, group.workers):
+        raise ShoalError(f"{options.workers} workers are asked for, and torchrun started {group.workers}: leave that out")
+    if not group.first:
+        return StartPlan(StartMode.FOLLOWS, loaded, options, torchrun=group)
+    if (folder := group.run_begun_before()) is not None:
+        options = options._replace(run_dir=folder, resume=True)
+    return StartPlan(StartMode.COORDINATES, loaded, options, workers=group.workers, torchrun=group)
+
+
+def _default_workers(run: Run, options: StartOptions) -> int:
+    """Workers where no number is given. All processes of the engine `collectives` are one worker; a resumed run has its own number."""
+    return 0 if options.resume else options.default_workers or int(run.engine.kind == "collectives")
+
+
+def _workers_here(run: Run, options: StartOptions, count: int) -> int:
+    """Workers to start on this machine, with one for the coordinator's machine where it trains too."""
+    if not count and not options.resume:
+        raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({run.strategy.kind})")
+    return count + bool(count and run.coordinator.trains and not options.workers)

@@ -1,0 +1,520 @@
+"""Functions of tests that run in several processes at once, each of which is one rank. `together(name, count)` returns what each found.
+
+This file is also what the processes run: `python rank_processes.py RESULT NAME …`, with the place in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.config import Run
+from shoal.config.load import resolve_data
+from shoal.config.ranks import RankPlace, rank_environment, rank_place
+from shoal.config.schema.serving import Decoding
+from shoal.data import load_tokenizer
+from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
+from shoal.launch import forkserver
+from shoal.models import build as build_models
+from shoal.models.cross_attention import WithCrossAttention
+from shoal.models.generation.generate import generate
+from shoal.models.routers.base import LearnedRouter
+from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
+from shoal.tasks import Batch
+from shoal.tasks import build as build_task
+from shoal.tasks.answer_logprobs import Reference
+from shoal.tasks.gan import Gan
+from shoal.tasks.language import LanguageModelling
+
+STEPS, BATCH, ACCUMULATION = 50, 8, 2
+PLAIN = {"name": "SGD", "learning_rate": 0.5}
+"""An optimizer that does not blow differences in the last digit up."""
+
+
+DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
+"""Where the ranks compute: on GPUs they are as many as there are of those, and speak NCCL."""
+DDP, FSDP = json.dumps({"kind": "ddp"}), json.dumps({"kind": "fsdp"})
+KEPT = json.dumps({"kind": "fsdp", "reshard_after_forward": False})
+ZERO = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "stage3_param_persistence_threshold": 10}) for stage in (1, 2, 3)]
+OFFLOADED = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "cpu_offload": True}) for stage in (1, 2, 3)]
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
+
+
+LOADS = ("torch._dynamo", "shoal.engines.fsdp")
+
+
+def together(name: str, count: int, *arguments: str, device: str = "cpu") -> list[Any]:
+    """Run a function of this file in so many processes; what each returned. None is left behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder) / f"{rank}.json" for rank in range(count)]
+        logs = [result.with_suffix(".log") for result in results]
+        processes = []
+        for rank in range(count):
+            here = RankPlace(rank, count, rank, count, file=f"{folder}/meeting")
+            environ = os.environ | rank_environment(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
+            command = [__file__, str(results[rank]), name, *arguments]
+            with logs[rank].open("wb") as log:
+                processes.append(forkserver.start(command, env=environ, stdout=log, stderr=log, loads=LOADS if device == "cpu" else ()))
+        try:
+            codes = [process.wait(600) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+                process.stdin.close()
+        assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
+        return [json.loads(result.read_text()) for result in results]
+
+
+class Shapes:
+    image_shape, num_classes, vocab_size = None, None, 61
+
+
+class Pictures:
+    image_shape, num_classes, vocab_size = (1, 64, 64), None, None
+
+
+def run_of(engine: dict[str, Any], **training: Any) -> Run:
+    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 12}
+    settings = {
+        "batch_size": BATCH,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1},
+        "schedule": {"kind": "cosine", "warmup_steps": 5},
+        "clipping": {"max_norm": 0.5},
+        "device": DEVICE,
+    } | training
+    return resolve_data({"model": model, "engine": engine, "training": settings}, name="test", dialect="shoal", environ={}).run
+
+
+def engine_of(world: World | None = None, engine: dict[str, Any] | None = None, **training: Any) -> Engine:
+    run = run_of(engine or {"kind": "single"}, **training)
+    task = LanguageModelling(build_models(run, Shapes()))
+    device = choose_device(run.training.device, world.rank if world else 0)
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def batches(step: int, rank: int = 0, size: int = 1) -> list[Batch]:
+    """The batches of a step, or a rank's part of them. Rows are of very different lengths, so that means of means would be wrong."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for _ in range(ACCUMULATION):
+        ids = torch.randint(61, (BATCH * 2, 13), generator=generator)
+        labels = ids[:, 1:].clone()
+        for row, length in enumerate(torch.randint(1, 13, (BATCH * 2,), generator=generator).tolist()):
+            labels[row, length:] = -100
+        labels[1::2, 3:] = -100
+        found.append({"input_ids": ids[rank::size, :-1].contiguous(), "labels": labels[rank::size].contiguous()})
+    return found
+
+
+def losses_of(engine: Engine, first: int = 0, last: int = STEPS) -> list[float]:
+    """The loss of each step over all ranks."""
+    world = engine.world
+    found = []
+    for step in range(first, last):
+        result = engine.step(batches(step, world.rank, world.size))
+        found.append(float(world.total(result.metrics)["loss"]))
+    return found
+
+
+# --- what runs in ranks ------------------------------------------------------------------------------
+
+
+def several(world: World, *asked: str) -> dict[str, Any]:
+    """Several functions of this file, one after the other: to start processes takes longer than most of them."""
+    return {name: globals()[name](world, *arguments) for name, *arguments in map(json.loads, asked)}
+
+
+def agreement(world: World, *engines: str) -> dict[str, Any]:
+    """Fifty steps of each engine."""
+    return {text: losses_of(engine_of(world, json.loads(text))) for text in engines}
+
+
+def half_agreement(world: World, *engines: str) -> dict[str, Any]:
+    """Fifty steps of each engine in bfloat16, activations computed twice."""
+    settings: dict[str, Any] = {"precision": {"kind": "bf16"}, "gradient_checkpointing": True}
+    return {text: losses_of(engine_of(world, json.loads(text), **settings)) for text in engines}
+
+
+def flat_view(world: World, *engines: str) -> dict[str, Any]:
+    """The gradient of the third batch, after two that came to nothing, and the weights after it is applied, as every rank sees them."""
+    found = {}
+    for text in engines:
+        engine = engine_of(world, json.loads(text), optimizer=PLAIN)
+        for step in range(3):
+            engine.gradients(batches(step, world.rank, world.size))
+        gradient = engine.gradient.clone()
+        engine.apply(gradient, 10)
+        found[text] = {"gradient": gradient.tolist(), "vector": engine.vector.tolist()}
+    return found
+
+
+MIXTURE = {
+    "kind": "moe",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_seq_len": 12,
+    "intermediate_size": 8,
+    "experts": {
+        "count": 8,
+        "router": "sigmoid-bias",
+        "capacity_factor": None,
+        "aux_loss_weight": 0.5,
+        "z_loss_weight": 0.1,
+        "bias_step": 0.01,
+    },
+}
+FEATURES = MIXTURE | {
+    "mixture_of_heads": {"enabled": True, "active_share": 0.5, "shared_heads": 0, "balance_weight": 0.5},
+    "mixture_of_activations": {"enabled": True},
+    "cross_attention": {"enabled": True, "every_layers": 1},
+    "retrieval": {"enabled": True, "chunk_size": 4},
+}
+REMEMBERING = FEATURES | {"episodic_memory": {"enabled": True, "capacity": 8, "chunk_size": 4, "replay_rate": 0.25}}
+IDLE = "blocks.0.feed_forward.router.bias_E"
+
+
+def mixture_engine(world: World | None, engine: dict[str, Any], settings: dict[str, Any] = MIXTURE, **training: Any) -> Engine:
+    """An engine with a mixture in which one expert is never chosen."""
+    run = run_of(engine, optimizer=PLAIN, **training)
+    run = run.replace(model=resolve_data({"model": settings}, name="test", dialect="shoal", environ={}).run.model)
+    players = build_models(run, Shapes())
+    players["model"].get_buffer(IDLE)[0] = -1.0
+    task, device = LanguageModelling(players), choose_device(DEVICE, world.rank if world else 0)
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def mixture_of(world: World | None, engine: dict[str, Any], **training: Any) -> tuple[list[float], list[float]]:
+    """The gradient of the third step of a mixture, and the biases that the steps before left."""
+    made = mixture_engine(world, engine, **training)
+    for step in range(2):
+        made.step(batches(step, made.world.rank, made.world.size))
+    made.gradients(batches(2, made.world.rank, made.world.size))
+    return made.gradient.tolist(), made.buffers.tolist()
+
+
+def writing(world: World, *engines: str) -> dict[str, Any]:
+    """What a mixture writes before and after a step, while its parameters are sharded."""
+    found = {}
+    for text in engines:
+        made = mixture_engine(world, json.loads(text))
+        model = made.task.players["model"]
+        found[text] = []
+        for _ in range(2):
+            made.task.players["model"].eval()
+            prompt, way = torch.tensor([[1, 2, 3]]), Decoding(active="greedy")
+            found[text].append([int(one) for one in generate(model, prompt, max_new_tokens=5, decoding=way)])
+            made.task.players["model"].train()
+            made.step(batches(0, made.world.rank, made.world.size))
+    return found
+
+
+def half_mixtures(world: World, *engines: str) -> dict[str, Any]:
+    """The losses of a few steps in bfloat16, and whether the routers' weights are rounded for them."""
+    found: dict[str, Any] = {}
+    for text in engines:
+        made, types = mixture_engine(world, json.loads(text), precision={"kind": "bf16"}), set()
+        for module in made.task.players["model"].modules():
+            if isinstance(module, LearnedRouter):
+                module.register_forward_pre_hook(lambda module, _, types=types: types.add(str(module.weight.dtype)))
+        losses = losses_of(made, 0, 5)
+        found[text] = {"losses": losses, "types": sorted(types)}
+    return found
+
+
+def mixtures(world: World, *engines: str) -> dict[str, Any]:
+    """The mixture's gradient and biases under each engine, as every rank sees them."""
+    return {text: mixture_of(world, json.loads(text), gradient_checkpointing=True) for text in engines}
+
+
+def with_passages(step: int, rank: int = 0, size: int = 1) -> list[Batch]:
+    """The batches of a step with two passages for each row, one to be read by the second chunk and one by the third."""
+    found = batches(step, rank, size)
+    for batch in found:
+        ids = batch["input_ids"]
+        starts = torch.tensor([4, 8]).expand(len(ids), 2)
+        batch |= {"passage_ids": torch.stack([ids[:, :5], ids[:, 3:8]], dim=1), "passage_from": starts}
+    return found
+
+
+def feature_gradient(world: World | None, engine: dict[str, Any], **training: Any) -> tuple[list[float], list[float]]:
+    """The gradient of the third step of a mixture with every feature that is the same in one process and in several, and the biases that
+    the steps before left."""
+    made = mixture_engine(world, engine, FEATURES, **training)
+    for step in range(2):
+        made.step(with_passages(step, made.world.rank, made.world.size))
+    made.gradients(with_passages(2, made.world.rank, made.world.size))
+    return made.gradient.tolist(), made.buffers.tolist()
+
+
+def features(world: World, *engines: str) -> dict[str, Any]:
+    return {text: feature_gradient(world, json.loads(text), gradient_checkpointing=True) for text in engines}
+
+
+def remembering(world: World, *engines: str) -> dict[str, Any]:
+    """The losses of a few steps of a mixture that replays what it remembers, and all that it has kept then."""
+    found = {}
+    for text in engines:
+        made = mixture_engine(world, json.loads(text), REMEMBERING, gradient_checkpointing=True)
+        losses = [float(world.total(made.step(with_passages(step % 2, world.rank, world.size)).metrics)["loss"]) for step in range(6)]
+        memory: Any = made.task.players["model"].memory
+        found[text] = {"losses": losses, "kept": [*made.buffers.tolist(), *memory.importance_N.tolist(), *memory.ids_NT.flatten().tolist()]}
+    return found
+
+
+def statistics(world: World) -> dict[str, Any]:
+    """A GAN with BatchNorm after two steps."""
+    model = {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 4}
+    data = {"model": model, "training": {"batch_size": 4}, "engine": {"kind": "ddp"}}
+    run = resolve_data(data, name="test", dialect="shoal", environ={}).run
+    engine = build(run, Gan(build_models(run, Pictures()), 4, 0), torch.device("cpu"), 10, world)
+    torch.manual_seed(world.rank)
+    for _ in range(2):
+        engine.step([{"image": torch.rand(4, 1, 64, 64)}])
+    assert isinstance(engine, SingleEngine)
+    return {"vector": float(engine.vector.double().sum()), "buffers": engine.buffers.tolist()}
+
+
+def small_last_batch(world: World) -> list[float]:
+    """A step in which the second rank has no sample of its own."""
+    engine = engine_of(world, {"kind": "ddp"}, gradient_accumulation_steps=1, optimizer=PLAIN)
+    whole = batches(0)[0]
+    engine.step([{name: value[world.rank :: world.size] for name, value in whole.items()}])
+    engine.step([{name: value[:1][world.rank :: world.size] for name, value in whole.items()}])
+    vector: list[float] = engine.vector.tolist()
+    return vector
+
+
+LETTERS = ["Once upon", "a", "boat went", "to", "the sea and"]
+READING = {
+    "kind": "moe",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_seq_len": 12,
+    "experts": {"count": 2, "per_token": 1, "capacity_factor": None, "aux_loss_weight": 0.5},
+    "cross_attention": {"enabled": True, "every_layers": 1},
+    "retrieval": {"enabled": True, "chunk_size": 3, "passage_tokens": 3},
+}
+LEARNING: dict[str, dict[str, Any]] = {
+    "PPO": {},
+    "with a head": {"value": "head"},
+    "RLOO": {"algorithm": "rloo"},
+    "online DPO": {"algorithm": "online-dpo"},
+    "reading": {"model": READING},
+}
+"""Ways to learn from a reward."""
+
+
+class Repeats:
+    """Finds for a chunk the chunk itself."""
+
+    folder, index, chunk_size = Path(), None, 3
+
+    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
+        chunks = max(1, (max(map(len, texts)) - 1) // 3)
+        rows = [[[*text[3 * u : 3 * u + 3]] if len(text) > 3 * u + 3 else [-1] * 3 for u in range(chunks)] for text in texts]
+        return {"passage_ids": torch.tensor(rows), "passage_from": torch.tensor(starts)[:, None] + 3 * torch.arange(1, chunks + 1)}
+
+
+class Bytes:
+    image_shape, num_classes, vocab_size = None, None, 257
+
+
+def policy_feed(world: World | None, engine: dict[str, Any], rlhf: dict[str, Any]) -> tuple[Engine, RolloutFeed]:
+    """A policy and what it learns from: answers are to have capital letters and digits."""
+    ppo = {"rollout_size": 12, "mini_batch_size": 6, "epochs": 2, "steps": 2, "response_length": 5, "prompt_length": 7, "stop_kl": 0.9}
+    training = {"optimizer": PLAIN, "device": DEVICE, "gradient_accumulation_steps": 1 if "algorithm" in rlhf else 2}
+    ways = {name: value for name, value in rlhf.items() if name != "model"}
+    reads = "model" in rlhf
+    tree = {"model": rlhf.get("model", DEEP), "engine": engine, "training": training}
+    tree["rlhf"] = {"ppo": ppo, "group_size": 4, "kl": {"target": 0.1}} | ways
+    run = resolve_data(tree, name="test", dialect="shoal", environ={}).run
+    assert run.rlhf is not None
+    players = build_models(run, Bytes())
+    for part in (part for player in players.values() for part in player.modules() if isinstance(part, WithCrossAttention)):
+        part.gate.data.fill_(0.7)
+    task: Any = build_task(run, players, Bytes())
+    reference = Reference(players["model"])
+    device = choose_device(DEVICE, world.rank if world else 0)
+    made = build(run, task, device, 8, world) if world else SingleEngine(run, task, device, 8)
+    tokenizer = load_tokenizer("bytes")
+    asked = [
+        RolloutPrompt(tokenizer.encode(text)[-7:], text, context_ids=tuple(range(n)) if reads else ()) for n, text in enumerate(LETTERS)
+    ]
+
+    def score(answers: Any) -> list[float]:
+        return [sum(letter < "a" for letter in one.text) / 5 for one in answers]
+
+    return made, RolloutFeed(run, task, tokenizer, asked, asked, score, made, reference, Repeats() if reads else None)
+
+
+def policy_after(world: World | None, engine: str, rlhf: dict[str, Any]) -> dict[str, Any]:
+    """A policy that has learned from two rollouts, what it found out about them, and its answers to held-out prompts."""
+    made, feed = policy_feed(world, json.loads(engine), rlhf)
+    while feed.epoch + feed.at_epoch_end < 2:
+        made.step([next(feed) for _ in range(feed.batches_per_step)])
+    judged = made.evaluate(feed.answers_to_held_out())
+    return {"vector": made.vector.tolist(), "figures": feed.figures, "judged": judged, "position": feed.position}
+
+
+def policies(world: World, *asked: str) -> dict[str, Any]:
+    """What policies learn: each is asked for as an engine and a way to learn."""
+    return {text: policy_after(world, json.dumps(engine), LEARNING[way]) for text in asked for engine, way in [json.loads(text)]}
+
+
+PIPELINE = json.dumps({"kind": "pipeline", "micro_batches": 2})
+DEEP = {"kind": "gpt", "hidden_size": 16, "num_layers": 3, "num_heads": 2, "max_seq_len": 12}
+DEEP_MIXTURE = MIXTURE | {"num_layers": 3}
+
+
+def pipeline_engine(world: World | None, model: dict[str, Any], engine: dict[str, Any], **training: Any) -> Engine:
+    """An engine for a model of three layers; without a world one process, which is given micro-batches as if they were batches."""
+    run = run_of(engine, **{"optimizer": PLAIN} | training)
+    run = run.replace(model=resolve_data({"model": model}, name="test", dialect="shoal", environ={}).run.model)
+    task, device = LanguageModelling(build_models(run, Shapes())), choose_device(DEVICE, world.rank if world else 0)
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def cut_in_two(found: list[Batch]) -> list[Batch]:
+    """The micro-batches of a step."""
+    return [{name: value[half] for name, value in batch.items()} for batch in found for half in (slice(0, BATCH), slice(BATCH, None))]
+
+
+def learned(engine: Engine, cut: Any = lambda found: found) -> dict[str, Any]:
+    """The figures of two steps, the gradient of the third, the weights after it, how it is judged, and what it writes."""
+    figures = [engine.world.total(engine.step(cut(batches(step))).metrics) for step in range(2)]
+    engine.gradients(cut(batches(2)))
+    gradient = engine.gradient.tolist()
+    engine.apply(torch.tensor(gradient), 10)
+    judged = engine.evaluate(iter(batches(7)))
+    engine.task.players["model"].eval()
+    tokens = generate(engine.task.players["model"], torch.tensor([[1, 2, 3]]), max_new_tokens=4, decoding=Decoding(active="greedy"))
+    written = [int(one) for one in tokens]
+    engine.task.players["model"].train()
+    return {
+        "figures": [{name: float(value) for name, value in one.items()} for one in figures],
+        "gradient": gradient,
+        "vector": engine.vector.tolist(),
+        "buffers": engine.buffers.tolist(),
+        "judged": judged,
+        "written": written,
+    }
+
+
+def dropped(world: World) -> list[float]:
+    """The gradient of a model that drops a good part of everything."""
+    engine = pipeline_engine(world, DEEP | {"dropout": 0.4}, json.loads(PIPELINE), gradient_checkpointing=True)
+    torch.manual_seed(5 + world.rank)
+    engine.step(batches(0))
+    engine.gradients(batches(1))
+    gradient: list[float] = engine.gradient.tolist()
+    return gradient
+
+
+def saved(engine: Engine, folder: str) -> None:
+    """Two steps, and a checkpoint of them."""
+    losses_together(engine, 0, 2)
+    Checkpoints(Path(folder), 1).save_together(2, engine.weights(), {"engine": engine.state_dict()}, engine.world)
+
+
+def gone_on(engine: Engine, folder: str) -> list[float]:
+    """The losses of two more steps after a checkpoint."""
+    found = Checkpoints(Path(folder), 1).newest(print)
+    assert found is not None
+    engine.load_weights(found.weights)
+    engine.load_state_dict(found.state["engine"])
+    return losses_together(engine, 2, 4)
+
+
+def losses_together(engine: Engine, first: int, last: int) -> list[float]:
+    return [float(engine.world.total(engine.step(batches(step)).metrics)["loss"]) for step in range(first, last)]
+
+
+def with_moments(world: World | None, engine: str) -> Engine:
+    """A mixture whose optimizer remembers, and of which some steps are clipped."""
+    adam = {"name": "AdamW", "learning_rate": 3e-3, "weight_decay": 0.1}
+    return pipeline_engine(world, DEEP_MIXTURE, json.loads(engine), optimizer=adam, gradient_health={"enabled": True})
+
+
+def oracle(world: World) -> dict[str, list[float]]:
+    """The gradient of a batch as torch's own pipeline takes it."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    engine = pipeline_engine(None, DEEP | {"tied_embeddings": False}, {"kind": "single"})
+    model: Any = engine.task.players["model"]
+    batch = batches(0)[0]
+    part = Halves(model, world.rank)
+    stage = PipelineStage(part, world.rank, 2, torch.device("cpu"))
+    counted = (batch["labels"] != -100).sum()
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda logits, labels: summed(logits, labels) / counted, scale_grads=False)
+    schedule.step(batch["input_ids"]) if world.first else schedule.step(target=batch["labels"])
+    gradient = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {name: value.flatten().tolist() for name, value in gradient.items()}
+
+
+def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+class Halves(torch.nn.Module):
+    """Two layers of three, or the last."""
+
+    def __init__(self, model: Any, rank: int) -> None:
+        super().__init__()
+        self.model, self.rank = model, rank
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if self.rank == 0:
+            ids = given
+            x = self.model.embed(ids)
+        else:
+            ids, x = torch.zeros(given.shape[:2], dtype=torch.long), given
+        x = self.model.only(*((0, 2) if self.rank == 0 else (2, 3))).through(x, ids)
+        return x if self.rank == 0 else torch.nn.functional.linear(self.model.norm(x), self.model.output_weight)
+
+
+def pipelines(world: World, folder: str) -> dict[str, Any]:
+    """What a GPT and a mixture learn as pipelines; a checkpoint is left, and one of a pipeline of two is gone on with."""
+    first: Any = pipeline_engine(world, DEEP, json.loads(PIPELINE))
+    cut = [end - start for start, end in pairwise(first.bounds)]  # a layer's measured time decides, and another cut rounds otherwise
+    alike = json.loads(PIPELINE) | {"schedule": "gpipe", "layers": cut}
+    mixture, gpipe = pipeline_engine(world, DEEP_MIXTURE, json.loads(PIPELINE)), pipeline_engine(world, DEEP, alike)
+    found: dict[str, Any] = {name: learned(engine) for name, engine in {"gpt": first, "mixture": mixture, "gpipe": gpipe}.items()}
+    found["dropped"] = dropped(world)
+    if world.size == 2:
+        saved(with_moments(world, PIPELINE), folder)
+        untied = pipeline_engine(world, DEEP | {"tied_embeddings": False}, json.loads(PIPELINE) | {"layers": [2, 1]})
+        untied.gradients(batches(0)[:1])
+        found["untied"] = {name: value.flatten().tolist() for name, value in untied._slopes("model")}
+        found["oracle"] = oracle(world)
+    found["gone on"] = gone_on(with_moments(world, PIPELINE), folder)
+    return found
+
+
+def main() -> None:
+    here = rank_place()
+    assert here is not None
+    world = enter(here, choose_device(DEVICE, here.local_rank))
+    found = globals()[sys.argv[2]](world, *sys.argv[3:])
+    Path(sys.argv[1]).write_text(json.dumps(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""A small model that answers over HTTP, for the tests of this folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shoal.config.schema import model as schema
+from shoal.config.schema.serving import Serving
+from shoal.data.text.tokenizers.byte_level import ByteTokenizer
+from shoal.models.gpt import Gpt
+from shoal.serve.api.chat_format import ChatTemplate
+from shoal.serve.load_model import ServedModel
+from shoal.serve.server import ModelServer
+
+
+def small_model(longest: int = 256) -> Gpt:
+    """A GPT over bytes that writes letters, and has no end of text."""
+    torch.manual_seed(3)
+    model = Gpt(schema.Gpt(hidden_size=32, num_layers=2, num_heads=4, max_seq_len=longest, tied_embeddings=False), 257)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)
+        model.output.weight[:32] = 0
+        model.output.weight[127:] = 0
+    return model.eval()
+
+
+def small_served(model: Gpt | None = None, **settings) -> ServedModel:
+    return ServedModel("tiny", model or small_model(), ByteTokenizer(), ChatTemplate(None, {}), Serving(**settings), (), frozenset())
+
+
+@contextmanager
+def running(served: ServedModel, ports: int = 1) -> Iterator[ModelServer]:
+    """The service on ports of this machine that the system chose; it ends with the block."""
+    service = ModelServer(served, "127.0.0.1", [0] * ports, lambda text: None)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+        thread.join()

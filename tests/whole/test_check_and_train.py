@@ -1,0 +1,120 @@
+"""`shoal config check` passes exactly what `shoal train` starts, and says beforehand what it would be refused for."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.config import missing_packages as refusals
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
+from shoal.config.presets import names
+from shoal.config.schema import Run
+from shoal.config.schema.engine import Engine
+from shoal.launch.start import start_run
+from shoal.launch.start_mode import StartOptions, plan_start
+
+HERE = {
+    "output_dir": "runs",
+    "data.tokenizer": "bytes",
+    "data.source.kind": "builtin",
+    "training.device": "cpu",
+    "training.epochs": "1",
+    "training.batch_size": "4",
+    "training.gradient_accumulation_steps": "1",
+    "training.global_batch_size": "null",
+}
+"""What any machine has, in the place of what presets expect on theirs: data sets, models of the hub, GPUs, a database."""
+SMALL_GPT = {"model.kind": "gpt", "model.num_layers": "3", "model.hidden_size": "16", "model.num_heads": "2"}
+
+
+def stand_ins(run: Run) -> dict[str, str]:
+    text = run.chosen_task.needs != "images" and run.model.kind not in ("mlp", "dcgan")
+    found = HERE | {"data.source.name": "python-source" if text else "digits"}
+    if text:
+        found |= SMALL_GPT | {"data.sequence_length": "16", "model.max_seq_len": "16", "data.streaming": "false"}
+    if run.model.kind == "mlp":
+        found |= {"model.input_dim": "64"}
+    if run.model.kind == "dcgan":
+        found |= {"model.image_size": "8", "model.generator_features": "4", "model.discriminator_features": "4"}
+    if run.training.precision.kind == "fp8":
+        found |= {"training.allow_emulation": "true"}
+    if not run.alone:
+        found |= {"transport.kind": "in-process"}
+    return found | {"engine.kind": "single"}
+
+
+def said(text: str) -> list[str]:
+    """Errors. Packages that are missing here are none for the check, which may be for another machine."""
+    return sorted(line for line in text.splitlines() if re.match(r"error\[(?!missing-package)", line))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("preset", names())
+def test_a_preset_that_passes_the_check_starts_and_the_others_are_refused_in_the_same_words(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, checked = main(["config", "check", preset]), capsys.readouterr()
+    if code:
+        assert main(["train", preset]) == 2
+        assert said(capsys.readouterr().err) == said(checked.err) != []
+        assert list(tmp_path.iterdir()) == [], "a run that is refused leaves nothing behind"
+        return
+    with start(preset) as loop:
+        assert loop.directory.path.is_dir()
+
+
+@contextlib.contextmanager
+def start(preset: str) -> Iterator[Any]:
+    own = stand_ins(resolve([ConfigFile(preset)]).run)
+
+    def load(more: Sequence[Override]) -> LoadedConfig:
+        return resolve([ConfigFile(preset)], [*(Override(path, value, f"--set {path}={value}") for path, value in own.items()), *more])
+
+    planned = plan_start(load, StartOptions(default_workers=2))
+    with start_run(planned, []) as made:
+        yield made.loop
+        if hasattr(made.loop, "server"):
+            made.loop.server.close()
+
+
+def test_every_preset_is_listed_and_good(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--list"]) == 0
+    told = capsys.readouterr().out
+    for preset in names():
+        assert preset in told
+        assert main(["config", "check", preset]) == 0
+
+
+def test_everything_is_said_at_once_and_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "starter", "--set", "training.precision.kind=nvfp5", "--set", "training.epochs=-1"]) == 2
+    told = capsys.readouterr().err
+    assert "nvfp5" in told
+    assert "training.epochs" in told
+    assert "command line" in told
+
+
+def test_a_package_that_is_not_here_is_a_warning_of_the_check_and_a_refusal_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = util.find_spec
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None if name == "dp_accounting" else real(name))
+    monkeypatch.chdir(tmp_path)
+    asked = ["starter", "--set", "strategy.kind=syncps", "--set", "updates.privacy.enabled=true", "--set", "updates.clip_norm=1"]
+    assert main(["config", "check", *asked]) == 0
+    assert "warning[missing-package]: accounting for privacy needs dp-accounting" in capsys.readouterr().err
+    assert main(["train", *asked, "--workers", "2"]) == 2
+    assert "error[missing-package]: accounting for privacy needs dp-accounting" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_engine_that_can_be_chosen_is_built() -> None:
+    assert set(Engine.kinds) >= {"single", "ddp", "fsdp", "deepspeed", "pipeline", "collectives"}
+    assert all(callable(kind.builder()) for kind in Engine.kinds.values())
