@@ -112,12 +112,12 @@ def test_capacity_is_the_share_of_an_expert_times_the_factor_and_drops_are_count
     layer = ExpertLayer(settings, 31)
     routes = Routes(torch.zeros(10, 1, dtype=torch.long), torch.ones(10, 1))
     counted = torch.tensor([False] * 4 + [True] * 6)
-    visits = layer.visits(routes, counted)
-    assert visits.sizes_E.tolist() == [math.ceil(1.1 * 10 / 4), 0, 0, 0]
-    assert visits.tokens_R.tolist() == [4, 5, 6], "tokens that count come first"
-    assert float(visits.dropped) == 3
-    assert float(layer.told(routes, visits, counted)["dropped"]) == 0.5
-    assert layer.eval().visits(routes, counted).sizes_E.tolist() == [10, 0, 0, 0], "nothing is dropped when nothing is learned"
+    assignment = layer.assign(routes, counted)
+    assert assignment.sizes_E.tolist() == [math.ceil(1.1 * 10 / 4), 0, 0, 0]
+    assert assignment.tokens_R.tolist() == [4, 5, 6], "tokens that count come first"
+    assert float(assignment.dropped) == 3
+    assert float(layer.statistics(routes, assignment, counted)["dropped"]) == 0.5
+    assert layer.eval().assign(routes, counted).sizes_E.tolist() == [10, 0, 0, 0], "nothing is dropped when nothing is learned"
 
 
 def test_what_finds_no_room_adds_nothing_to_the_stream():
@@ -250,9 +250,9 @@ def test_skipped_second_experts_take_no_room_and_are_not_computed():
     layer = ExpertLayer(schema.Moe(**SIZES, experts=schema.Experts(count=4, router="gshard", capacity_factor=1.0)), 31)
     experts = torch.tensor([[0, 1]] * 4)
     taken = torch.tensor([[True, False]] * 3 + [[True, True]])
-    visits = layer.visits(Routes(experts, torch.full((4, 2), 0.5), taken), torch.ones(4, dtype=torch.bool))
-    assert visits.sizes_E.tolist() == [2, 1, 0, 0]
-    assert visits.tokens_R.tolist() == [0, 1, 3]
+    assignment = layer.assign(Routes(experts, torch.full((4, 2), 0.5), taken), torch.ones(4, dtype=torch.bool))
+    assert assignment.sizes_E.tolist() == [2, 1, 0, 0]
+    assert assignment.tokens_R.tolist() == [0, 1, 3]
 
 
 def test_stochastic_draws_without_putting_back_by_probability():
