@@ -15,7 +15,7 @@ from shoal.errors import ShoalError
 from shoal.reporters.class_table import rows
 from shoal.runs.coordinator_setup import ReadyCoordinator
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
-from shoal.transports.netem import Profile, Proxy
+from shoal.transports.netem import LinkProfile, NetemProxy
 from shoal.transports.postgres import reconnecting
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look
@@ -23,7 +23,7 @@ from tests.support.classroom import School
 from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
 
-FINE = Profile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
+FINE = LinkProfile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
 PATIENCE_S = float(HANG_S)
 LONG = {"training": {"batch_size": 32, "epochs": 1000}}
 
@@ -59,7 +59,7 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
     monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 1.0)
     told: list[str] = []
     with teaching(school, strategy) as coordinating:
-        proxy = Proxy(f"tcp://{school.access.host}:{school.access.port}", FINE)
+        proxy = NetemProxy(f"tcp://{school.access.host}:{school.access.port}", FINE)
         here = school.student._replace(host="127.0.0.1", port=int(proxy.address.rpartition(":")[2]))
         worker = JoinedWorker(JoinOptions(here.address, "", None, name="ada", state=school.folder / "state"), told.append)
         worker.prepare()

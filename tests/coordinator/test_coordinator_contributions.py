@@ -194,7 +194,7 @@ def test_claims_that_cannot_be_true_are_refused(other: dict[str, int]) -> None:
     assert state == type(state)(seats={"a": 0}, keys={"a": a.protocol.identity.key})
 
 
-def test_a_number_that_a_worker_cannot_have_come_to_is_refused_and_it_is_told_where_it_stands() -> None:
+def test_an_impossible_sequence_number_is_refused_with_the_expected_one() -> None:
     cluster, a = alone()
     cluster.step(a)
     for other in ({"seq": 2**53}, {"seq": 66}, {"epoch": 2**30}, {"position": 2**30}, {"epoch": 67}, {"position": 80}):

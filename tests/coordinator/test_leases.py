@@ -347,7 +347,7 @@ def test_one_that_manages_units_does_not_speak_for_another_that_does() -> None:
     assert room.leases.given_up == {1: "broken"}
 
 
-def test_a_lone_worker_that_fails_gives_nothing_up_before_others_had_the_time_to_come() -> None:
+def test_units_that_a_lone_worker_fails_wait_for_other_workers_to_come() -> None:
     room = Room(2, "a")
     assert [room.fails("a") for _ in range(3)] == [True, True, False]
     assert room.leases.waits_for_reliable_worker(1)

@@ -243,7 +243,7 @@ def test_what_a_relay_confirmed_is_above_once_wherever_it_was_killed(tmp_path: P
         assert passed_on.count("accepted") > ROUNDS // 3
 
 
-def test_an_audit_of_both_names_what_a_relay_passed_on_and_the_ledger_above_does_not_have(tmp_path: Path) -> None:
+def test_an_audit_names_what_a_relay_passed_on_and_the_ledger_above_lacks(tmp_path: Path) -> None:
     world, relays = tree(tmp_path, "syncps")
     ledger = tmp_path / "coordinator" / "ledger.jsonl"
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))

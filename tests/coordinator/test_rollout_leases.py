@@ -202,7 +202,7 @@ def test_the_same_answers_lead_to_the_numbers_of_one_machine(tmp_path: Path, mod
         assert float(apart.float().mean()) < (1e-3 if model else 1e-9), f"{name}: Adam makes much of a slope that is almost none"
 
 
-def test_what_has_become_much_more_probable_since_an_answer_was_given_counts_as_twice_as_probable(tmp_path: Path) -> None:
+def test_a_token_that_became_much_more_probable_counts_as_twice_as_probable(tmp_path: Path) -> None:
     room = Room(settings(tmp_path))
     unit = room.claim(room.join("slow"))
     assert unit is not None

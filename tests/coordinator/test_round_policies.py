@@ -240,7 +240,7 @@ def test_a_rule_that_compares_sees_one_row_of_each_worker() -> None:
     assert [one[:2] for one in cluster.ledger[0]["from"]] == [["a", 0], ["a", 1], ["a", 2], ["b", 0], ["c", 0]]
 
 
-def test_a_worker_with_several_contributions_in_a_round_weighs_them_by_what_they_were_made_of() -> None:
+def test_several_contributions_of_a_worker_in_a_round_weigh_by_their_samples() -> None:
     updates = Updates(aggregation=Median())
     cluster, (a, b, c) = cluster_of(comparing(3, updates), "abc", updates=updates)
     cluster.step(a, 1.0, weight=1.0)

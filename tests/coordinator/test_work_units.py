@@ -98,7 +98,7 @@ def test_settled_units_are_remembered_in_any_order(order: list[int]) -> None:
     assert not settled.beyond
 
 
-def test_a_round_closes_with_the_quorum_and_what_is_left_is_offered_for_the_new_version() -> None:
+def test_a_round_closes_with_the_quorum_and_open_units_move_to_the_new_version() -> None:
     board = Board(made(quorum=3))
     for number, worker in ((4, "a"), (0, "b")):
         board.deliver(number, worker)

@@ -14,7 +14,7 @@ from tests.support.small_cluster import Cluster, FakeWorker, nameplate, strategy
 ASYNC = strategy_of(Async(max_staleness=50))
 
 
-def test_a_name_under_which_nothing_was_accepted_is_forgotten_and_one_that_was_used_is_not() -> None:
+def test_only_names_under_which_something_was_accepted_are_remembered() -> None:
     cluster = Cluster(ASYNC)
     ada, eve = cluster.join("ada"), cluster.join("eve")
     cluster.step(ada)

@@ -97,7 +97,7 @@ def test_a_worker_that_fails_what_others_manage_is_kept_out_and_everybody_is_tol
     assert cluster.join("eve", pull=False).name == "eve", "it may try again later"
 
 
-def test_a_worker_that_fails_everything_waits_until_another_has_shown_whether_it_can_be_done() -> None:
+def test_a_worker_that_fails_everything_waits_until_another_has_tried() -> None:
     cluster, (_, eve) = class_of("ada", "eve")
     assert [fail(cluster, eve) for _ in range(8)] == [True] * 5 + [False] * 3
     assert cluster.coordinator.replayed.settled.failed == 0
@@ -198,7 +198,7 @@ def test_one_result_does_not_buy_the_right_to_end_units() -> None:
     assert cluster.coordinator.replayed.settled.failed == 0
 
 
-def test_the_quarantine_of_a_worker_holds_for_newcomers_on_the_same_invitation_and_is_said() -> None:
+def test_a_quarantine_holds_for_newcomers_on_the_same_invitation() -> None:
     cluster, (ada,) = class_of("ada", guests={"eve": 2})
     cluster.guest = "eve"
     honest, hostile = cluster.join("laptop"), cluster.join("eve1")
@@ -220,7 +220,7 @@ def test_the_quarantine_of_a_worker_holds_for_newcomers_on_the_same_invitation_a
     assert cluster.join("eve2").name == "eve2"
 
 
-def test_units_that_a_crowd_keeps_for_itself_go_to_who_has_nothing_to_do_and_everybody_is_told() -> None:
+def test_units_that_a_crowd_holds_back_go_to_idle_workers_with_a_message() -> None:
     cluster, (ada,) = class_of("ada")
     eves = [cluster.join(f"eve{n}") for n in range(64)]
     for eve in eves:

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.transports import Client, Message, Request, Server, Unreachable, new_keys, new_token
 from shoal.transports.in_process import SCHEME, InProcessClient, InProcessServer
-from shoal.transports.netem import PROFILES, Proxy
+from shoal.transports.netem import PROFILES, NetemProxy
 from shoal.transports.postgres import PostgresClient, PostgresServer
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
@@ -38,7 +38,7 @@ class Harness:
         self.at_once = 16 if kind == "postgres" else 70
         """Questions that clients may ask at the same time: in a database all of them are one student."""
         self._stack = contextlib.ExitStack()
-        self._proxies: dict[str, Proxy] = {}
+        self._proxies: dict[str, NetemProxy] = {}
 
     def serve(self, address: str | None = None, *, limit: int = LIMIT, **options: Any) -> Server:
         """A server; at the address of an earlier one, where that is given."""
@@ -73,7 +73,7 @@ class Harness:
 
     def _through_the_weather(self, address: str) -> str:
         if address not in self._proxies:
-            self._proxies[address] = Proxy(address, PROFILES["good"], seed=5)
+            self._proxies[address] = NetemProxy(address, PROFILES["good"], seed=5)
             self._stack.callback(self._proxies[address].close)
         return self._proxies[address].address
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
     from shoal.launch import EngineProcesses
     from shoal.runs.worker_run import JoinedWorker, JoinOptions
-    from shoal.transports.netem import Proxy
+    from shoal.transports.netem import NetemProxy
 
 EPILOG = """\
 The coordinator sends everything else: the configuration, the fingerprint of the data, the tokenizer.
@@ -264,17 +264,17 @@ def _configured(file: str) -> str:
     return access_of(settings).address
 
 
-def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
+def _through_weather(address: str, name: str, worker: str) -> tuple[NetemProxy, str]:
     """A proxy that simulates a network, and its address in place of the coordinator's. Its losses are seeded by the worker's name, so that
     two workers do not lose the same packets."""
-    from shoal.transports.netem import Proxy, profile
+    from shoal.transports.netem import NetemProxy, profile
 
     seed = zlib.crc32(worker.encode()) if worker else secrets.randbits(32)
     if not is_address(address):
-        weather = Proxy(address, profile(name), seed)
+        weather = NetemProxy(address, profile(name), seed)
         return weather, weather.address
     access = parse_address(address)
-    weather = Proxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed)
+    weather = NetemProxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed)
     reached = parse_tcp(weather.address)
     return weather, access._replace(host=reached.host, port=reached.port).address
 

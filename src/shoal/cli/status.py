@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shoal.runs.folder.run_reader import RunFolder
-    from shoal.transports.postgres.queries import View
+    from shoal.transports.postgres.queries import RunView
 
 
 def run(argv: list[str]) -> int:
@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
     with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres.queries import look, picture
 
-        def view() -> View:
+        def view() -> RunView:
             seen = look(connection)
             if seen is None:
                 raise ShoalError(f"{place.access.shown} holds no run yet")
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show_live(view: Callable[[], View], every_s: float) -> None:
+def _show_live(view: Callable[[], RunView], every_s: float) -> None:
     from rich.live import Live
 
     with suppress(KeyboardInterrupt), Live(_drawn(view()), screen=False, auto_refresh=False) as live:
@@ -150,7 +150,7 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
     return 0
 
 
-def _drawn(view: View) -> RenderableType:
+def _drawn(view: RunView) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -167,7 +167,7 @@ def _drawn(view: View) -> RenderableType:
     return Group(head, "", table)
 
 
-def _print(view: View) -> None:
+def _print(view: RunView) -> None:
     from shoal.reporters import class_table
 
     for name, text in class_table.lines(view):

@@ -27,7 +27,7 @@ from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 
 if TYPE_CHECKING:
-    from shoal.transports.postgres.repair import Removed
+    from shoal.transports.postgres.repair import RemovedRecords
 
 _LARGEST_FRAME = 1 << 30
 """What a repair may read; the coordinator that comes back says again what students may send."""
@@ -73,13 +73,13 @@ def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> b
     do."""
     from shoal.transports.postgres import PostgresServer
     from shoal.transports.postgres import repair as mending
-    from shoal.transports.postgres.store import Snapshots
+    from shoal.transports.postgres.store import PostgresSnapshots
 
     server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
     try:
-        snapshot = Snapshots(server, 2).newest(say)
+        snapshot = PostgresSnapshots(server, 2).newest(say)
         if snapshot is None:
-            raise _nothing_to_go_on_from(server.line.place)
+            raise _nothing_to_go_on_from(server.connection.name)
         sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
         ledger = [*mending.ledger_since(server, length)]
         known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
@@ -256,7 +256,7 @@ def _new_folder(folder: Path) -> Path:
     return aside
 
 
-def _write_down(folder: Path, removed: Removed) -> Path:
+def _write_down(folder: Path, removed: RemovedRecords) -> Path:
     """Write rows that were taken out of a database to files."""
     aside = _new_folder(folder)
     (aside / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in removed.records), encoding="utf-8")
