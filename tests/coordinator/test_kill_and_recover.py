@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.eventually import eventually
 from tests.support.kill_and_recover import Victims, audit
-from tests.support.processes import eventually
 
 pytestmark = pytest.mark.whole
 

@@ -55,7 +55,7 @@ def test_the_doctor_tells_what_works_and_what_to_do(tmp_path: Path, monkeypatch:
     said = capsys.readouterr().out
     assert "set the clock" in said
     assert "ZeroDivisionError" in said
-    assert "2 of these must be mended" in said
+    assert "2 of these must be fixed" in said
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import HANG_S, Processes, eventually, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -38,7 +39,7 @@ def test_a_relay_that_is_killed_goes_on_and_every_batch_counts_once_on_both_leve
         (tmp_path / f"{name}.wish").write_text("hold 12")
     start = ["relay", *command, *plugin, "--name", "left", "--expect", "2", "--workers", "2", "--run-dir", "left", "--host", "127.0.0.1"]
     relay, ledger = processes.start(*start), tmp_path / "left" / "coordinator" / "ledger.jsonl"
-    wait_for(relay, r"step 10 ")
+    wait_for_line(relay, r"step 10 ")
     eventually(lambda: [path.stat().st_size for path in tmp_path.glob("*.steps")] == [12, 12])
     os.kill(relay.pid, signal.SIGKILL)
     relay.wait()

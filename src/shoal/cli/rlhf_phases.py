@@ -1,4 +1,4 @@
-"""`shoal train` where a policy is to learn from feedback: one run after the other."""
+"""`shoal train` with rlhf: trains the phases, each as a separate run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
 
 
 def train_in_phases(made: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
-    """Train every phase that is not done yet; the exit code of the last."""
+    """Train every phase that is not done yet; returns the last exit code."""
     root = _root(made, arguments)
     all_phases = list(phases(made.run, root, _command(arguments)))
     _check_phase(arguments.phase, [phase.name for phase in all_phases])
@@ -41,7 +41,7 @@ def train_in_phases(made: StartPlan, arguments: argparse.Namespace, overrides: l
 
 
 def _check_phase(asked: str | None, names: Sequence[str]) -> None:
-    """Raise ShoalError where there is no such phase, or torchrun's processes, which train one thing, are not told which."""
+    """Raise ShoalError for an unknown phase, or if torchrun's processes, which train one phase, have no --phase."""
     if asked is not None and asked not in names:
         raise ShoalError(f"--phase: there is no `{asked}` in this training; there are {', '.join(names)}")
     if asked is None and len(names) > 1 and rank_place() is not None:
@@ -54,7 +54,7 @@ def _tell(text: str, speaks: bool) -> None:
 
 
 def _tell_how_to_compare(made: StartPlan, root: Path) -> None:
-    """Say how to see what the policy has learned."""
+    """Print the command that compares base and policy."""
     assert made.run.rlhf is not None
     before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), made.run.rlhf.policy)
     if before is not None:
@@ -75,13 +75,13 @@ def _root(made: StartPlan, arguments: argparse.Namespace) -> Path:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """What trains the base, as one would type it."""
+    """The command that trains the base."""
     layers = [f"--{layer} {path}" for layer in LAYERS if layer != "rlhf_config" and (path := getattr(arguments, layer))]
     return " ".join(["shoal train", *arguments.files, *layers])
 
 
 def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
-    """Train one phase, with the workers that the command asks for where the phase has some. `argv` starts this command again."""
+    """Train one phase, with workers if it can use them. `argv` starts this command again."""
     chosen = copy.copy(arguments)
     if phase.below_rlhf:
         chosen.rlhf_config = None

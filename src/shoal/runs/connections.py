@@ -18,8 +18,8 @@ from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
 from shoal.worker.session import COMPUTING, Frames
 
 if TYPE_CHECKING:
-    from shoal.transports.postgres import UnitDesk
-    from shoal.transports.postgres.lease_client import Unit, Weights
+    from shoal.transports.postgres import LeaseClient
+    from shoal.transports.postgres.lease_client import LeasedUnit, PublishedWeights
 
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
@@ -96,10 +96,10 @@ class DatabaseConnection:
     The lease client retries by itself where the database cannot be reached.
     """
 
-    def __init__(self, desk: UnitDesk, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, desk: LeaseClient, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
         self.desk, self.welcome, self.tell = desk, welcome, tell
         self.sent_bytes = 0
-        self._unit: Unit | None = None
+        self._unit: LeasedUnit | None = None
         self._lease_s, self._leased_at, self._told_slow = lease_s, 0.0, False
         self._notice_at = 0.0
         self._fetching = False
@@ -131,7 +131,7 @@ class DatabaseConnection:
         raise AssertionError("nothing is ever posted here")
 
     def wanted(self, unit: int) -> bool:
-        return self._unit is None or self.desk.wanted(self._unit)
+        return self._unit is None or self.desk.is_lease_valid(self._unit)
 
     def wake(self) -> None:
         self.desk.wake()
@@ -142,7 +142,7 @@ class DatabaseConnection:
     # --- answers -----------------------------------------------------------------------------------
 
     def _join(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
-        name = self.desk.enter(header["name"], header["about"])
+        name = self.desk.join(header["name"], header["about"])
         place = {"seat": 0, "epoch": 0, "position": 0, "last_seq": -1}
         known = {"kind": "welcome", "name": name, "session": name, **place}
         return CoordinatorAnswer(self.welcome.header | known, self.welcome.frames)
@@ -153,7 +153,7 @@ class DatabaseConnection:
             raise ConnectionLostError("there are no weights yet")
         return self._news({"kind": "weights"}, newer)
 
-    def _news(self, header: dict[str, Any], newer: Weights | None) -> CoordinatorAnswer:
+    def _news(self, header: dict[str, Any], newer: PublishedWeights | None) -> CoordinatorAnswer:
         """The version of the run, with the weights where there are newer ones."""
         if newer is None:
             return CoordinatorAnswer(header | self._known | {"weights": "same"}, ())
@@ -175,7 +175,7 @@ class DatabaseConnection:
         newer = self.desk.weights(header["have"]) if unit.iteration != header["have"] else None
         self._fetching = False
         if unit.iteration not in (header["have"], newer.version if newer is not None else None):
-            self.desk.give_back(unit)  # weights come as one difference at a time, and more are to come
+            self.desk.return_unit(unit)  # weights come as one difference at a time, and more are to come
             return self._news(nothing, newer)
         lease = {"kind": "lease", "unit": unit.id, "epoch": unit.epoch, "start": unit.start, "batches": unit.batches}
         return self._news(lease, newer)
@@ -192,19 +192,19 @@ class DatabaseConnection:
 
     def _give_back(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         assert self._unit is not None
-        self.desk.give_back(self._unit)
+        self.desk.return_unit(self._unit)
         return CoordinatorAnswer({"kind": "noted"}, ())
 
     def _fail(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         assert self._unit is not None
-        self.desk.fail(self._unit, header["reason"])
+        self.desk.fail_unit(self._unit, header["reason"])
         return CoordinatorAnswer({"kind": "noted"}, ())
 
     def _tell_notice(self) -> None:
         """Report why this worker gets no unit, where that is its own fault. The database is queried every few seconds."""
         if time.monotonic() >= self._notice_at:
             self._notice_at = time.monotonic() + _NOTICE_EVERY_S
-            if notice := self.desk.notice():
+            if notice := self.desk.why_no_work():
                 self.tell(f"warning: {notice}")
 
     def _tell_slow(self, state: str) -> None:
@@ -221,12 +221,12 @@ class DatabaseConnection:
     def _beat(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         self._tell_slow(header["state"])
         self._figures = header["figures"]
-        self.desk.beat(COMPUTING if self._fetching else header["state"], self._figures)
+        self.desk.heartbeat(COMPUTING if self._fetching else header["state"], self._figures)
         return CoordinatorAnswer({"kind": "pulse"}, ())
 
     def _leave(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         if header["reason"]:
-            self.desk.beat(_plain(f"left: {header['reason']}"), self._figures)
+            self.desk.heartbeat(_plain(f"left: {header['reason']}"), self._figures)
         self.desk.leave()
         return CoordinatorAnswer({"kind": "goodbye"}, ())
 
@@ -261,11 +261,11 @@ def _own_address(address: str, caller: ConnectOptions) -> str:
 
 def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> DatabaseConnection | None:
     """A connection to the database's leases; None where its run leases no units."""
-    from shoal.transports.postgres import UnitDesk  # imported here: only databases need the driver
+    from shoal.transports.postgres import LeaseClient  # imported here: only databases need the driver
 
-    desk = UnitDesk(address, poll_interval_s=1.0, patience_s=patience_s, tell=tell)
+    desk = LeaseClient(address, poll_interval_s=1.0, patience_s=patience_s, warn=tell)
     try:
-        welcome = desk.welcome(wait_s=patience_s)
+        welcome = desk.read_run(wait_s=patience_s)
         run = configuration(welcome.header, ())
         feed = strategies.policies_for(run, welcome.header["shards"]).feed
         if feed.leased:

@@ -108,7 +108,7 @@ class DatabaseStorage:
 
     def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
         from shoal.transports.postgres import PostgresServer
-        from shoal.transports.postgres.store import Store as DatabaseStore
+        from shoal.transports.postgres.store import PostgresStore as DatabaseStore
 
         server = PostgresServer(self.address, max_frame_bytes=largest, poll_interval_s=self.transport.poll_interval_s)
         try:

@@ -26,7 +26,7 @@ from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 
 if TYPE_CHECKING:
-    from shoal.transports.postgres.repair import Removed
+    from shoal.transports.postgres.repair import RemovedRecords
 
 _LARGEST_FRAME = 1 << 30
 """Largest frame that a repair may read."""
@@ -72,13 +72,13 @@ def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> b
     """Repair a run in a database. Removed rows are written to files in `folder`. Return whether anything was wrong."""
     from shoal.transports.postgres import PostgresServer
     from shoal.transports.postgres import repair as mending
-    from shoal.transports.postgres.store import Snapshots
+    from shoal.transports.postgres.store import PostgresSnapshots
 
     server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
     try:
-        snapshot = Snapshots(server, 2).newest(say)
+        snapshot = PostgresSnapshots(server, 2).newest(say)
         if snapshot is None:
-            raise _nothing_to_go_on_from(server.line.place)
+            raise _nothing_to_go_on_from(server.connection.name)
         sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
         ledger = [*mending.ledger_since(server, length)]
         known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
@@ -207,7 +207,7 @@ def _sequences_in_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequenc
 
 def _sequences_in(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
     for line in lines:
-        for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ()), *([line["replaced"]] if "replaced" in line else ())]:
+        for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ())]:
             yield {worker: seq}
 
 
@@ -255,7 +255,7 @@ def _new_folder(folder: Path) -> Path:
     return aside
 
 
-def _write_down(folder: Path, removed: Removed) -> Path:
+def _write_down(folder: Path, removed: RemovedRecords) -> Path:
     """Write rows that were removed from a database to files."""
     aside = _new_folder(folder)
     (aside / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in removed.records), encoding="utf-8")
@@ -268,9 +268,6 @@ def _write_record(folder: Path, snapshot: int, record: dict[str, Any]) -> None:
     try:
         for _ in journal.recover(snapshot):
             pass
-        if journal.open:
-            journal.append(record)
-        else:
-            journal.begin([(record, ())])  # after one of an earlier version
+        journal.append(record)
     finally:
         journal.close()
