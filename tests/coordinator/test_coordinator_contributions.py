@@ -9,8 +9,8 @@ import torch
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator.durable.journal import FileJournal
+from shoal.coordinator.events import Interrupted, RunConcluded
 from shoal.coordinator.members.table import MOST_NAMES
-from shoal.coordinator.state import Interrupted, RunConcluded
 from shoal.protocol.messages import PROTOCOL, BadMessage, Join, parse
 from tests.support.small_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
@@ -65,7 +65,7 @@ def test_the_answer_that_an_old_session_waits_for_is_given_up() -> None:
     call = cluster.contribute(a)
     cluster.join("a")
     assert cluster.status(call) == "unknown-session"
-    assert not cluster.coordinator.waiting
+    assert not cluster.coordinator.held_replies
 
 
 def test_a_contribution_of_an_open_round_is_confirmed_to_one_who_joined_again() -> None:
@@ -248,7 +248,7 @@ def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leaving(cluster: Cluster, call: int) -> object:
-    from shoal.coordinator.state import RequestReceived
+    from shoal.coordinator.events import RequestReceived
     from shoal.protocol.messages import Leave
 
     cluster.calls += 1

@@ -10,7 +10,7 @@ import torch
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import WorkerExited
+from shoal.coordinator.events import WorkerExited
 from shoal.protocol.messages import Gone
 from shoal.strategies import Policies
 from shoal.updates import codecs

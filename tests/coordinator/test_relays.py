@@ -19,7 +19,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import missing_above
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
-from shoal.coordinator.state import RelayPlace, RunPlan, UpstreamAnswered, UpstreamState
+from shoal.coordinator.events import UpstreamAnswered, UpstreamState
+from shoal.coordinator.run_plan import RelayPlace, RunPlan
 from shoal.protocol.messages import PROTOCOL, Message, header_of
 from shoal.runs.folder.file_store import FileStore
 from shoal.updates import codecs
@@ -127,7 +128,7 @@ class Relay:
 
     def look(self) -> None:
         assert self.driver is not None
-        upward = self.driver.coordinator.book.upward
+        upward = self.driver.coordinator.replayed.relayed
         if upward is None or self.climber.version < 0:
             return
         if self.dies == "combined" and self.deaths < 3 and upward.asked.seq % 5 == 2:
@@ -138,7 +139,7 @@ class Relay:
     def under_way(self) -> dict[int, list[bytes]]:
         """What a round made, under its number above."""
         assert self.driver is not None
-        upward = self.driver.coordinator.book.upward
+        upward = self.driver.coordinator.replayed.relayed
         return {} if upward is None else {upward.asked.seq: [bytes(frame) for frame in upward.frames]}
 
     def crash(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import ServingStarted
+from shoal.coordinator.events import ServingStarted
 from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.batch_sampling import sample, tokens_to_send
 from shoal.models.generation.decoding import group_draws
@@ -78,7 +78,7 @@ class Room(Cluster):
         self.feed.reward = ascii_share
         learner: Any = agreed.policies.apply.learner(agreed.parts.single, (), self.feed)
         super().__init__(agreed.policies, 2, learner=learner)
-        self.plan = plan_for(loaded.run, agreed)._replace(intake=learner)
+        self.plan = plan_for(loaded.run, agreed)._replace(rollouts=learner)
         self.coordinator = believing(Coordinator(self.plan, agreed.policies, learner))
         self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
         self.old = copy.deepcopy(learner.model)

@@ -290,21 +290,6 @@ def test_coming_back_again_and_again_does_not_fill_a_round() -> None:
     assert len(cluster.coordinator.pending()) == 4
 
 
-def test_a_journal_of_an_earlier_version_leads_to_the_weights_that_it_led_to() -> None:
-    """There a later contribution of a worker replaced its earlier one, and a round named its workers when it closed."""
-    cluster, (a, b) = cluster_of(strategy_of(Async(contributions_per_update=3)), "ab")
-    for worker, value in ((a, 1.0), (a, 3.0), (b, 5.0)):
-        cluster.step(worker, value)
-    *accepted, _ = cluster.records
-    again = cluster.recovered([*accepted, ({"kind": "closed", "round": 0, "workers": ["a", "b"]}, ())])
-    assert torch.allclose(again.learner.vector, torch.full((4,), -RATE * 4.0))
-    assert again.ledger[0]["replaced"][:2] == ["a", 0]
-    assert [one[:2] for one in again.ledger[1]["from"]] == [["a", 1], ["b", 0]]
-
-
-# --- too few --------------------------------------------------------------------------------------------
-
-
 def krum(below: str) -> Updates:
     return Updates(aggregation=Krum(byzantine=0), below_quorum=below)  # type: ignore[arg-type]
 

@@ -13,7 +13,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import CoordinatorDriver
-from shoal.coordinator.state import DataTask, DeclaredResources, TaskPlan, WorkerExited
+from shoal.coordinator.events import WorkerExited
+from shoal.coordinator.run_plan import DataTask, DeclaredResources, TaskPlan
 from shoal.scheduling import KINDS
 from tests.coordinator.test_driver import Walker, World
 from tests.support.small_cluster import Cluster, FakeWorker, believing, strategy_of
@@ -145,7 +146,7 @@ def test_a_worker_whose_task_others_have_finished_long_ago_is_given_another() ->
     for _ in range(6):
         assert cluster.work(fast) == "accepted"
     assert had not in cluster.coordinator.state.pieces, "it was finished, and the next epoch has begun"
-    assert cluster.coordinator.tasks.finished >= 2
+    assert cluster.coordinator.tasks.finished_pieces >= 2
     assert cluster.step(slow) == "moved"
     assert cluster.holder(slow) != ""
     assert cluster.work(slow) == "accepted"

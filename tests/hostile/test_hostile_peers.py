@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
-from shoal.coordinator.state import MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join

@@ -16,7 +16,7 @@ from shoal.config.load import LoadedConfig
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import MemberLimits, RelayPlace, RunPlan
+from shoal.coordinator.run_plan import MemberLimits, RelayPlace, RunPlan
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import AdoptWeights, EngineLearner
@@ -105,7 +105,7 @@ def _coordinating(
     welcome = _welcome(run, directory, agreed, learner)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    plan = plan_for(run, agreed)._replace(intake=learner.intake)
+    plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver
-from shoal.coordinator.state import UpstreamAnswered, UpstreamState
+from shoal.coordinator.events import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner, EngineLearner
 from shoal.runs.worker_run import JoinedWorker
 from shoal.worker.receipts import ReceiptsFile
@@ -49,7 +49,7 @@ class Relay:
             if self._pending.done():
                 self._on_answer(self._pending.result())
             return
-        upward = self.coordinator.book.upward
+        upward = self.coordinator.replayed.relayed
         if upward is None:
             if self.protocol.done:
                 self.coordinator.end_here()

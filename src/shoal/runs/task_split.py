@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.schema.cluster import ScheduledTask
-from shoal.coordinator.state import DataTask, DeclaredResources, TaskPlan
+from shoal.coordinator.run_plan import DataTask, DeclaredResources, TaskPlan
 from shoal.errors import ShoalError
 from shoal.scheduling import KINDS, memory_estimate
 

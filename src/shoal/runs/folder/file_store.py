@@ -33,7 +33,7 @@ class FileStore:
 
     def settle(self) -> list[str]:
         self.ledger.settle()
-        return self.journal.remarks + self.ledger.remarks
+        return self.ledger.remarks
 
     def forget(self) -> None:
         self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))

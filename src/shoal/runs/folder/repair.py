@@ -208,7 +208,7 @@ def _told_by_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequences]:
 
 def _told_by(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
     for line in lines:
-        for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ()), *([line["replaced"]] if "replaced" in line else ())]:
+        for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ())]:
             yield {worker: seq}
 
 
@@ -269,9 +269,6 @@ def _write_record(folder: Path, snapshot: int, record: dict[str, Any]) -> None:
     try:
         for _ in journal.recover(snapshot):
             pass
-        if journal.open:
-            journal.append(record)
-        else:
-            journal.begin([(record, ())])  # after one of an earlier version
+        journal.append(record)
     finally:
         journal.close()

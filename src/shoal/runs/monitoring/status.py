@@ -129,7 +129,7 @@ class StatusWriter:
             "members_left_out": max(0, len(rows) - _MOST_MEMBERS),
             "gone": self._remember_gone(rows),
             "tasks": tasks.table()[:_MOST_TASKS] if tasks is not None else [],
-            "tasks_done": tasks.finished if tasks is not None else 0,
+            "tasks_done": tasks.finished_pieces if tasks is not None else 0,
             "events": list(recorder.events),
         }
 
