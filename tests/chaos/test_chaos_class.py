@@ -111,7 +111,7 @@ def test_thirty_workers_lose_no_unit_though_plugs_are_pulled_for_five_minutes(tm
         training.join(300)
         assert not training.is_alive()
         assert loop.coordinator.plan.cut is not None
-        judge(school, loop.coordinator.plan.cut, loop.coordinator.book.settled.below, server)
+        judge(school, loop.coordinator.plan.cut, loop.coordinator.replayed.settled.below, server)
         print(f"{len(school.looks)} looks, {school.deaths} deaths, {school.cuts} cuts, {versions[-1]} versions, {school.looks[-1]}")
         print(f"at most {school.most_connections} connections")
         assert versions[-1] > 3

@@ -14,7 +14,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Interrupted, RelayPlace, RunConcluded, WorkerExited
+from shoal.coordinator.events import Interrupted, RunConcluded, WorkerExited
+from shoal.coordinator.run_plan import RelayPlace
 from shoal.engines import StepResult
 from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
@@ -177,7 +178,7 @@ class CoordinatorLoop(RecordedLoop):
         self.driver.snapshot()
 
     def _tick(self) -> None:
-        if self.coordinator.orders.stops:
+        if self.coordinator.owner_commands.stops:
             self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
         self.status.update("ending" if ending else "paused" if self.coordinator.state.paused else "running")
@@ -292,5 +293,5 @@ class CoordinatorLoop(RecordedLoop):
         self.coordinator.publisher.publish(self.step, self.learner.vector, self.learner.buffers)
 
     def _summary(self) -> dict[str, Any]:
-        by_owner = {"ended_by": "owner"} if self.coordinator.orders.stops else {}
+        by_owner = {"ended_by": "owner"} if self.coordinator.owner_commands.stops else {}
         return {"contributions": dict(self.coordinator.state.contributions), **self.traffic.state_dict(), **by_owner}
