@@ -270,7 +270,6 @@ STILL_TWICE: set[str] = {
     "LeasedUnit",
     "MemberTable",
     "Rendezvous",
-    "Reward",
     "StepResult",
     "World",
 }

@@ -80,7 +80,7 @@ class Relay:
         return UpstreamState(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
 
     def _batches_learned(self) -> int:
-        """Batches of the relay's seat that were learned from before."""
+        """Batches of the relay's seat that were already learned from."""
         epoch, position = self.protocol.place
         above = self.coordinator.plan.above
         return epoch * ((above and above.batches_per_shard) or 0) + position
