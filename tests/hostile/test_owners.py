@@ -18,7 +18,7 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.invitation import Invitation
-from shoal.runs.monitoring.prometheus import shown_to_prometheus
+from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.owner import write_owner_file
 from shoal.worker.session import SessionEndedError
 from tests.support.eventually import eventually
@@ -34,8 +34,8 @@ class Owned(Live):
     def begin(self, resume: bool) -> None:
         super().begin(resume)
         key = write_owner_file(self.folder, Invitation(self.server.address, TOKEN, KEYS.public))
-        self.coordinator.plan = self.coordinator.plan._replace(owner_key=key)
-        self.driver.around = self.driver.around._replace(status=lambda: json.dumps(STATUS).encode())
+        self.coordinator.owner_commands.plan = self.coordinator.plan._replace(owner_key=key)
+        self.driver.deps = self.driver.deps._replace(status=lambda: json.dumps(STATUS).encode())
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_the_owner_pauses_and_goes_on_from_the_folder_or_with_a_copy_of_its_file
     code, told = shoal("status", copy)
     assert (code, "mine: async" in told) == (0, True)
     assert shoal("stop", copy)[0] == 0
-    eventually(lambda: live.coordinator.orders.stops)
+    eventually(lambda: live.coordinator.owner_commands.stops)
 
 
 def test_a_worker_is_shown_out_and_hears_why_and_the_audit_tells_it(live: Owned, shoal) -> None:
@@ -106,7 +106,7 @@ def test_whoever_has_the_run_token_and_another_key_orders_nothing(live: Owned, s
         code, told = shoal(*words)
         assert (code, "orders are taken from the run's owner alone" in told) == (2, True)
     assert not live.coordinator.state.paused
-    assert not live.coordinator.orders.stops
+    assert not live.coordinator.owner_commands.stops
 
 
 def test_what_cannot_be_ordered_is_said_in_a_line(live: Owned, shoal, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_prometheus_reads_a_coordinators_figures_and_from_elsewhere_needs_a_toke
 
     for host in ("127.0.0.1", "0.0.0.0"):
         settings = CoordinatorSettings(metrics_port=0, metrics_host=host)
-        with shown_to_prometheus(settings, tmp_path, status, told.append):
+        with metrics_page(settings, tmp_path, status, told.append):
             address = told[-1].split()[3]
             token = (tmp_path / "metrics-token").read_text() if host == "0.0.0.0" else ""
             assert f'shoal_samples_total{{run="{tmp_path.name}"}} 7' in read(address, token)
@@ -140,5 +140,5 @@ def test_prometheus_reads_a_coordinators_figures_and_from_elsewhere_needs_a_toke
                 with pytest.raises(HTTPError) as refused:
                     read(wrong)
                 assert refused.value.code == code
-    with shown_to_prometheus(CoordinatorSettings(), tmp_path, status, told.append):
+    with metrics_page(CoordinatorSettings(), tmp_path, status, told.append):
         assert len(told) == 2, "nothing is shown unless the settings say so"
