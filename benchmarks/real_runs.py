@@ -88,13 +88,13 @@ def coordinate(given: dict[str, Any]) -> None:
 def _look(coordinator: Any, seconds: float) -> None:
     """Tell what happened between two versions that are so far apart: no half round counts."""
     lags: list[int] = []
-    contribute = coordinator.intake._admit
+    contribute = coordinator.contributions._admit
 
-    def admit(event: Any, asked: Any, worker: Any) -> None:
+    def admit(turn: Any, event: Any, asked: Any, worker: Any) -> None:
         lags.append(worker.lag)
-        contribute(event, asked, worker)
+        contribute(turn, event, asked, worker)
 
-    coordinator.intake._admit = admit
+    coordinator.contributions._admit = admit
     _next_version(coordinator)
     time.sleep(_SETTLING_S)
     before = _next_version(coordinator)

@@ -105,13 +105,13 @@ def test_thirty_workers_lose_no_unit_though_plugs_are_pulled_for_five_minutes(tm
         for thread in school.threads:
             thread.join(300)
         assert not any(thread.is_alive() for thread in school.threads)
-        while school.ask("SELECT count(*) FROM shoal.contributions") != [(len(loop.driver.board._taken),)]:
+        while school.ask("SELECT count(*) FROM shoal.contributions") != [(len(loop.driver.leases._taken),)]:
             assert training.is_alive()
         loop.interrupt()
         training.join(300)
         assert not training.is_alive()
         assert loop.coordinator.plan.cut is not None
-        judge(school, loop.coordinator.plan.cut, loop.coordinator.book.settled.below, server)
+        judge(school, loop.coordinator.plan.cut, loop.coordinator.replayed.settled.below, server)
         print(f"{len(school.looks)} looks, {school.deaths} deaths, {school.cuts} cuts, {versions[-1]} versions, {school.looks[-1]}")
         print(f"at most {school.most_connections} connections")
         assert versions[-1] > 3

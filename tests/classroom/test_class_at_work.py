@@ -205,7 +205,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
     assert max(apart) < 0.1
 
 
-def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its_unit(school: School) -> None:
+def test_the_unit_of_a_worker_that_died_goes_to_another_when_its_lease_ends(school: School) -> None:
     strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 1.0, "max_retries": 99}
     coordinating = school.coordinate({"strategy": strategy})
     taken = threading.Event()

@@ -97,8 +97,8 @@ class Recovered(NamedTuple):
 def kept(coordinator: Coordinator) -> dict[str, Any]:
     """All but the counts of what was turned away, which are no records."""
     state = dict(vars(coordinator.state))
-    state["contributions"] = {name: state["contributions"].get(name) for name in ("accepted", "replaced")}
-    return state | {"pending": coordinator.pending(), "settled": coordinator.book.settled.state_dict()}
+    state["contributions"] = {"accepted": state["contributions"].get("accepted")}
+    return state | {"pending": coordinator.pending(), "settled": coordinator.replayed.settled.state_dict()}
 
 
 @pytest.fixture(scope="module", params=["async", "workunits"])

@@ -20,7 +20,8 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import RunPlan, WorkerExited
+from shoal.coordinator.events import WorkerExited
+from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
 from shoal.runs.folder.file_store import FileStore
@@ -217,7 +218,7 @@ def test_a_run_takes_no_time_no_thread_and_gives_the_same_from_the_same_seed(tmp
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_coordinator_that_dies_twice_loses_nothing_it_confirmed(tmp_path: Path, name: str) -> None:
     world = live(
-        tmp_path, STRATEGIES[name], 3, (6.0, World.crash), (9.5, lambda world: world.driver.happen(WorkerExited("w2"))), (14.0, World.crash)
+        tmp_path, STRATEGIES[name], 3, (6.0, World.crash), (9.5, lambda world: world.driver.handle(WorkerExited("w2"))), (14.0, World.crash)
     )
     assert world.driver.coordinator.state.version == 24
     assert violations(world) == []

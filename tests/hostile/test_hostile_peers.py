@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
-from shoal.coordinator.state import MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join
@@ -231,7 +231,7 @@ def test_a_key_is_kept_for_its_user_alone_and_found_again(tmp_path: Path) -> Non
         way.own_key()
 
 
-def test_a_flood_of_workers_leaves_neither_log_nor_memory_and_those_who_were_here_go_on(living: Callable[..., Live]) -> None:
+def test_a_flood_of_workers_fills_no_log_or_memory_and_the_members_go_on(living: Callable[..., Live]) -> None:
     live = living(MemberLimits(joins_per_minute=20), clock=lambda: 0.0)  # all within one minute, however long the joining takes
     ada, enemy = Honest(live, "ada"), live.client()
     assert ada.step() == "accepted"

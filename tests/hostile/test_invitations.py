@@ -11,7 +11,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.coordinator.state import MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.runs.invitation import CoordinatorSecrets, GuestList
 from shoal.worker.session import SessionEndedError

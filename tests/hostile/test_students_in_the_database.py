@@ -307,7 +307,7 @@ def teacher(postgres: PostgresProcess) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("teacher")
-def test_an_owner_who_is_no_superuser_is_told_what_is_missing_and_still_has_a_watchdog(postgres: PostgresProcess, tmp_path: Path) -> None:
+def test_an_owner_without_superuser_rights_learns_what_is_missing_and_has_a_watchdog(postgres: PostgresProcess, tmp_path: Path) -> None:
     with psycopg.connect(postgres.conninfo("teacher", "school"), autocommit=True) as teacher:
         schema.init(teacher)
         missing = " ".join(schema.missing_protections(teacher))
@@ -341,7 +341,7 @@ def test_one_student_who_takes_all_and_fails_all_costs_the_class_no_unit(server:
         desk.close()
 
 
-def test_one_student_who_enrols_again_and_again_costs_the_class_no_unit_and_every_role_is_put_in_quarantine(
+def test_a_student_who_enrols_again_and_again_costs_no_unit_and_is_quarantined(
     database: Database, server: PostgresServer, mia: Access, tmp_path: Path
 ) -> None:
     issue(server, 40)
@@ -392,7 +392,7 @@ def test_who_fails_what_others_manage_is_put_in_quarantine_and_both_sides_hear_w
         desk.close()
 
 
-def test_a_unit_that_every_student_has_tried_in_vain_waits_for_somebody_and_is_then_given_up(
+def test_a_unit_that_every_student_failed_waits_for_another_and_is_then_given_up(
     database: Database, server: PostgresServer, mia: Access, eve: Access
 ) -> None:
     issue(server, 1)
@@ -415,7 +415,7 @@ def test_a_unit_that_every_student_has_tried_in_vain_waits_for_somebody_and_is_t
         desk.close()
 
 
-def test_what_a_student_failed_comes_back_to_it_after_a_lease_though_another_one_sits_idle(
+def test_a_failed_unit_returns_to_its_student_after_a_lease_though_another_idles(
     database: Database, server: PostgresServer, mia: Access, eve: Access
 ) -> None:
     issue(server, 1, timeout_s=1000.0)

@@ -59,7 +59,7 @@ def test_a_student_joins_encrypted_and_knows_the_server_by_its_certificate(outsi
     assert (tmp_path / next(tmp_path.iterdir())).stat().st_mode & 0o077 == 0, "nobody else reads the password"
 
 
-def test_a_certificate_that_the_invitation_does_not_name_is_refused_before_the_password_is_used(outside: Access) -> None:
+def test_a_certificate_that_is_not_pinned_is_refused_before_the_password_is_sent(outside: Access) -> None:
     line = ReconnectingConnection(outside._replace(options="pin=" + 32 * "0").address)
     with pytest.raises(Refused, match="shows another certificate than the invitation names"):
         line.run(lambda connection: None, 0.0)

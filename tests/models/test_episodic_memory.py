@@ -109,7 +109,7 @@ def test_a_sequence_never_recalls_itself() -> None:
     assert not torch.equal(other, model(own.flip(1)))
 
 
-def test_what_is_written_with_a_cache_is_what_the_whole_text_gives_and_nothing_is_written_down() -> None:
+def test_decoding_with_a_cache_equals_the_whole_text_and_stores_no_episode() -> None:
     model = filled().eval()
     before = {name: value.clone() for name, value in memory_of(model).state_dict().items()}
     prompt = batch_of(rows=2, length=6, seed=8)["input_ids"]

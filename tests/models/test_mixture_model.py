@@ -107,7 +107,7 @@ def test_gradients_are_those_of_differences_in_float64(kind):
         assert (values[0] - values[1]) / 2e-6 == pytest.approx(float((parameter.grad * direction).sum()), rel=1e-4, abs=1e-7)
 
 
-def test_room_is_the_share_of_an_expert_times_the_factor_and_what_finds_none_is_counted():
+def test_capacity_is_the_share_of_an_expert_times_the_factor_and_drops_are_counted():
     settings = schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=1, capacity_factor=1.1))
     layer = ExpertLayer(settings, 31)
     routes = Routes(torch.zeros(10, 1, dtype=torch.long), torch.ones(10, 1))
@@ -183,7 +183,7 @@ def balance(model: Moe, ids: Tensor) -> float:
     return next(value.item() for name, _, value in told_of(model, ids).losses if name == "balance")
 
 
-def test_the_balance_loss_is_one_when_balanced_and_experts_over_choices_when_collapsed():
+def test_the_balance_loss_is_one_when_balanced_and_largest_when_collapsed():
     model = mixture(router="switch", noise=0.0)
     for block in model.blocks:
         block.feed_forward.router.weight.data.zero_()
@@ -235,7 +235,7 @@ def scores_of(kind: str, logits: Tensor, tokens: int, **settings: Any) -> Any:
     return made, torch.ones(tokens, 1), torch.zeros(tokens, dtype=torch.long)
 
 
-def test_gshard_visits_the_second_with_twice_its_gate_and_leaves_the_first_gate_alone():
+def test_gshard_visits_the_second_expert_with_twice_its_gate():
     torch.manual_seed(0)
     made, x, ids = scores_of("gshard", torch.tensor([0.9, 0.1, 1e-9]).log(), 20_000)
     routes = made(x, ids)

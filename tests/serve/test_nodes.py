@@ -176,7 +176,7 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
         assert not engine.stages._trips
 
 
-def test_over_encrypted_tcp_a_machine_without_the_files_receives_its_layers_and_writes_the_same(monkeypatch, tmp_path):
+def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     model, described = make("gpt")
     received = []
@@ -300,7 +300,7 @@ def test_layers_that_a_machine_cannot_load_go_to_others_and_a_request_waits_for_
         assert [stop.name for stop in engine.stages.fleet.current.stops] == [HERE if failing == "pi1" else "pi1"]
 
 
-def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_under_way_starts_again():
+def test_a_cache_that_cannot_be_cut_is_refilled_from_the_beginning_after_a_restart():
     model, described = make("mistral")  # whose attention has a window
     with spread(model, described, ["pi1", "pi2", "pi3"]) as (engine, machines):
         even_stops(engine, 3)

@@ -279,7 +279,7 @@ def test_one_reliable_worker_gives_no_unit_up_that_another_could_try(crowd: Keep
     assert crowd.given_up() == {1: "broken"}, "b had the chance for long"
 
 
-def test_before_anybody_has_managed_a_unit_a_crowd_gives_none_up_for_some_leases_time(crowd: Keeper) -> None:
+def test_before_a_unit_was_ever_done_a_crowd_gives_none_up_for_some_leases(crowd: Keeper) -> None:
     crowd.issue(1, [1])
     assert [fails(crowd, worker) for worker in "abc"] == [True] * 3
     assert [fails(crowd, worker) for worker in "abc"] == [False] * 3, "all have tried it often enough, and wait for a lease's time"

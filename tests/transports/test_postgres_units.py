@@ -25,7 +25,7 @@ LARGE = bytes(range(256)) * 12_000
 
 @pytest.fixture
 def server(database: Database) -> Iterator[PostgresServer]:
-    database.wait_for_nobody()
+    database.give_up_at_once()
     made = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=LIMIT)
     yield made
     made.close()
@@ -176,7 +176,7 @@ def test_who_waits_gets_what_expires(server: PostgresServer, enter: Callable[...
 
 
 @pytest.mark.parametrize("state", ["computing", "sending"])
-def test_a_unit_that_takes_longer_than_its_lease_is_accepted_from_a_worker_that_is_seen_at_it(
+def test_a_unit_that_outlasts_its_lease_is_accepted_from_a_worker_that_renews_it(
     database: Database, server: PostgresServer, enter: Callable[..., LeaseClient], state: str
 ) -> None:
     slow, other = enter("slow"), enter("other")
@@ -222,7 +222,7 @@ def test_signs_of_life_and_results_of_the_same_worker_do_not_wait_for_each_other
     assert outcomes == {"accepted"}
 
 
-def test_a_result_that_cannot_be_used_is_an_attempt_though_the_next_iteration_has_begun(
+def test_an_unusable_result_is_an_attempt_though_the_next_iteration_has_begun(
     server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     """Where a rule waits for results of more workers, results of one iteration may be looked at in the next."""

@@ -56,7 +56,7 @@ def gone(pid: int) -> None:
     eventually(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} is still there")
 
 
-def test_every_image_counts_once_though_workers_the_coordinator_and_the_database_are_killed(
+def test_every_image_counts_once_though_workers_coordinator_and_database_are_killed(
     processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator = processes.start("coordinate", "class.yaml", *DIGITS, *FEWER, "--run-dir", "run", "--host", "127.0.0.1")

@@ -186,9 +186,7 @@ def test_a_coordinator_that_trains_and_was_killed_trains_again(processes: Proces
     processes.audit("run")
 
 
-def test_workers_end_with_the_process_that_started_them_and_the_run_goes_on_with_the_shards_it_was_begun_for(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_workers_end_with_their_parent_and_the_run_goes_on_with_the_same_shards(processes: Processes, tmp_path: Path) -> None:
     run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG)
     wait_for_line(run, r"step \d+")
     eventually(lambda: len(workers_in(tmp_path)) == 2)  # one is enough for a step
@@ -301,7 +299,7 @@ def test_a_diloco_coordinator_that_is_killed_repeats_no_round(processes: Process
     processes.audit("run")
 
 
-def test_the_owner_pauses_evicts_and_stops_a_run_from_another_terminal_and_it_goes_on_later(processes: Processes, tmp_path: Path) -> None:
+def test_the_owner_pauses_evicts_and_stops_a_run_from_another_terminal(processes: Processes, tmp_path: Path) -> None:
     """A run that its owner ended is saved, and its command ends well; what a worker gave before it was shown out stays."""
     run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG, "--set", "coordinator.metrics_port=0")
     figures = wait_for_line(run, r"figures for Prometheus: (\S+)")

@@ -167,7 +167,7 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_the_round(processes: Proces
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", ["w1", "w2"])
-def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_the_round_again(processes: Processes, first: str) -> None:
+def test_a_worker_killed_while_it_waits_for_others_does_not_repeat_the_round(processes: Processes, first: str) -> None:
     """What it sent was taken. It waits for the others again, or begins the next round, with its optimizer as it was at the end."""
     expected = undisturbed(processes)
     coordinator, command = processes.coordinate(*PLUGIN)

@@ -58,7 +58,7 @@ def end(run: Command) -> tuple[int, str]:
     return run.wait(), output
 
 
-def test_a_run_that_was_killed_in_its_first_step_is_begun_anew_and_a_running_one_is_not(processes: Processes) -> None:
+def test_a_run_killed_in_its_first_step_is_begun_anew_and_a_running_one_is_not(processes: Processes) -> None:
     run = waiting_at(processes, 1)
     (processes.folder / "run" / "notes.txt").write_text("mine")
     code, output = end(started(processes))

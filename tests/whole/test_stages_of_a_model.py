@@ -56,7 +56,7 @@ def killed_one(processes: Processes) -> None:
 
 
 @pytest.mark.long
-def test_machines_with_a_stage_each_learn_what_one_machine_learns_though_one_is_killed(tmp_path: Path) -> None:
+def test_machines_with_a_stage_each_learn_as_one_machine_does_though_one_is_killed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     with processes_in(tmp_path) as processes:
@@ -85,7 +85,7 @@ cluster: {server: boss, workers: [mini2], hosts: {boss: {memory_gb: 4}, mini2: {
 """
 
 
-def test_tasks_are_stages_and_the_machine_that_keeps_the_folder_has_the_one_that_is_placed_on_it(tmp_path: Path) -> None:
+def test_tasks_are_stages_and_the_machine_with_the_folder_has_the_one_placed_there(tmp_path: Path) -> None:
     """The first stage fits the machine that joins, and the last one only the coordinator's."""
     settings = CONFIG.replace("max_steps: 40", "max_steps: 4").replace("num_layers: 3", "num_layers: 5")
     (tmp_path / "config.yaml").write_text(settings.replace("cluster: {num_workers: 2}\n", TASKS))

@@ -44,19 +44,19 @@ def start_ranks(run: Run, argv: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def gather(made: StartPlan, argv: list[str]) -> int:
+def gather(plan: StartPlan, argv: list[str]) -> int:
     """Assign the stages of a pipeline to machines that join, and run a stage here, until the run ends."""
     from shoal.cli.output import show_places
     from shoal.launch.start import pipeline_host
 
-    host = pipeline_host(made, _without(argv, "--host"), _tell)
+    host = pipeline_host(plan, _without(argv, "--host"), _tell)
 
     def stop(number: int, frame: FrameType | None) -> None:
         host.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        show_places(host.invitation, made.run, host.gathering.expected)
+        show_places(host.invitation, plan.run, host.gathering.expected)
         return host.work()
     finally:
         for number, handler in before.items():

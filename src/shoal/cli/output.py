@@ -59,10 +59,8 @@ def show_outcome(loop: TrainingLoop | CoordinatorLoop, outcome: RunOutcome, comm
 
 def contributions(counts: Mapping[str, int]) -> str:
     """The outcomes of contributions, as text."""
-    accepted, replaced = counts.get("accepted", 0), counts.get("replaced", 0)
-    lost = f" ({replaced} of them replaced by a later one of the same worker)" if replaced else ""
-    others = [f"{count} {outcome}" for outcome, count in counts.items() if outcome not in ("accepted", "replaced")]
-    return ", ".join([f"{accepted} accepted{lost}", *others])
+    others = [f"{count} {outcome}" for outcome, count in counts.items() if outcome != "accepted"]
+    return ", ".join([f"{counts.get('accepted', 0)} accepted", *others])
 
 
 def quoted(address: str) -> str:

@@ -33,13 +33,13 @@ def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Sta
     resolved = _continued(arguments)
     if asked.watch:
         check_dashboard()
-    made = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
+    plan = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
     if _speaks_for_all():
-        if made.note:
-            sys.stderr.write(f"{made.note}\n")
-        if made.loaded.problems:
-            report(ConfigError(made.loaded.problems))
-    return made
+        if plan.note:
+            sys.stderr.write(f"{plan.note}\n")
+        if plan.loaded.problems:
+            report(ConfigError(plan.loaded.problems))
+    return plan
 
 
 def _speaks_for_all() -> bool:
@@ -67,52 +67,52 @@ def _continued(arguments: argparse.Namespace) -> bool:
     return alone
 
 
-def carry_out(made: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+def carry_out(plan: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
     """Train, coordinate, or start the processes that do; returns the exit code. `argv` starts this command again in other processes."""
-    if made.mode is StartMode.RANKS:
-        return start_ranks(made.run, argv)
-    if made.mode is StartMode.GATHERS:
-        return gather(made, argv)
-    if made.mode is StartMode.FOLLOWS:
-        assert made.torchrun is not None
+    if plan.mode is StartMode.RANKS:
+        return start_ranks(plan.run, argv)
+    if plan.mode is StartMode.GATHERS:
+        return gather(plan, argv)
+    if plan.mode is StartMode.FOLLOWS:
+        assert plan.torchrun is not None
         ignore_signals()  # its child processes get the signal, too, and it ends with them
-        made.torchrun.work(print_log)
+        plan.torchrun.work(print_log)
         return 0
-    if made.here is not None:
-        return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)
-    return train(made, arguments)
+    if plan.here is not None:
+        return as_rank(plan.here, lambda: train(plan), watch=bool(plan.here.file) or plan.here.apart)
+    return train(plan, arguments)
 
 
-def train(made: StartPlan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+def train(plan: StartPlan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
     """Train or coordinate in this process; returns the exit code."""
-    code, world = _train(made, arguments)
+    code, world = _train(plan, arguments)
     world.close()  # after the model is freed
     return code
 
 
-def _train(made: StartPlan, arguments: Arguments) -> tuple[int, World]:
-    preload_libraries(made)  # before torch is loaded here
+def _train(plan: StartPlan, arguments: Arguments) -> tuple[int, World]:
+    preload_libraries(plan)  # before torch is loaded here
     from shoal.reporters.progress import progress_for
     from shoal.reporters.sinks import sinks_for
 
-    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.mode is StartMode.COORDINATES
+    run, speaks, cluster = plan.run, plan.here is None or plan.here.rank == 0, plan.mode is StartMode.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
-    with start_run(made, reporters, download if speaks else None, arguments) as ready:
+    with start_run(plan, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
-        loop.message(headline(made, loop))
+        loop.message(headline(plan, loop))
         with stopping_on_signals(loop):  # before the invitation is printed, after which the user may stop the run
-            if made.options.invite:
-                show_invitation(ready, made.options.hosts)
-            with _watched(loop, made.options.watch and speaks):
+            if plan.options.invite:
+                show_invitation(ready, plan.options.hosts)
+            with _watched(loop, plan.options.watch and speaks):
                 outcome = ready.train()
-        return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
+        return show_outcome(loop, outcome, _command(plan)) if speaks else 0, loop.engine.world
 
 
-def _command(made: StartPlan) -> str:
+def _command(plan: StartPlan) -> str:
     """The command that resumes such a run; empty for a relay, which needs its coordinator's address again."""
-    if made.options.above is not None:
+    if plan.options.above is not None:
         return ""
-    return "up" if made.options.up else "coordinate" if made.options.invite else "train"
+    return "up" if plan.options.up else "coordinate" if plan.options.invite else "train"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shoal.config import derived_values, rules
 from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
-from shoal.config.dialects.table import WrittenKeys, belongs, leaves, parse_target
+from shoal.config.dialects.table import WrittenKeys, leaves, parse_target, placement_hint
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
 from shoal.config.layers import Assignment, Key, Layer, Settings
 from shoal.config.presets import find as find_preset
@@ -308,7 +308,7 @@ class _Loader:
         if fault.code in ("unknown-key", "missing-key"):
             spans = _key_spans(fault, path, settings)
             note = "not a setting here" if fault.code == "unknown-key" else ""
-            home = belongs(path[-1], native_paths()) if fault.code == "unknown-key" else ""
+            home = placement_hint(path[-1], native_paths()) if fault.code == "unknown-key" else ""
             help = f"{fault.help[:-1]}, or {home}?" if home and fault.help.startswith("did you mean") else fault.help or home
             return Problem(fault.code, fault.message, tuple(Label(span, note) for span in spans), ".".join(path), help)
         node = fault.at if isinstance(fault.at, YamlNode) else None

@@ -14,7 +14,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Interrupted, RelayPlace, RunConcluded, WorkerExited
+from shoal.coordinator.events import Interrupted, RunConcluded, WorkerExited
+from shoal.coordinator.run_plan import RelayPlace
 from shoal.engines import StepResult
 from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
@@ -127,12 +128,12 @@ class CoordinatorLoop(RecordedLoop):
         around = DriverDeps(
             server=storage.server,
             store=storage.store,
-            watcher=self,
+            observer=self,
             welcome=welcome,
             capture=lambda: SnapshotContent(self.engine.weights(), self.state_dict()),
             clock=time.monotonic,
             new_session=lambda: secrets.token_hex(16),
-            board=storage.board,
+            database=storage.board,
             status=lambda: self.status.as_json(),
         )
         return CoordinatorDriver(self.coordinator, around)
@@ -145,7 +146,7 @@ class CoordinatorLoop(RecordedLoop):
 
     def report_exit(self, name: str) -> None:
         """The launcher saw this worker's process exit."""
-        self.driver.happen(WorkerExited(name))
+        self.driver.handle(WorkerExited(name))
 
     def _work(self) -> None:
         try:
@@ -169,7 +170,7 @@ class CoordinatorLoop(RecordedLoop):
         self.status.update("ending")  # workers may leave before the next tick
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)
-        self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
+        self.driver.handle(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
         interrupted = recorder.stopping == INTERRUPTED
         self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self._tick)
         self._finish_evaluation()
@@ -177,7 +178,7 @@ class CoordinatorLoop(RecordedLoop):
         self.driver.snapshot()
 
     def _tick(self) -> None:
-        if self.coordinator.orders.stops:
+        if self.coordinator.owner_commands.stops:
             self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
         self.status.update("ending" if ending else "paused" if self.coordinator.state.paused else "running")
@@ -292,5 +293,5 @@ class CoordinatorLoop(RecordedLoop):
         self.coordinator.publisher.publish(self.step, self.learner.vector, self.learner.buffers)
 
     def _summary(self) -> dict[str, Any]:
-        by_owner = {"ended_by": "owner"} if self.coordinator.orders.stops else {}
+        by_owner = {"ended_by": "owner"} if self.coordinator.owner_commands.stops else {}
         return {"contributions": dict(self.coordinator.state.contributions), **self.traffic.state_dict(), **by_owner}

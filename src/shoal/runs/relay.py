@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver
-from shoal.coordinator.state import UpstreamAnswered, UpstreamState
+from shoal.coordinator.events import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner, EngineLearner
 from shoal.runs.worker_run import JoinedWorker
 from shoal.worker.receipts import ReceiptsFile
@@ -49,7 +49,7 @@ class Relay:
             if self._pending.done():
                 self._on_answer(self._pending.result())
             return
-        upward = self.coordinator.book.upward
+        upward = self.coordinator.replayed.relayed
         if upward is None:
             if self.protocol.done:
                 self.coordinator.end_here()
@@ -73,14 +73,14 @@ class Relay:
         if answered.status not in ("accepted", "finished"):
             self.tell(f"warning: the coordinator above did not take a round of this relay: {answered.status}")
         upstream = self._upstream(self.coordinator.state.upstream["begun_at"])
-        self.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
+        self.driver.handle(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
 
     def _upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber
         return UpstreamState(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
 
     def _batches_learned(self) -> int:
-        """Batches of the relay's seat that were learned from before."""
+        """Batches of the relay's seat that were already learned from."""
         epoch, position = self.protocol.place
         above = self.coordinator.plan.above
         return epoch * ((above and above.batches_per_shard) or 0) + position

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import TICK_S, CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Learner, RequestReceived, RunConcluded, RunPlan
+from shoal.coordinator.events import RequestReceived, RunConcluded
+from shoal.coordinator.run_plan import Learner, RunPlan
 from shoal.protocol.messages import EMPTY, Asked, Contribute, Message
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Cores, Link
@@ -91,7 +92,7 @@ class VirtualRun:
         self._before: tuple[float, ...] = (0.0,) * 5
         """At the last point of the curves: samples, contributions taken and judged, bytes, useful seconds."""
         self.coordinator = Coordinator(scenario.plan, policies, scenario.learner)
-        self.coordinator.door.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
+        self.coordinator.authenticator.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
         self.driver = self._driver()
         self.each: list[tuple[float, Callable[[VirtualRun], None]]] = []
         """What is to be done again and again: after how many virtual seconds, and what."""
@@ -100,7 +101,7 @@ class VirtualRun:
         around = DriverDeps(
             server=CallbackServer(),
             store=self.store,
-            watcher=self,
+            observer=self,
             welcome=Message({"size": round(self.scenario.teaching.scale * self.scenario.learner.vector.numel())}),
             capture=lambda: SnapshotContent({}, {}),
             clock=lambda: self.timeline.now,
@@ -167,7 +168,7 @@ class VirtualRun:
         for name in list(self._since):
             self._leave(name, ended)
         if coordinator.finished:
-            self.driver.happen(RunConcluded())
+            self.driver.handle(RunConcluded())
         report.hours, report.finished = ended / 3600, coordinator.finished
         report.handled = self._judged() - self._handled_before
         report.versions, report.samples = coordinator.state.version, coordinator.state.samples
@@ -299,7 +300,7 @@ class VirtualRun:
 
     def _handle(self, called: RequestReceived, stands_for: int = 1) -> None:
         began = time.thread_time()
-        self.driver.happen(called)
+        self.driver.handle(called)
         self.report.coordinator_s += stands_for * (time.thread_time() - began)
         self._stop_at_end()
 
@@ -321,7 +322,7 @@ class VirtualRun:
             self.report.heartbeats += 1
             called = RequestReceived(worker.hear_pulse, worker.protocol.heartbeat(worker.doing, EMPTY))
             if self.report.heartbeats % _TIMED_BEATS:
-                self.driver.happen(called)
+                self.driver.handle(called)
             else:
                 self._handle(called, _TIMED_BEATS)
         self.pulse(worker)

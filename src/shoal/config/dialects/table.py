@@ -84,7 +84,7 @@ Implied = dict[str, tuple[Any, str]]
 """Native path → (value, reason)."""
 
 
-def belongs(name: str, paths: Iterable[str]) -> str:
+def placement_hint(name: str, paths: Iterable[str]) -> str:
     """A hint where a key of this name belongs among these paths; empty if nowhere."""
     homes = dict.fromkeys(path.rpartition(".")[0].replace("[]", "") for path in paths if path.rpartition(".")[2] == name)
     places = [f"under `{home}`" if home else "at the top level" for home in list(homes)[:2]]
@@ -120,7 +120,7 @@ class Dialect:
     def unknown(self, name: str, entry: YamlEntry, path: Key, siblings: Iterable[str]) -> Problem:
         where = ".".join(path)
         spelled = [known for known, _ in self.paths()]
-        help = belongs(name, spelled)
+        help = placement_hint(name, spelled)
         if close := did_you_mean(name, siblings):
             help = f"{close[:-1]}, or {help}?" if help else close
         elif not help:

@@ -56,7 +56,7 @@ class Gan(Task, built_by="shoal.tasks.gan:build"):
     pipeline = "unconditional-image-generation"
 
 
-class Reward(Task, built_by="shoal.tasks.reward:build"):
+class RewardTask(Task, built_by="shoal.tasks.reward:build"):
     """A reward model that learns which of two answers is better (Bradley-Terry model)."""
 
     kind: Literal["reward"] = "reward"

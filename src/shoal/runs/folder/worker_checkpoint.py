@@ -1,7 +1,7 @@
-"""What only a worker knows, and a run that goes on needs: its optimizer, its random numbers, what its codec still owes.
+"""Worker-local checkpoints: optimizer, RNG state and codec residual, which the coordinator does not have.
 
-A folder of the worker's own, with a checkpoint for each of the coordinator's, and in `half-round` the newest from the middle of a round.
-Who comes back without it starts its optimizer over. Of a worker of several processes all save, and all restore.
+A worker's folder contains one for each checkpoint of the coordinator, and in `half-round` the newest from the middle of a round. A worker
+that returns without them starts with a new optimizer. All processes of a worker save and restore together.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ HALF = "half-round"
 
 
 class SaveSchedule(NamedTuple):
-    """When a worker keeps its state."""
+    """When a worker saves its state."""
 
     rounds: Callable[[int], bool]
-    """With which versions of the weights in hand."""
+    """Whether to save with this version of the weights."""
     every_steps: int | None
-    """In the middle of rounds: after every so many steps; None: never."""
+    """Interval in steps for saving in the middle of a round; None: never."""
     shape: str
-    """The digest of the settings that shape a worker's numbers: with others nobody goes on in the middle of a round."""
+    """Digest of the settings that affect the numbers; a half round with another digest is not resumed."""
 
 
 class WorkerCheckpoints:
-    """One worker's, in `folder`; those of a run that this one continues, in `earlier`."""
+    """The checkpoints of one worker in `folder`; `earlier`: those of the run that this one continues."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class WorkerCheckpoints:
         self.places = [Checkpoints(place, keep_last) for place in (folder, earlier) if place is not None]
         self.occasions, self.tell = occasions, tell
         self._half: Checkpoint | None = None
-        """What the worker is about to go on with."""
+        """The half round that is about to be resumed."""
 
     def due(self, version: int) -> bool:
-        """Is it time to save?"""
+        """Whether to save with this version."""
         return self.own is not None and self.occasions.rounds(version)
 
     def save(self, version: int, residual: Tensor | None) -> None:
-        """Keep how things stand with this version's weights in hand. A full disk is told, and stops nobody."""
+        """Save the state with this version of the weights. An error of the disk is only reported."""
         if not self.due(version):
             return
         assert self.own is not None
@@ -78,7 +78,7 @@ class WorkerCheckpoints:
             self.tell(f"warning: {error}")
 
     def restore(self, version: int, residual: Tensor | None) -> None:
-        """Go on as one who was there. What is kept of an older version is better than nothing, of a newer one it is not."""
+        """Load the newest state up to this version; one of a newer version is of no use."""
         found = self._newest_until(version)
         if found is not None:
             self._load(found, residual, weights=found.step == version)
@@ -109,13 +109,13 @@ class WorkerCheckpoints:
         return every - step % every if every and self.halves is not None else sys.maxsize
 
     def save_half(self, half: PartialRound | None, residual: Tensor | None) -> None:
-        """Keep how things stand after this step, in place of what was kept before. The first process knows how far the worker is."""
+        """Save the state after this step, and replace the one before. `half`: the progress of the round, known to the first process."""
         assert self.halves is not None
         whole = {"half": None if half is None else half._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
         self._write(self.halves, self.engine.step_count, self._state(residual) | whole)
 
     def half_round(self, begins: RoundStart) -> PartialRound | None:
-        """What is of no use any more is deleted, with a word about it."""
+        """The half round to resume, or None. One that cannot be used is reported and deleted."""
         found = self._read_half()
         if found is None:
             return None
@@ -141,7 +141,7 @@ class WorkerCheckpoints:
         return "" if half.began.weights == begins.weights else "the round begins with other weights"
 
     def _read_half(self) -> Checkpoint | None:
-        """What is damaged is named, and deleted."""
+        """Read the half round; a damaged one is reported and deleted."""
         paths = self.halves.all() if self.halves is not None else []
         try:
             return read_checkpoint(paths[-1]) if paths else None
@@ -151,7 +151,7 @@ class WorkerCheckpoints:
             return None
 
     def has_half(self, step: int) -> bool:
-        """For a process that is not the first: whether it has its part of the half round that was kept after this step."""
+        """For processes other than the first: whether this one has its part of the half round of this step."""
         found = self._read_half()
         whole = found is not None and found.step == step and found.state["shape"] == self.occasions.shape
         self._half = found if whole else None
@@ -159,7 +159,7 @@ class WorkerCheckpoints:
 
     @property
     def half_step(self) -> int:
-        """After which step the half round was kept that `half_round` gave."""
+        """The step after which the half round that `half_round` returned was saved."""
         assert self._half is not None
         return self._half.step
 
@@ -171,14 +171,14 @@ class WorkerCheckpoints:
             self.engine.load_gathered(found.state["gathered"])
 
     def forget_half(self) -> None:
-        """Of processes that share it, the first one deletes it."""
+        """Delete the half round; of processes that share it, only the first does."""
         self._half = None
         if self.halves is not None and self.engine.world.first and self.halves.folder.exists():
             shutil.rmtree(self.halves.folder, ignore_errors=True)
 
 
 def _half_of(kept: Any) -> PartialRound | None:
-    """What a file says of how far a worker was; None: it says something else."""
+    """The progress of a half round as read from a file; None where it is malformed."""
     try:
         version, weights, place = kept["began"]
         return PartialRound(**kept | {"began": RoundStart(version, weights, SeatAssigned(*place)), "place": SeatAssigned(*kept["place"])})

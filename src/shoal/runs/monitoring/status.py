@@ -1,6 +1,6 @@
-"""How a run with workers goes, in one small file that is replaced each second: `shoal status`, `shoal top` and the dashboard read it.
+"""status.json of a run with workers, replaced each second: `shoal status`, `shoal top` and the dashboard read it.
 
-What workers say of themselves was checked and cleaned when it came in. Here its amount is bounded: no crowd makes the file large.
+What workers report was checked when it arrived. Here its amount is bounded, so that many workers do not make the file large.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from shoal.strategies import RunLength
 
 FILE = "status.json"
 SCHEMA = 2
-"""Files of the first version have no number; what they have, they have under the same names."""
+"""Version of the format."""
 _EVERY_S = 1.0
 _MOST_MEMBERS, _MOST_GONE, _MOST_TASKS, _MOST_FIGURES = 500, 64, 500, 64
 _PACE_OVER_S = 60.0
-"""The time that is left is told from the speed of the last minute."""
+"""The remaining time is computed from the speed of the last minute."""
 
 
-_TELLING = ("computing_s", "sending_s", "samples", "memory_bytes", "latency_ms", "bandwidth_mbps")
-_TOLD = {name: name for name in _TELLING} | {"idle_s": "waiting_s"}
-"""What a worker's signs of life say, and what it is called here."""
+_HEARTBEAT_FIGURES = ("computing_s", "sending_s", "samples", "memory_bytes", "latency_ms", "bandwidth_mbps")
+_SHOWN_FIGURES = {name: name for name in _HEARTBEAT_FIGURES} | {"idle_s": "waiting_s"}
+"""Figures of a worker's heartbeat, and their names in the file."""
 
 
 class TrafficTotals:
@@ -80,10 +80,10 @@ class StatusWriter:
         self.run, self.directory, self.history = recorder.run, recorder.directory, History(recorder.directory.path)
         self._next_at, self._state = 0.0, ""
         self.latest: dict[str, Any] = {}
-        """What was written last."""
+        """The last status."""
         self._pace: deque[tuple[float, int]] = deque(maxlen=64)
         self._last: dict[str, dict[str, Any]] = {}
-        """Who was here a moment ago."""
+        """By name: the workers of the last status."""
         self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def update(self, state: str = "running") -> None:
@@ -94,11 +94,11 @@ class StatusWriter:
         self._next_at, self._state = now + _EVERY_S, state
         status = self.latest = self.status(state)
         self.history.append(status, now)
-        with suppress(ShoalError):  # it is for people to look at: the run goes on without
+        with suppress(ShoalError):  # the run does not depend on the file
             self.directory.write(FILE, json.dumps(status))
 
     def as_json(self) -> bytes:
-        """How the run goes now, for an owner who asks from elsewhere."""
+        """The current status, for an owner on another machine."""
         return json.dumps(self.status(self._state or "running")).encode()
 
     def status(self, state: str) -> dict[str, Any]:
@@ -129,12 +129,12 @@ class StatusWriter:
             "members_left_out": max(0, len(rows) - _MOST_MEMBERS),
             "gone": self._remember_gone(rows),
             "tasks": tasks.table()[:_MOST_TASKS] if tasks is not None else [],
-            "tasks_done": tasks.finished if tasks is not None else 0,
+            "tasks_done": tasks.finished_pieces if tasks is not None else 0,
             "events": list(recorder.events),
         }
 
     def _progress(self) -> dict[str, Any]:
-        """How far the run is, and the seconds that it will still take, as far as the last minute tells."""
+        """Progress of the run, and the remaining seconds at the speed of the last minute."""
         recorder, now = self.recorder, time.monotonic()
         done, total = recorder.completed, max(1, recorder.engine.total_steps)
         self._pace.append((now, done))
@@ -151,7 +151,7 @@ class StatusWriter:
         spent = self.recorder.latest["train"].get("epsilon")
         return {"epsilon": spent, "delta": settings.delta, "protects_up_to": Privacy.protects_up_to}
 
-    # --- who is here -----------------------------------------------------------------------------------
+    # --- workers ---------------------------------------------------------------------------------------
 
     def _members(self, now: float) -> list[dict[str, Any]]:
         if self.members.board is not None:
@@ -159,7 +159,7 @@ class StatusWriter:
         return self.members.map_members(lambda worker: _member(worker, self.coordinator.now, now))
 
     def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those who were here and are not any more, the last ones last."""
+        """Workers that have left, the last ones last."""
         here = {row["worker"]: row for row in rows}
         for name, row in self._last.items():
             if name not in here:
@@ -173,7 +173,7 @@ class StatusWriter:
 
 
 def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
-    """A worker of the coordinator's own. `now`: the coordinator's time; `wall`: the same in the world."""
+    """The row of a coordinator's member. `now`: the coordinator's clock; `wall`: the wall clock."""
     told = worker.figures
     return {
         "worker": worker.name,
@@ -188,13 +188,13 @@ def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
         "rejected": worker.rejected,
         "why": dict(worker.reasons),
         "bytes": worker.received_bytes,
-        **_told(told),
+        **_heartbeat_figures(told),
         **{key: worker.about[key] for key in ("device", "system") if key in worker.about},
     }
 
 
 def _lessee(row: Mapping[str, Any], wall: float) -> dict[str, Any]:
-    """A worker that leases units in a database."""
+    """The row of a worker that leases units in a database."""
     told, heard = row["figures"], wall - row["seen_at"].timestamp()
     here_s = max(1e-9, (row["seen_at"] - row["joined_at"]).total_seconds())
     late = row["late"] + row["cancelled"] + row["failed"]
@@ -209,14 +209,14 @@ def _lessee(row: Mapping[str, Any], wall: float) -> dict[str, Any]:
         "rejected": late,
         "why": {name: row[name] for name in ("late", "cancelled", "failed") if row[name]},
         "bytes": 0,
-        **_told(told),
+        **_heartbeat_figures(told),
         **{key: str(row["about"][key])[:200] for key in ("device", "system") if key in row["about"]},
     }
 
 
-def _told(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker told of itself in its last sign of life, where that is a number."""
-    return {shown: figures[name] for name, shown in _TOLD.items() if isinstance(figures.get(name), (int, float))}
+def _heartbeat_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a worker's last heartbeat."""
+    return {shown: figures[name] for name, shown in _SHOWN_FIGURES.items() if isinstance(figures.get(name), (int, float))}
 
 
 def _bounded(figures: Mapping[str, Any]) -> dict[str, Any]:
