@@ -129,8 +129,8 @@ def combine_apart(
     dropped: set[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `aggregation.combine`, for each expert separately and for the rest together: a contribution that is false in one expert is
-    compared there, and may be chosen elsewhere. `state`, where the rule has one, is as long as the vector. `dropped` gets the contributions that
-    were chosen nowhere."""
+    compared there, and may be chosen elsewhere. `state`, where the rule has one, is as long as the vector. `dropped` gets the contributions
+    that were chosen nowhere."""
     update, remembered, left_out = torch.empty_like(stack_ND[0]), None, list[set[int]]()
     rest = tuple(span for span, number in stretches(blocks.spans_X, stack_ND.shape[1]) if number is None)
     for spans in (own for own in (rest, *blocks.spans_X) if own):
