@@ -24,9 +24,9 @@ from shoal.runs.build_run import RunParts, held_out_batches
 from shoal.runs.folder.checkpoint import Checkpoint, save_weights
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import complete_status
-from shoal.runs.monitoring.members import MemberTable
+from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.privacy_budget import PrivacyBudget
-from shoal.runs.monitoring.prometheus import shown_to_prometheus
+from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter
 from shoal.runs.monitoring.status import StatusWriter, TrafficTotals
 from shoal.runs.relay import Relay
@@ -105,7 +105,7 @@ class CoordinatorLoop(RecordedLoop):
         )
         self.policies, self.coordinator, self.learner = policies, coordinator, learner
         self.server, self.store, self.board = storage.server, storage.store, storage.board
-        self.members = MemberTable(coordinator, storage.board, self.message)
+        self.members = MemberOverview(coordinator, storage.board, self.message)
         self.recorder.members, self.recorder.blackboard = self.members.members, storage.server
         self.traffic = TrafficTotals(storage.server.traffic, coordinator)
         self.privacy = PrivacyBudget(parts.run, coordinator, policies, length, storage.board)
@@ -128,12 +128,12 @@ class CoordinatorLoop(RecordedLoop):
         around = DriverDeps(
             server=storage.server,
             store=storage.store,
-            watcher=self,
+            observer=self,
             welcome=welcome,
             capture=lambda: SnapshotContent(self.engine.weights(), self.state_dict()),
             clock=time.monotonic,
             new_session=lambda: secrets.token_hex(16),
-            board=storage.board,
+            database=storage.board,
             status=lambda: self.status.as_json(),
         )
         return CoordinatorDriver(self.coordinator, around)
@@ -146,11 +146,11 @@ class CoordinatorLoop(RecordedLoop):
 
     def report_exit(self, name: str) -> None:
         """The launcher saw this worker's process exit."""
-        self.driver.happen(WorkerExited(name))
+        self.driver.handle(WorkerExited(name))
 
     def _work(self) -> None:
         try:
-            with shown_to_prometheus(self.run.coordinator, self.directory.path, lambda: complete_status(self.status.latest), self.message):
+            with metrics_page(self.run.coordinator, self.directory.path, lambda: complete_status(self.status.latest), self.message):
                 self._coordinate()
         finally:
             self.driver.close()
@@ -170,7 +170,7 @@ class CoordinatorLoop(RecordedLoop):
         self.status.update("ending")  # workers may leave before the next tick
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)
-        self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
+        self.driver.handle(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
         interrupted = recorder.stopping == INTERRUPTED
         self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self._tick)
         self._finish_evaluation()
