@@ -254,7 +254,7 @@ class Coordinator:
         most_lag = self.policies.admission.most_lag(self.members.speed(worker))
         version = self.book.state.version
         header = {**header, "version": version, "step": self.book.step, "done": self.finished, "most_lag": most_lag, **fields}
-        if self.policies.contribution.alone and have > NO_WEIGHTS:
+        if self.policies.contribution.takes_inner_steps and have > NO_WEIGHTS:
             worker.began_at = self.now
             steps = steps_for(self.policies, self.plan, version, worker, self.members, self.now)
             header["inner_steps"] = min(steps, self.state.upstream.get("inner_steps", steps))

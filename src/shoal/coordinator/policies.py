@@ -18,7 +18,7 @@ class ContributionPolicy(Protocol):
     """What workers send, as far as the coordinator must know it."""
 
     @property
-    def steps(self) -> int:
+    def inner_steps(self) -> int:
         """Steps of a worker that make one contribution."""
         ...
 
@@ -28,18 +28,18 @@ class ContributionPolicy(Protocol):
         ...
 
     @property
-    def alone(self) -> bool:
-        """Whether workers step alone between contributions, so that they are told how many steps to take."""
+    def takes_inner_steps(self) -> bool:
+        """Whether workers take inner steps with an optimizer of their own, so that the coordinator says how many."""
         ...
 
     @property
-    def balanced(self) -> bool:
-        """Whether slower workers are asked for fewer steps."""
+    def balances_speeds(self) -> bool:
+        """Whether slower workers take fewer inner steps."""
         ...
 
     @property
-    def averages(self) -> bool:
-        """Whether workers send their weights, of which the new ones are the mean, and not how far they moved."""
+    def sends_weights(self) -> bool:
+        """Whether workers send their weights, whose mean are the new ones, in place of the pseudo-gradient."""
         ...
 
 

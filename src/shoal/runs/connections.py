@@ -79,7 +79,7 @@ class TransportConnection:
         with _losing():
             return CoordinatorAnswer(*self.client.answer(timeout_s))
 
-    def wanted(self, unit: int) -> bool:
+    def still_wanted(self, unit: int) -> bool:
         """Only the coordinator knows, and tells with its answers to signs of life."""
         return True
 
@@ -130,7 +130,7 @@ class DatabaseConnection:
     def answer(self, timeout_s: float) -> CoordinatorAnswer:
         raise AssertionError("nothing is ever posted here")
 
-    def wanted(self, unit: int) -> bool:
+    def still_wanted(self, unit: int) -> bool:
         return self._unit is None or self.desk.wanted(self._unit)
 
     def wake(self) -> None:

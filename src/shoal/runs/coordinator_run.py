@@ -114,7 +114,7 @@ class CoordinatorLoop:
         self.recorder = Recorder(parts.run, parts.engine, self.data, directory, reporters, learner.meaningless)
         self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self.members, storage.server
         self.recorder.total_batches = length.batches
-        self.recorder.step_name = "round" if agreed.policies.contribution.alone else "step"
+        self.recorder.step_name = "round" if agreed.policies.contribution.takes_inner_steps else "step"
         self.message = self.recorder.message
         self._totals = TrafficTotals(storage.server.traffic, coordinator)
         self.driver = self._driver(storage, welcome)
@@ -251,7 +251,7 @@ class CoordinatorLoop:
         """Have a copy of the weights judged beside the run."""
         if self.judge is None:
             return {}
-        if self.judge.pending >= (_MOST_UNJUDGED if self.policies.contribution.alone else 1):
+        if self.judge.pending >= (_MOST_UNJUDGED if self.policies.contribution.takes_inner_steps else 1):
             self.message(f"warning: no evaluation at {self.recorder.step_name} {self.step}: the one before is still under way")
             return {}
         self.recorder.begin_judging()

@@ -25,7 +25,7 @@ class Relay:
         self.climber = UpstreamSession(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
         self._under_way: Future[list[SessionEvent]] | None = None
         self.protocol.ready, joined.doing = True, "relaying"
-        self.climber.hear(joined.courier.converse())
+        self.climber.hear(joined.sender.exchange())
         if not self.coordinator.state.upstream:
             assert isinstance(learner, AdoptingLearner)
             learner.begin(self.climber.weights, self.climber.statistics)
@@ -44,12 +44,12 @@ class Relay:
             return
         self.loop.driver.drain()  # it has its number for good, before anybody is told
         if self.climber.offer(upward.asked, upward.frames):
-            self._under_way = self.joined.courier.begin()
+            self._under_way = self.joined.sender.begin()
             self._under_way.add_done_callback(lambda future: self.loop.server.wake())
 
     def leave(self) -> None:
         """Go. What is not answered yet is said again by the relay that goes on with this run."""
-        self.joined.courier.farewell("")
+        self.joined.sender.leave_early("")
         self.joined.close()
         self.receipts.close()
 

@@ -88,7 +88,7 @@ class MemberLifecycle:
             return host.refuse(event.caller, *refusal)
         if asked.instance in self.members.replaced.get(name, ()):
             return host.refuse(event.caller, "replaced", f"another worker called {name} has come; start this one with a --name of its own")
-        returns = name in host.rounds.active and host.policies.contribution.alone  # it may have kept half of a long round
+        returns = name in host.rounds.active and host.policies.contribution.takes_inner_steps  # it may have kept half of a long round
         if before is not None:
             if asked.instance != before.instance:
                 self.members.replace(before)

@@ -28,11 +28,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import packed, unpacked
-from shoal.worker.interfaces import Writers
 
 _FORMAT = 3
 _UNCHECKED = 2
@@ -88,7 +88,7 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             raise self._failed(partial, error) from None
 
-    def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: Writers) -> None:
+    def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: World) -> None:
         """The same with several processes, of which each writes its part. All must call, and all succeed or raise."""
         partial, tensors = self._partial(step), dict[str, Tensor]()
         plain = packed(state, "", tensors)
@@ -103,7 +103,7 @@ class Checkpoints:
             raise self._failed(partial, error) from None
         self._alone(writers, lambda: self._finish(partial, step, plain), partial)
 
-    def _alone(self, writers: Writers, work: Callable[[], Any], partial: Path) -> None:
+    def _alone(self, writers: World, work: Callable[[], Any], partial: Path) -> None:
         """What the first process does for all; how it went is everybody's business."""
         problem = ""
         if writers.first:

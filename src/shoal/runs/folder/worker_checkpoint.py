@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read_checkpoint
-from shoal.worker.interfaces import World
 from shoal.worker.session import SeatAssigned
 from shoal.worker.worker_state import PartialRound, RoundStart
 
@@ -131,17 +131,17 @@ class WorkerCheckpoints:
 
     # --- the middle of a round ---------------------------------------------------------------------
 
-    def until_half(self, step: int) -> int:
+    def steps_until_save(self, step: int) -> int:
         every = self.occasions.every_steps
         return every - step % every if every and self.halves is not None else sys.maxsize
 
-    def save_half(self, half: PartialRound | None, residual: Tensor | None) -> None:
+    def save_partial_round(self, half: PartialRound | None, residual: Tensor | None) -> None:
         """Keep how things stand after this step, in place of what was kept before. The first process knows how far the worker is."""
         assert self.halves is not None
         whole = {"half": None if half is None else half._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
         self._write(self.halves, self.engine.step_count, self._state(residual) | whole)
 
-    def half_round(self, begins: RoundStart) -> PartialRound | None:
+    def find_partial_round(self, begins: RoundStart) -> PartialRound | None:
         """What is of no use any more is deleted, with a word about it."""
         found = self._read_half()
         if found is None:
@@ -151,9 +151,9 @@ class WorkerCheckpoints:
         if not why:
             self._half = found
             return half
-        steps = "" if half is None else f" ({half.steps} of {half.asked_steps} steps of round {half.began.version + 1})"
+        steps = "" if half is None else f" ({half.steps} of {half.inner_steps} steps of round {half.began.version + 1})"
         self.tell(f"the half round that this worker kept{steps} is of no use any more: {why}; it is deleted")
-        self.forget_half()
+        self.delete_partial_round()
         return None
 
     def _why_useless(self, half: PartialRound, found: Checkpoint, begins: RoundStart) -> str:
@@ -174,10 +174,10 @@ class WorkerCheckpoints:
             return read_checkpoint(paths[-1]) if paths else None
         except ShoalError as error:
             self.tell(f"warning: {error}; it is deleted, and the round is begun again")
-            self.forget_half()
+            self.delete_partial_round()
             return None
 
-    def has_half(self, step: int) -> bool:
+    def has_partial_round(self, step: int) -> bool:
         """For a process that is not the first: whether it has its part of the half round that was kept after this step."""
         found = self._read_half()
         whole = found is not None and found.step == step and found.state["shape"] == self.occasions.shape
@@ -185,19 +185,19 @@ class WorkerCheckpoints:
         return whole
 
     @property
-    def half_step(self) -> int:
-        """After which step the half round was kept that `half_round` gave."""
+    def partial_round_step(self) -> int:
+        """After which step the half round was kept that `find_partial_round` gave."""
         assert self._half is not None
         return self._half.step
 
-    def resume_half(self, residual: Tensor | None, within: bool) -> None:
+    def resume_partial_round(self, residual: Tensor | None, within: bool) -> None:
         found, self._half = self._half, None
         assert found is not None
         self._load(found, residual, weights=within)
         if within:
             self.engine.load_gathered(found.state["gathered"])
 
-    def forget_half(self) -> None:
+    def delete_partial_round(self) -> None:
         """Of processes that share it, the first one deletes it."""
         self._half = None
         if self.halves is not None and self.engine.world.first and self.halves.folder.exists():

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shoal.config import Run
 from shoal.coordinator.driver_interfaces import SavedState
+from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.tasks import Batch, Task
-from shoal.worker.interfaces import StepResult, Window, World
+from shoal.tasks import Batch, MetricMeans, StepResult, Task
 
 INTERRUPTED, STOPPED_EARLY = "interrupted", "stopped early"
 _RECENT_EVENTS, _LONGEST_EVENT = 50, 1000
@@ -144,7 +144,7 @@ class Recorder:
         self.reporters, self.meaningless = reporters, meaningless
         self.checkpoints = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last)
         self.owner: Owner | None = None
-        self.window = Window()
+        self.window = MetricMeans()
         self.samples = self.batches = 0
         self.best: float | None = None
         self.without_progress = 0
@@ -224,13 +224,13 @@ class Recorder:
         """A step was taken."""
         self.batches += batches
         self.samples += result.samples
-        self.window.add(result)
+        self.window.add(result.metrics, result.weight)
 
     def count_again(self, result: StepResult, batches: int) -> None:
         """A step that was recorded before a crash."""
         self.count(result, batches)
         if self._owner.passes(self.step, self.run.logging.every_steps):
-            self.window.take(self.engine.world)
+            self.window.take(self.engine.world.total)
 
     def advance(self, result: StepResult, batches: int, last: bool) -> None:
         """A step was taken: count it, and record, evaluate and save where it is time to."""
@@ -268,7 +268,7 @@ class Recorder:
     # --- what is recorded --------------------------------------------------------------------------
 
     def _record(self) -> None:
-        metrics = self.window.take(self.engine.world)
+        metrics = self.window.take(self.engine.world.total)
         self._check_finite(metrics)
         metrics |= self.engine.figures() | self._owner.more_figures()
         for name in self.meaningless:
