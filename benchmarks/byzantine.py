@@ -20,7 +20,8 @@ from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Reply
-from shoal.coordinator.state import RequestReceived, RunPlan
+from shoal.coordinator.events import RequestReceived
+from shoal.coordinator.run_plan import RunPlan
 from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.build_run import assemble, feed_for_seat, held_out_batches
 from shoal.runs.run_size import data_extent, needed_contributions

@@ -25,7 +25,7 @@ from processes import Helper
 from shoal.launch import EmbeddedPostgres
 from shoal.transports import Message
 from shoal.transports.database_address import Access
-from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect, create_database
 
 PEERS = "queues"
@@ -123,8 +123,8 @@ class Units:
 
 
 def claim(given: dict[str, Any]) -> None:
-    desk = UnitDesk(given["address"], poll_interval_s=5.0)
-    desk.enter(None, {})
+    desk = LeaseClient(given["address"], poll_interval_s=5.0)
+    desk.join(None, {})
     print(json.dumps("ready"), flush=True)
     sys.stdin.readline()
     jobs, first = 0, time.time()

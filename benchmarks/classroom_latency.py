@@ -31,7 +31,7 @@ from processes import Helper
 
 from shoal.launch import EmbeddedPostgres
 from shoal.transports.database_address import Access
-from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect
 
 WORKERS = 3
@@ -143,7 +143,7 @@ def coordinate(given: dict[str, Any]) -> None:
     loop = prepare(loaded, run_dir=f"{folder}/run", resume=False, reporters=[], workers=WORKERS, transport=transport).loop
     clock, server = Clock(), loop.server
     assert isinstance(server, PostgresServer)
-    clock.around(server.line, "wait", "waiting")
+    clock.around(server.connection, "wait", "waiting")
     clock.around(server, "_look", "looking for results")
     clock.around(server, "read", "reading gradients")
     clock.around(server, "_tidy", "tidying")
@@ -182,9 +182,9 @@ def work(given: dict[str, Any]) -> None:
     from shoal.config.schema.updates import Int8Codec, NoCodec
     from shoal.updates import codecs
 
-    desk = UnitDesk(given["address"], poll_interval_s=60.0)
-    welcome = desk.welcome(30.0)
-    desk.enter(None, {})
+    desk = LeaseClient(given["address"], poll_interval_s=60.0)
+    welcome = desk.read_run(30.0)
+    desk.join(None, {})
     weights = desk.weights(-1)
     while weights is None:
         desk.claim(1, 1.0)

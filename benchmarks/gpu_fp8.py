@@ -70,7 +70,7 @@ def experts_part(name: str, profiled: bool) -> Row:
     settings: Any = run.model
     with torch.device("cuda"):
         layer = ExpertLayer(settings, 256).to(torch.bfloat16)
-    visits = visits_of(settings)
+    assignment = visits_of(settings)
     rows = TOKENS * settings.experts.per_token
     x = torch.randn(rows, settings.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gates, slope = torch.rand(rows, device="cuda", requires_grad=True), torch.randn_like(x)
@@ -78,11 +78,11 @@ def experts_part(name: str, profiled: bool) -> Row:
     def passes() -> None:
         layer.zero_grad(set_to_none=True)
         x.grad = gates.grad = None
-        layer.experts(x, gates, visits).backward(slope)
+        layer.experts(x, gates, assignment).backward(slope)
 
     plain = milliseconds(passes)
     scales = fp8.ScaleHistory(Fp8(), torch.device("cuda"))
-    layer.whole = fp8.experts(scales, "one", layer.up, layer.down)
+    layer.fused_swiglu = fp8.experts(scales, "one", layer.up, layer.down)
     rounded = milliseconds(passes)
     if profiled:
         gpu_moe.profile(passes)

@@ -236,7 +236,7 @@ def serve(given: dict[str, Any]) -> None:
     run_dir = str(Path(given["folder"]) / "run")
     coordinating = prepare(loaded, run_dir=run_dir, resume=False, reporters=[], workers=SENDERS, hosts=hosts, transport=transport)
     loop = coordinating.loop
-    claims = loop.coordinator.claims
+    claims = loop.coordinator.checks
     claims.plan = claims.plan._replace(batches_per_shard=None)  # senders have no data: they count their batches on and on, as of a stream
     clock = watched(loop) if given["where"] else None
     print(json.dumps(coordinating.invitation._asdict()), flush=True)

@@ -88,13 +88,13 @@ def coordinate(given: dict[str, Any]) -> None:
 def _look(coordinator: Any, seconds: float) -> None:
     """Tell what happened between two versions that are so far apart: no half round counts."""
     lags: list[int] = []
-    contribute = coordinator.intake._admit
+    contribute = coordinator.contributions._admit
 
-    def admit(event: Any, asked: Any, worker: Any) -> None:
+    def admit(turn: Any, event: Any, asked: Any, worker: Any) -> None:
         lags.append(worker.lag)
-        contribute(event, asked, worker)
+        contribute(turn, event, asked, worker)
 
-    coordinator.intake._admit = admit
+    coordinator.contributions._admit = admit
     _next_version(coordinator)
     time.sleep(_SETTLING_S)
     before = _next_version(coordinator)
@@ -123,10 +123,10 @@ def _next_version(coordinator: Any) -> tuple[float, int, int, int]:
 def work(given: dict[str, Any]) -> None:
     """Work as `shoal join` does; when asked, tell what the batches took."""
     from shoal.runs import worker_run
-    from shoal.transports.netem import Proxy, profile
+    from shoal.transports.netem import NetemProxy, profile
 
     invitation = given["invitation"]
-    proxy = Proxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None
+    proxy = NetemProxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None
     address = invitation["address"] if proxy is None else proxy.address
     way = worker_run.JoinOptions(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
     joined = worker_run.JoinedWorker(way, lambda text: None)

@@ -32,7 +32,7 @@ from run import Row
 from shoal import strategies
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.coordinator.members.authentication import FairTokenBucket
-from shoal.coordinator.state import MemberLimits, RunPlan
+from shoal.coordinator.run_plan import MemberLimits, RunPlan
 from shoal.simulate import SimulatedMachine, batched_workers, simulate
 from shoal.simulate.machines import weather_named
 from shoal.simulate.report import SimulationReport
@@ -89,7 +89,7 @@ def simulated(kind: str, codec: str, workers: int, seconds: float) -> Simulation
     steps = STEPS if STRATEGIES[kind].get("strategy.inner_steps") else 1
     hours = (WARM_UP_S + seconds) / 3600
     made: Any = VirtualRun(scenario(kind, codec, workers), weather_named("calm", workers, 60 / steps, hours, 0), hours, 0, WARM_UP_S)
-    made.coordinator.door._proofs = FairTokenBucket(1e9, 1e9)  # joining is not what is measured
+    made.coordinator.authenticator._proofs = FairTokenBucket(1e9, 1e9)  # joining is not what is measured
     report: SimulationReport = made.run()
     assert not report.violations
     return report

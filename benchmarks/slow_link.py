@@ -19,7 +19,7 @@ import peers
 from processes import Helper
 from run import Row
 
-from shoal.transports.netem import Proxy, profile
+from shoal.transports.netem import NetemProxy, profile
 
 RATES = (10, 50, 100)
 WIDTH, LAYERS, HEADS, LENGTH, BATCH, STEPS, ROUND = 320, 8, 5, 64, 4, 96, 32
@@ -75,7 +75,7 @@ def hivemind_once(rate: int) -> float:
     late = threading.Timer(PATIENCE_S, give_up)
     try:
         _, _, host, _, port, _, identity = first.hear().split("/")
-        weather = Proxy(f"tcp://{host}:{port}", profile(f"{rate}mbit"))
+        weather = NetemProxy(f"tcp://{host}:{port}", profile(f"{rate}mbit"))
         helpers.append(Helper(app, "second", python=python, **spec))
         helpers[1].say(f"/ip4/127.0.0.1/tcp/{weather.address.rpartition(':')[2]}/p2p/{identity}")
         late.start()

@@ -21,7 +21,7 @@ import real_runs
 from processes import Helper, environment, records, seconds_of
 from run import Row
 
-from shoal.transports.netem import Proxy, profile
+from shoal.transports.netem import NetemProxy, profile
 
 WORKERS, BATCH = 8, 4
 LINE = "50mbit"
@@ -39,7 +39,7 @@ class Moment(NamedTuple):
     processor_s: float
 
 
-class Line(Proxy):
+class Line(NetemProxy):
     """A proxy that counts what it carries."""
 
     def __init__(self, address: str) -> None:

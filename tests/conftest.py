@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import sys
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,65 +28,48 @@ settings.register_profile("everywhere", deadline=None, derandomize=True, databas
 settings.load_profile("everywhere")
 
 
-# What `make quick` leaves to `make test`: folders whose tests train or serve with several machines, tests that can start processes, as
-# their file, a file of ours that it imports, or the file of a fixture that they take imports one of these, and tests with the mark.
-WHOLE_RUNS = ("chaos", "classroom", "hostile", "hub", "launch", "serve", "simulate", "strategies")
-STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing", "shoal.launch.forkserver"}
+# Folders whose tests train or serve with several machines: all of them are `whole`, which `make quick` leaves to `make test`. In the other
+# folders a file or a test that starts a process says so itself: `pytestmark = pytest.mark.whole`.
+WHOLE_FOLDERS = ("chaos", "classroom", "hostile", "hub", "launch", "serve", "simulate", "strategies", "whole")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A folder of whole runs is not even read where whole runs are not asked for. None leaves the choice to others."""
-    whole = collection_path.name in WHOLE_RUNS and collection_path.is_dir()
+    """A folder of whole runs is not even read where whole runs are deselected. None leaves the choice to others."""
+    whole = collection_path.name in WHOLE_FOLDERS and collection_path.is_dir()
     return True if whole and config.option.markexpr.startswith("not whole") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if isinstance(item, pytest.Function) and (item.path.parent.name in WHOLE_RUNS or not STARTERS.isdisjoint(imported_for(item))):
+        if item.path.parent.name in WHOLE_FOLDERS:
             item.add_marker(pytest.mark.whole)
 
 
-def imported_for(item: pytest.Function) -> set[str]:
-    """Names of all modules that the files behind a test import, as far as those files are ours."""
-    fixtures = (one.func for several in item._fixtureinfo.name2fixturedefs.values() for one in several)
-    files = [vars(item.module), *(getattr(function, "__globals__", {}) for function in fixtures)]  # every conftest.py has the same name
-    return set().union(*(imported_from(str(names.get("__file__")), names) for names in files))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason why tests were skipped. A reason says what would enable them."""
+    reasons = Counter(reason_of(report) for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count:>3}: {reason}")
 
 
-_found: dict[str, set[str]] = {}
-
-
-def imported_from(file: str, names: dict[str, Any]) -> set[str]:
-    """Names of all modules that a file imports, and that files of ours imported by it import. Every file is looked at once."""
-    if file not in _found:
-        _found[file] = set()  # files that import each other end here
-        if file.startswith(f"{ROOT / 'tests'}/"):
-            modules = set(modules_in(names))
-            _found[file] = {module.__name__ for module in modules}.union(
-                *(imported_from(str(module.__file__), vars(module)) for module in modules if getattr(module, "__file__", None))
-            )
-    return _found[file]
-
-
-def modules_in(names: dict[str, Any]) -> Iterator[ModuleType]:
-    """Modules that have been imported, whole or something of them."""
-    for value in names.values():
-        origin = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
-        if origin is not None and not origin.__name__.endswith("conftest"):
-            yield origin
+def reason_of(report: pytest.TestReport) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, (tuple, list)) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    missing = re.match(r"could not import '(\w+)", reason)
+    return f"needs the Python package {missing[1]}: pip install {missing[1].replace('_', '-')}" if missing else reason
 
 
 @pytest.fixture(scope="session")
 def spec() -> Path:
     if not (SHARED / "spec").is_dir():
-        pytest.skip("the specification is not beside this checkout (../shared/spec)")
+        pytest.skip("needs the specification beside this checkout (../shared/spec)")
     return SHARED / "spec"
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     if not (SHARED / "data").is_dir():
-        pytest.skip("the data for tests is not beside this checkout (../shared/data)")
+        pytest.skip("needs the data for tests beside this checkout (../shared/data)")
     return SHARED / "data"
 
 

@@ -1,4 +1,4 @@
-"""The rules of the house, read from the source: who may do what, who may know whom, and that nothing is too long or dead."""
+"""The rules of the source: what each folder may do and import, names with one meaning, and nothing that is too long or not used."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import ast
 import functools
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from vulture import Vulture
 
+import shoal
 from shoal.config.schema.strategy import Strategy
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shoal"
@@ -135,7 +137,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not found
 
 
-# --- strategies are known by nobody -------------------------------------------------------------------------------------
+# --- strategies are named by no other part -------------------------------------------------------------------------------------
 
 STRATEGY_SECTIONS = [*Strategy.kinds.values()]
 STRATEGY_KINDS = {section.fields()["kind"].default for section in STRATEGY_SECTIONS}
@@ -228,15 +230,18 @@ def test_a_question_for_a_policy_is_found(line: str, tmp_path: Path) -> None:
     assert not asks_for_a_policy(module, {"Quorum"})
 
 
-def test_nobody_asks_what_kind_a_policy_is() -> None:
+def test_no_module_asks_what_kind_a_policy_is() -> None:
     policies = policy_classes()
     assert policies, "the strategies pick no policies, so this test would see nothing"
     assert not [path.relative_to(SOURCE).as_posix() for path in MODULES if asks_for_a_policy(path, policies)]
 
 
-# --- size, and what nobody uses -----------------------------------------------------------------------------------------
+# --- size, names, and what is not used ------------------------------------------------------------------------------------
 
 LONGEST = 40
+MOST_MODULES = 20
+LARGER = {"cli": 60, "models": 22}
+"""cli has a file for each command; models is to get another folder."""
 
 
 def test_no_function_is_longer_than_forty_lines() -> None:
@@ -247,6 +252,70 @@ def test_no_function_is_longer_than_forty_lines() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= LONGEST
     }
     assert not found
+
+
+def test_no_folder_has_more_than_twenty_modules() -> None:
+    counts = Counter(path.parent.relative_to(SOURCE).as_posix() for path in MODULES if path.name != "__init__.py")
+    assert not {folder: count for folder, count in counts.items() if count > LARGER.get(folder, MOST_MODULES)}
+
+
+STILL_TWICE: set[str] = {
+    "Answer",
+    "Authenticator",
+    "ConnectOptions",
+    "CoordinatorConnection",
+    "DamagedJournal",
+    "Feed",
+    "Host",
+    "LeasedUnit",
+    "MemberTable",
+    "Rendezvous",
+    "StepResult",
+    "World",
+}
+"""Class names that are still defined twice. A name leaves this set when one of its classes gets another name; none is added."""
+
+
+def classes_by_name() -> dict[str, set[str]]:
+    """The modules that define each class name, except private classes. A config section and the class that it builds may share a name, so
+    modules of the settings count only where two of them share one."""
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(path.relative_to(SOURCE).as_posix())
+    return found
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    twice = set()
+    for name, places in classes_by_name().items():
+        sections = {place for place in places if place.startswith("config/schema/")}
+        if len(sections) > 1 or len(places - sections) > 1:
+            twice.add(name)
+    assert twice <= STILL_TWICE, f"give one of them another name: {sorted(twice - STILL_TWICE)}"
+
+
+MOST_PROTOCOLS = 51
+MOST_VAGUE_WORDS = 319
+
+
+def test_a_protocol_is_the_exception() -> None:
+    """A Protocol with one implementation and no test double only hides which class is meant."""
+    found = [
+        f"{path.relative_to(SOURCE).as_posix()}: {node.name}"
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and any(re.match(r"(typing\.)?Protocol\b", ast.unparse(base)) for base in node.bases)
+    ]
+    assert len(found) <= MOST_PROTOCOLS, "\n".join(found)
+
+
+def test_the_actor_of_a_sentence_is_named() -> None:
+    """A reader wants to know which worker, caller or limit is meant."""
+    counts = Counter({path: len(re.findall(r"\b(nobody|whoever|so many)\b", path.read_text(), re.IGNORECASE)) for path in MODULES})
+    most = ", ".join(f"{path.relative_to(SOURCE).as_posix()} {count}" for path, count in counts.most_common(10))
+    assert counts.total() <= MOST_VAGUE_WORDS, most
 
 
 USED_BY_OTHERS = {
@@ -265,7 +334,7 @@ def test_vulture_finds_no_dead_code() -> None:
     assert {item.name for item in found} == set(USED_BY_OTHERS), "a name that is no longer reported must go from the list"
 
 
-# --- what `make test` leaves out ----------------------------------------------------------------------------------------
+# --- the tests themselves -----------------------------------------------------------------------------------------------
 
 TESTS = Path(__file__).resolve().parent
 
@@ -283,8 +352,12 @@ def defined_in(path: Path) -> set[str]:
     return found
 
 
+def modules_of_tests() -> dict[str, Path]:
+    return {f"tests.{path.relative_to(TESTS).with_suffix('').as_posix().replace('/', '.')}": path for path in TESTS.rglob("*.py")}
+
+
 def test_what_chaos_takes_from_other_tests_is_there() -> None:
-    files = {path.stem: path for path in TESTS.rglob("*.py")}
+    files = modules_of_tests()
     missing = {
         (path.name, node.module, alias.name)
         for path in (TESTS / "chaos").glob("test_*.py")
@@ -294,3 +367,34 @@ def test_what_chaos_takes_from_other_tests_is_there() -> None:
         if alias.name not in defined_in(files[node.module])
     }
     assert not missing
+
+
+def test_programs_in_the_text_of_tests_import_what_is_there() -> None:
+    """Tests start small programs that are strings, which no linter reads."""
+    missing = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for module, names in re.findall(r"^from (shoal[\w.]*) import ([\w, ]+)$", node.value, re.MULTILINE):
+                    missing |= {f"{path.name}: {module}.{name}" for name in names.split(", ") if not importable(module, name.split()[0])}
+    assert not missing
+
+
+def importable(module: str, name: str) -> bool:
+    if module == "shoal":  # it loads its public names when they are used
+        return hasattr(shoal, name)
+    return f"{module}.{name}" in NAMES or (module in NAMES and name in defined_in(NAMES[module]))
+
+
+def test_the_name_of_a_test_has_at_most_eighty_letters() -> None:
+    long = {
+        (path.name, node.name)
+        for path in TESTS.rglob("test_*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > 80
+    }
+    assert not long
+
+
+def test_no_test_changes_the_path_of_imports() -> None:
+    assert not [path.name for path in TESTS.rglob("*.py") if "sys.path" + ".insert" in path.read_text()]

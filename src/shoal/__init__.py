@@ -25,7 +25,7 @@ _HOMES = {
     "load": "shoal.config",
     "train": "shoal.python.train",
 }
-"""Where public names live: each is imported when it is asked for, since some need torch."""
+"""Public name → module; imported on first use, since some need torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from shoal.data.images.samples import Target as ImageTarget
     from shoal.data.images.samples import from_pixels as from_pixels
     from shoal.data.images.samples import image_data as image_data
-    from shoal.data.interfaces import Data as Data
+    from shoal.data.loaded_data import Data as Data
     from shoal.data.text.documents import Document as Document
     from shoal.data.text.documents import InMemoryDocuments as Documents
     from shoal.data.text.documents import TextPart as TextPart
@@ -83,9 +83,8 @@ if TYPE_CHECKING:
     from shoal.tasks.classification import Classification as ClassificationTask
     from shoal.tasks.language import LanguageModelling as LanguageModellingTask
     from shoal.transports import zeromq as zeromq
-    from shoal.transports.interface import Call as ConnectOptions
     from shoal.transports.interface import Client as Client
-    from shoal.transports.interface import Place as ListenOptions
+    from shoal.transports.interface import ConnectOptions, ListenOptions
     from shoal.transports.interface import Server as Server
     from shoal.updates.codecs.base import Coder as Coder
     from shoal.updates.parallel_blocks import Floats as Floats
@@ -171,9 +170,9 @@ _IMPORTED_ON_USE = {
     "ClassificationTask": "shoal.tasks.classification.Classification",
     "Client": "shoal.transports.interface.Client",
     "Coder": "shoal.updates.codecs.base.Coder",
-    "ConnectOptions": "shoal.transports.interface.Call",
+    "ConnectOptions": "shoal.transports.interface.ConnectOptions",
     "Contributions": "shoal.updates.rules.mixing.Contributions",
-    "Data": "shoal.data.interfaces.Data",
+    "Data": "shoal.data.loaded_data.Data",
     "DataRequest": "shoal.data.hub.dataset.DataRequest",
     "DataShapes": "shoal.models.data_shapes.DataShapes",
     "Discounted": "shoal.coordinator.policies.Discounted",
@@ -187,7 +186,7 @@ _IMPORTED_ON_USE = {
     "Frames": "shoal.protocol.frames.Frames",
     "ImageTarget": "shoal.data.images.samples.Target",
     "LanguageModellingTask": "shoal.tasks.language.LanguageModelling",
-    "ListenOptions": "shoal.transports.interface.Place",
+    "ListenOptions": "shoal.transports.interface.ListenOptions",
     "Loss": "shoal.tasks.base.Loss",
     "Message": "shoal.protocol.messages.Message",
     "Policies": "shoal.strategies.policies.Policies",

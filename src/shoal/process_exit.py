@@ -1,4 +1,4 @@
-"""The end of a process."""
+"""Ends a process quickly, without freeing its memory object by object."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NoReturn
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process as the interpreter does, but for its memory: threads are waited for, what asked to be called at the end is called,
-    what was printed is written. To take torch apart in memory, object by object, would take a second of a core; the system frees it at
-    once. Files and sockets have been closed by those who opened them. A profiler or a debugger sees the whole end."""
+    """End this process as the interpreter does, except that objects are not destroyed: that takes a second of a core for torch, and the
+    system frees the memory at once. Threads are joined, exit functions are called, and output is flushed. Under a profiler or debugger
+    the interpreter ends normally."""
     if sys.getprofile() is not None or sys.gettrace() is not None:
         raise SystemExit(code)
     threading._shutdown()  # type: ignore[attr-defined]
@@ -21,7 +21,7 @@ def end_process(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (BrokenPipeError, ValueError, AttributeError):  # nobody reads it any more, or it was closed, or there is none
+        except (BrokenPipeError, ValueError, AttributeError):  # the reader is gone, or the stream is closed or missing
             pass
         except OSError as error:  # the disk is full
             with suppress(OSError):

@@ -17,7 +17,7 @@ from shoal.coordinator.units.cut import DataCut
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.worker_run import JoinedWorker
-from shoal.transports.postgres.reconnecting import Line
+from shoal.transports.postgres.reconnecting import ReconnectingConnection
 from tests.classroom.test_class_at_work import covered, train, violations
 from tests.support.classroom import School
 
@@ -59,10 +59,10 @@ class Class(School):
         self.deaths, self.cuts = self.deaths + dies, self.cuts + (not dies)
         board = worker.lines[0]
         assert isinstance(board, DatabaseConnection)
-        for line in (board.desk._line, board.desk._pulse):
+        for line in (board.desk._connection, board.desk._heartbeats):
             if dies:
                 worker.protocol.stop()
-                line.hang_up()
+                line.stop()
             tear(line)
 
     def look(self) -> None:
@@ -75,7 +75,7 @@ class Class(School):
         return [problem for problem in self.problems if "connection" not in str(problem)]
 
 
-def tear(line: Line) -> None:
+def tear(line: ReconnectingConnection) -> None:
     connection = line._connection
     with contextlib.suppress(Exception):  # it may be closing at this moment
         assert connection is not None
@@ -111,7 +111,7 @@ def test_thirty_workers_lose_no_unit_though_plugs_are_pulled_for_five_minutes(tm
         training.join(300)
         assert not training.is_alive()
         assert loop.coordinator.plan.cut is not None
-        judge(school, loop.coordinator.plan.cut, loop.coordinator.book.settled.below, server)
+        judge(school, loop.coordinator.plan.cut, loop.coordinator.replayed.settled.below, server)
         print(f"{len(school.looks)} looks, {school.deaths} deaths, {school.cuts} cuts, {versions[-1]} versions, {school.looks[-1]}")
         print(f"at most {school.most_connections} connections")
         assert versions[-1] > 3

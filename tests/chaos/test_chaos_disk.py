@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import Processes, processes_in, wait_for
+from tests.support.processes import Processes, processes_in, wait_for_line
 
 GPUS = torch.cuda.device_count()
 CONFIG = f"""\
@@ -77,7 +77,7 @@ def test_a_run_on_disk_is_a_run_in_memory_and_resumes(processes: Processes) -> N
 
 def test_what_a_killed_run_left_on_the_disk_goes_with_the_next(processes: Processes) -> None:
     run = processes.start(*command("killed", *DISK, "training.max_steps=100000"))
-    wait_for(run, r"step \d+")
+    wait_for_line(run, r"step \d+")
     left = list((processes.folder / "disk").glob("shoal-*"))
     assert left
     for path in Path("/proc").glob("[0-9]*"):

@@ -17,7 +17,7 @@ from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.database_address import Access
-from shoal.transports.postgres import UnitDesk
+from shoal.transports.postgres import LeaseClient
 from shoal.transports.postgres.enrolment import own_access
 from tests.support.classroom import School
 
@@ -60,11 +60,11 @@ def as_eve(school: School, folder: Path) -> Access:
 def take_and_fail(school: School, over: threading.Event) -> None:
     """Take all the work there is, and fail it."""
     with contextlib.suppress(ShoalError):  # quarantine is the end of it
-        desk = UnitDesk(as_eve(school, school.folder / "eve").address, poll_interval_s=0.1, patience_s=5.0)
-        desk.enter("eve", {})
+        desk = LeaseClient(as_eve(school, school.folder / "eve").address, poll_interval_s=0.1, patience_s=5.0)
+        desk.join("eve", {})
         while not over.is_set():
             for unit in desk.claim(1000, 0.1):
-                desk.fail(unit, "\x1b[2J\x1b]0;owned\x07")
+                desk.fail_unit(unit, "\x1b[2J\x1b]0;owned\x07")
 
 
 def hold_and_burn(school: School, over: threading.Event) -> None:

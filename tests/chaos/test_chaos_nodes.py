@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shoal.cli.main import main
-from tests.support.processes import HANG_S, processes_in, wait_for
+from tests.support.processes import HANG_S, processes_in, wait_for_line
 
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=64"]
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cpu"]
@@ -68,11 +68,11 @@ def test_answers_go_on_whichever_node_is_killed(tmp_path: Path, monkeypatch: pyt
     ready = r"run answers at http://127.0.0.1:(\d+)/v1"
     with processes_in(tmp_path) as processes:
         alone = processes.start("serve", "run", "--port", "0")
-        port = int(wait_for(alone, ready))
+        port = int(wait_for_line(alone, ready))
         wanted = [answer(port, seed) for seed in range(KILLS)]
         assert len(set(wanted)) == KILLS, "the seeds give different texts"
         spread = processes.start("serve", "run", "--port", "0", "--nodes", "3")
-        port = int(wait_for(spread, ready))
+        port = int(wait_for_line(spread, ready))
         for seed in range(KILLS):
             while not (there := nodes()):  # one that was killed is started again
                 time.sleep(0.05)

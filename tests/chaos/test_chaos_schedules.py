@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.coordinator.test_coordinator_schedules import SCHEDULE, STRATEGIES, examples, live_through
+from tests.support.fault_schedules import SCHEDULE, STRATEGIES, examples, live_through
 
 
 @pytest.mark.timeout(600)

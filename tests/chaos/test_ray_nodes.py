@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shoal.cli.main import main
-from tests.support.processes import HANG_S
+from tests.support.eventually import eventually
 
 ray_utils = pytest.importorskip("ray.cluster_utils", reason="needs shoal[ray]")
 FLEET = """\
@@ -35,14 +33,7 @@ def workers_since(ledger: Path, version: int) -> set[str]:
 def wait_for_both(ledger: Path) -> None:
     """Wait until both workers have contributed to versions that do not exist yet."""
     version = len(ledger.read_text().splitlines()) if ledger.exists() else 0
-    wait_until(lambda: workers_since(ledger, version) == {"ann", "bo"})
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    until = time.monotonic() + HANG_S / 6
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.2)
+    eventually(lambda: workers_since(ledger, version) == {"ann", "bo"})
 
 
 def test_a_node_that_goes_is_missed_by_nobody_and_one_that_comes_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +49,7 @@ def test_a_node_that_goes_is_missed_by_nobody_and_one_that_comes_is_used(tmp_pat
             assert main(["up", "fleet.yaml", *address, "--run-dir", "run", "--host", "127.0.0.1"]) == 0
             wait_for_both(ledger)
             cluster.remove_node(node)
-            wait_until(lambda: "starting it again" in log.read_text())
+            eventually(lambda: "starting it again" in log.read_text())
             cluster.add_node(num_cpus=1)
             wait_for_both(ledger)
         finally:

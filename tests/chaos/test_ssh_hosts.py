@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.launch.up_file import running_process
-from tests.support.processes import HANG_S
+from tests.support.eventually import eventually
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -115,18 +114,11 @@ def hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     try:
         for one in both:
             one.start(keys)
-            wait_until(lambda one=one: "listening" in (one.folder / "sshd.log").read_text())
+            eventually(lambda one=one: "listening" in (one.folder / "sshd.log").read_text())
         yield both
     finally:
         for one in both:
             one.end()
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    until = time.monotonic() + HANG_S / 3
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def test_two_hosts_work_one_is_killed_and_comes_back_and_down_leaves_nothing(
@@ -140,12 +132,12 @@ def test_two_hosts_work_one_is_killed_and_comes_back_and_down_leaves_nothing(
         log = tmp_path / "run" / "up.log"
         try:
             ledger = tmp_path / "run" / "coordinator" / "ledger.jsonl"
-            wait_until(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
+            eventually(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
             assert ann.workers()
             (killed,) = bo.workers()
             os.kill(killed, signal.SIGKILL)
-            wait_until(lambda: [pid for pid in bo.workers() if pid != killed])
-            wait_until(lambda: main(["status", "run"]) == 0 and bo.there in capsys.readouterr().out)
+            eventually(lambda: [pid for pid in bo.workers() if pid != killed])
+            eventually(lambda: main(["status", "run"]) == 0 and bo.there in capsys.readouterr().out)
         finally:
             print(log.read_text()[-3000:] if log.exists() else "nothing was said")
             main(["down", "run"])

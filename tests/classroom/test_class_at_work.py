@@ -192,7 +192,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
         school.worker(f"w{number}", watch)
     train(first)
     ((most,),) = school.ask(
-        "SELECT sum(f.bytes) FROM shoal.flyers f WHERE EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames))"
+        "SELECT sum(f.bytes) FROM shoal.published_frames f WHERE EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames))"
     )
     assert most < 3 * 4 * first.loop.engine.vector.numel(), "all of them once, and differences of no more than that"
     again = note_exactly(school.coordinate(codec, resume=True, run_dir="elsewhere").loop)
@@ -205,7 +205,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
     assert max(apart) < 0.1
 
 
-def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its_unit(school: School) -> None:
+def test_the_unit_of_a_worker_that_died_goes_to_another_when_its_lease_ends(school: School) -> None:
     strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 1.0, "max_retries": 99}
     coordinating = school.coordinate({"strategy": strategy})
     taken = threading.Event()
@@ -414,10 +414,10 @@ def test_what_privacy_has_cost_counts_every_unit_that_was_handed_in(school: Scho
     school.worker("ada")
     summary = loop.train()
     school.finish()
-    spent = loop.epsilon()
+    spent = loop.privacy.epsilon()
     loop.server.close()
     units, late = summary["contributions"]["accepted"], school.ask("SELECT sum(late + cancelled)::int FROM shoal.workers")[0][0]
-    expected = Accountant(sample_level_multiplier(1.0), loop.sampling_rate, loop.run.updates.privacy.delta)
+    expected = Accountant(sample_level_multiplier(1.0), loop.privacy.sampling_rate, loop.run.updates.privacy.delta)
     expected.record("units", units + late)
     assert units > 0
     assert spent == expected.spent() > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,14 +15,15 @@ from shoal.errors import ShoalError
 from shoal.reporters.class_table import rows
 from shoal.runs.coordinator_setup import ReadyCoordinator
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
-from shoal.transports.netem import Profile, Proxy
+from shoal.transports.netem import LinkProfile, NetemProxy
 from shoal.transports.postgres import reconnecting
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look
 from tests.support.classroom import School
+from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
 
-FINE = Profile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
+FINE = LinkProfile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
 PATIENCE_S = float(HANG_S)
 LONG = {"training": {"batch_size": 32, "epochs": 1000}}
 
@@ -47,13 +48,6 @@ def teaching(school: School, *layers: dict[str, Any]) -> Iterator[ReadyCoordinat
         assert not thread.is_alive()
 
 
-def wait_for(happened: Callable[[], Any], what: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     "strategy", [{"strategy": {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 1}}, {"strategy": {"kind": "async"}}]
 )
@@ -65,15 +59,15 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
     monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 1.0)
     told: list[str] = []
     with teaching(school, strategy) as coordinating:
-        proxy = Proxy(f"tcp://{school.access.host}:{school.access.port}", FINE)
+        proxy = NetemProxy(f"tcp://{school.access.host}:{school.access.port}", FINE)
         here = school.student._replace(host="127.0.0.1", port=int(proxy.address.rpartition(":")[2]))
         worker = JoinedWorker(JoinOptions(here.address, "", None, name="ada", state=school.folder / "state"), told.append)
         worker.prepare()
         working = threading.Thread(target=worker.work, daemon=True)
         working.start()
-        wait_for(lambda: coordinating.loop.step > 2, "the class is at work")
+        eventually(lambda: coordinating.loop.step > 2, "the class is at work")
         proxy.cut() if gone == "cut off" else proxy.close()
-        wait_for(lambda: worker.protocol.waits, "the student asks a database that does not answer")
+        eventually(lambda: worker.protocol.waits, "the student asks a database that does not answer")
         asked_at = time.monotonic()
         worker.stop()
         working.join(PATIENCE_S)
@@ -107,15 +101,15 @@ def test_a_teacher_pauses_a_class_and_shows_a_student_out_who_hears_why(school: 
         coordinator, folder = made.loop.coordinator, str(made.loop.directory.path)
         for name in ("eve", "ada"):
             school.worker(name)
-        wait_for(lambda: coordinator.state.version >= 3, "the class learns")
+        eventually(lambda: coordinator.state.version >= 3, "the class learns")
         assert main(["pause", folder]) == 0
-        wait_for(lambda: main(["status", folder]) == 0 and "paused" in capsys.readouterr().out, "everybody sees that it is paused")
+        eventually(lambda: main(["status", folder]) == 0 and "paused" in capsys.readouterr().out, "everybody sees that it is paused")
         version = coordinator.state.version
         assert main(["evict", folder, "eve"]) == 0
-        wait_for(lambda: school.problems, "she cannot go on")
+        eventually(lambda: school.problems, "she cannot go on")
         assert "the teacher keeps you out" in str(school.problems.pop())
         assert coordinator.state.version == version, "nothing is made while it is paused"
         assert main(["resume", folder]) == 0
-        wait_for(lambda: coordinator.state.version >= version + 3, "the class goes on without her")
+        eventually(lambda: coordinator.state.version >= version + 3, "the class goes on without her")
         assert main(["evict", folder, "eve", "--undo"]) == 0
-        wait_for(lambda: school.ask("SELECT quarantined FROM shoal.standings WHERE quarantined IS NOT NULL") == [], "she may come back")
+        eventually(lambda: school.ask("SELECT quarantined FROM shoal.standings WHERE quarantined IS NOT NULL") == [], "she may come back")

@@ -9,8 +9,8 @@ import torch
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator.durable.journal import FileJournal
+from shoal.coordinator.events import Interrupted, RunConcluded
 from shoal.coordinator.members.table import MOST_NAMES
-from shoal.coordinator.state import Interrupted, RunConcluded
 from shoal.protocol.messages import PROTOCOL, BadMessage, Join, parse
 from tests.support.small_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
@@ -65,7 +65,7 @@ def test_the_answer_that_an_old_session_waits_for_is_given_up() -> None:
     call = cluster.contribute(a)
     cluster.join("a")
     assert cluster.status(call) == "unknown-session"
-    assert not cluster.coordinator.waiting
+    assert not cluster.coordinator.held_replies
 
 
 def test_a_contribution_of_an_open_round_is_confirmed_to_one_who_joined_again() -> None:
@@ -194,7 +194,7 @@ def test_claims_that_cannot_be_true_are_refused(other: dict[str, int]) -> None:
     assert state == type(state)(seats={"a": 0}, keys={"a": a.protocol.identity.key})
 
 
-def test_a_number_that_a_worker_cannot_have_come_to_is_refused_and_it_is_told_where_it_stands() -> None:
+def test_an_impossible_sequence_number_is_refused_with_the_expected_one() -> None:
     cluster, a = alone()
     cluster.step(a)
     for other in ({"seq": 2**53}, {"seq": 66}, {"epoch": 2**30}, {"position": 2**30}, {"epoch": 67}, {"position": 80}):
@@ -248,7 +248,7 @@ def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leaving(cluster: Cluster, call: int) -> object:
-    from shoal.coordinator.state import RequestReceived
+    from shoal.coordinator.events import RequestReceived
     from shoal.protocol.messages import Leave
 
     cluster.calls += 1

@@ -12,7 +12,8 @@ from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import Int8Codec, NoCodec, Updates
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.weights_publisher import WeightsPublisher
-from shoal.coordinator.state import HeldContribution, MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
+from shoal.coordinator.state import HeldContribution
 from tests.support.small_cluster import Cluster, strategy_of
 
 STRATEGIES = {

@@ -97,8 +97,8 @@ class Recovered(NamedTuple):
 def kept(coordinator: Coordinator) -> dict[str, Any]:
     """All but the counts of what was turned away, which are no records."""
     state = dict(vars(coordinator.state))
-    state["contributions"] = {name: state["contributions"].get(name) for name in ("accepted", "replaced")}
-    return state | {"pending": coordinator.pending(), "settled": coordinator.book.settled.state_dict()}
+    state["contributions"] = {"accepted": state["contributions"].get("accepted")}
+    return state | {"pending": coordinator.pending(), "settled": coordinator.replayed.settled.state_dict()}
 
 
 @pytest.fixture(scope="module", params=["async", "workunits"])
@@ -206,7 +206,7 @@ def test_after_a_repair_the_run_goes_on_and_what_is_lost_has_a_name(killed: Kill
     assert copy.violations() == []
     assert (copy.state / "set-aside-1" / reading.path.name).read_bytes() == content, "nothing is deleted"
     assert main(["repair", str(copy.state)]) == 0
-    assert "nothing is damaged" in capsys.readouterr().out
+    assert "there is nothing to repair" in capsys.readouterr().out
     assert main(["audit", str(copy.folder)]) == 0
     assert "a repair gave up contributions" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ import torch
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import WorkerExited
+from shoal.coordinator.events import WorkerExited
 from shoal.protocol.messages import Gone
 from shoal.strategies import Policies
 from shoal.updates import codecs
@@ -127,7 +127,7 @@ def test_the_quorum_is_no_more_than_the_workers_that_are_here() -> None:
     assert cluster.coordinator.state.version == 2
 
 
-def test_who_joins_in_mid_run_is_told_where_the_run_is_and_is_waited_for_from_then_on() -> None:
+def test_a_worker_that_joins_in_mid_run_learns_the_round_and_is_waited_for() -> None:
     cluster, (one,) = cluster_of(1)
     for _ in range(3):
         assert cluster.step(one) == "accepted"

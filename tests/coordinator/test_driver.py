@@ -20,7 +20,8 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import RunPlan, WorkerExited
+from shoal.coordinator.events import WorkerExited
+from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
 from shoal.runs.folder.file_store import FileStore

@@ -85,7 +85,7 @@ def inserted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Disk], None]
             disk.take(1)
             return rename(path, target)
 
-        monkeypatch.setattr(journal_module, "_AT_ONCE", None)
+        monkeypatch.setattr(journal_module, "_WRITEV", None)
         monkeypatch.setattr(FileJournal, "_opened", lambda journal, path, mode: Slow(opened(journal, path, mode), disk))
         monkeypatch.setattr(FileLedger, "_opened", open_ledger)
         monkeypatch.setattr(Path, "rename", move)

@@ -11,7 +11,7 @@ from shoal.config.schema.strategy import SyncPs
 from shoal.config.schema.updates import Krum, NearestNeighbours, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.rounds import weights_publisher as publisher
-from shoal.coordinator.state import RelayPlace
+from shoal.coordinator.run_plan import RelayPlace
 from shoal.errors import ShoalError
 from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.experts import ExpertBlocks
@@ -27,9 +27,9 @@ class Mixture(Cluster):
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
         self.plan = self.plan._replace(experts=BLOCKS)
-        believes = self.coordinator.door.is_proved
+        believes = self.coordinator.authenticator.is_proved
         self.coordinator = Coordinator(self.plan, self.strategy, self.learner)
-        self.coordinator.door.is_proved = believes  # type: ignore[method-assign]
+        self.coordinator.authenticator.is_proved = believes  # type: ignore[method-assign]
 
     def hold(self, worker: FakeWorker, *experts: int) -> Any:
         worker.protocol.experts = experts
@@ -91,7 +91,7 @@ REFUSALS = (
 def test_a_run_that_needs_all_experts_of_a_worker_says_why_to_both(changed: dict[str, Any], reason: str) -> None:
     cluster = mixture()
     worker = cluster.join("a", pull=False)
-    cluster.coordinator.claims.plan = cluster.plan._replace(**changed)
+    cluster.coordinator.checks.plan = cluster.plan._replace(**changed)
     answer = cluster.hold(worker, 0)
     assert (answer["kind"], answer["reason"]) == ("refused", "unfit")
     assert reason in answer["detail"]
@@ -143,4 +143,4 @@ def test_sets_of_experts_that_nobody_holds_any_more_take_no_room() -> None:
     cluster = mixture()
     worker = holder(cluster, "a", 0)
     cluster.leave(worker)
-    assert not cluster.coordinator.parts._publishers
+    assert not cluster.coordinator.subsets._publishers

@@ -92,6 +92,7 @@ for seq in range(10_000):
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("after", [*(pytest.param(after, marks=pytest.mark.long) for after in (23, 41)), 64])
 def test_what_was_written_over_old_journals_survives_a_kill(tmp_path: Path, after: int) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

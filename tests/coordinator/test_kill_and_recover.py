@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
+from tests.support.eventually import eventually
 from tests.support.kill_and_recover import Victims, audit
-from tests.support.processes import eventually
+
+pytestmark = pytest.mark.whole
 
 STEPS = 1500
 """The last kill is due at version 450: what comes after it takes longer than this process may stand still."""

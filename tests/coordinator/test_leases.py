@@ -347,10 +347,10 @@ def test_one_that_manages_units_does_not_speak_for_another_that_does() -> None:
     assert room.leases.given_up == {1: "broken"}
 
 
-def test_a_lone_worker_that_fails_gives_nothing_up_before_others_had_the_time_to_come() -> None:
+def test_units_that_a_lone_worker_fails_wait_for_other_workers_to_come() -> None:
     room = Room(2, "a")
     assert [room.fails("a") for _ in range(3)] == [True, True, False]
-    assert room.leases.waits_for_somebody(1)
+    assert room.leases.waits_for_reliable_worker(1)
     for lease in range(1, PATIENCE_LEASES):
         room.now = lease * LEASE_S
         assert room.fails("a")
@@ -366,10 +366,10 @@ def test_a_unit_that_is_held_for_ever_goes_to_who_has_nothing_to_do() -> None:
     assert leases.claim("eve", 0.0) is not None
     for now in (5.0, 10.0):
         leases.renew("eve", now)
-        assert leases.free_hostage("ada", now) is None, "a lease's time is everybody's"
+        assert leases.take_from_slowest("ada", now) is None, "a lease's time is everybody's"
     leases.renew("eve", 11.0)
-    assert leases.free_hostage("eve", 11.0) is None
-    freed = leases.free_hostage("ada", 11.0)
+    assert leases.take_from_slowest("eve", 11.0) is None
+    freed = leases.take_from_slowest("ada", 11.0)
     assert freed is not None
     assert (freed[0].worker, freed[0].since, freed[1]) == ("eve", 0.0, None)
     lease = leases.claim("ada", 11.0)
@@ -389,8 +389,8 @@ def test_where_units_take_long_a_worker_may_take_four_times_as_long() -> None:
     assert leases.submit("ada", 1, 1, 30.0) == "accepted"
     for now in range(31, 121):
         leases.renew("slow", float(now))
-    assert leases.free_hostage("ada", 120.0) is None
-    assert leases.free_hostage("ada", 120.1) is not None
+    assert leases.take_from_slowest("ada", 120.0) is None
+    assert leases.take_from_slowest("ada", 120.1) is not None
 
 
 def test_a_unit_that_its_worker_disappeared_with_does_not_wait_for_that_one() -> None:

@@ -40,7 +40,7 @@ def test_speed_is_the_rate_over_the_median_rate() -> None:
         if generator.random() < 0.02 and worker.session in members.by_session:
             members.remove(worker)
         elif worker.session in members.by_session:
-            members.arrive(worker, now, 0.3)
+            members.measure_rate(worker, now, 0.3)
         rates = [one.rate for one in members.by_session.values() if one.rate is not None]
         if worker.rate is not None and len(rates) > 1:
             assert abs(members.speed(worker) - worker.rate / statistics.median(rates)) < 1e-12
@@ -51,12 +51,12 @@ def test_speed_is_the_rate_over_the_median_rate() -> None:
 def test_the_silent_are_found_longest_silent_first() -> None:
     members = MemberTable(1.0)
     a, b = (members.add(name, name, {}, 0.0) for name in "ab")
-    members.hear(a, 2.0)
-    assert members.silent(3.0) is None
-    assert members.silent(3.5) is b
+    members.touch(a, 2.0)
+    assert members.next_silent(3.0) is None
+    assert members.next_silent(3.5) is b
     members.remove(b)
-    assert members.silent(3.5) is None
-    assert members.silent(5.5) is a
+    assert members.next_silent(3.5) is None
+    assert members.next_silent(5.5) is a
 
 
 def test_names_are_given_to_those_without() -> None:

@@ -15,7 +15,7 @@ ASYNC = strategy_of(Async(max_staleness=50))
 
 def owned(policies: object = ASYNC, expected: int = 1) -> Cluster:
     cluster = Cluster(policies, expected)  # type: ignore[arg-type]
-    cluster.coordinator.plan = cluster.plan = cluster.plan._replace(owner_key=OWNER)
+    cluster.coordinator.owner_commands.plan = cluster.plan = cluster.plan._replace(owner_key=OWNER)
     return cluster
 
 
@@ -79,7 +79,7 @@ def test_an_order_about_nobody_is_refused_by_name() -> None:
 def test_to_stop_is_to_end_saved() -> None:
     cluster = owned()
     order(cluster, "stop")
-    assert cluster.coordinator.orders.stops
+    assert cluster.coordinator.owner_commands.stops
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -90,7 +90,7 @@ def test_nobody_but_the_owner_gives_orders(action: str) -> None:
     replayed = Order(action, None, OWNER, "session-1", "0" * 128)
     assert cluster.status(cluster.ask(replayed)) == "unknown-nonce"
     assert not cluster.coordinator.state.paused
-    assert not cluster.coordinator.orders.stops
+    assert not cluster.coordinator.owner_commands.stops
 
 
 def test_what_is_no_order_is_no_message() -> None:

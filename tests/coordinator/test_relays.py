@@ -19,7 +19,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import missing_above
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
-from shoal.coordinator.state import RelayPlace, RunPlan, UpstreamAnswered, UpstreamState
+from shoal.coordinator.events import UpstreamAnswered, UpstreamState
+from shoal.coordinator.run_plan import RelayPlace, RunPlan
 from shoal.protocol.messages import PROTOCOL, Message, header_of
 from shoal.runs.folder.file_store import FileStore
 from shoal.updates import codecs
@@ -127,7 +128,7 @@ class Relay:
 
     def look(self) -> None:
         assert self.driver is not None
-        upward = self.driver.coordinator.book.upward
+        upward = self.driver.coordinator.replayed.relayed
         if upward is None or self.climber.version < 0:
             return
         if self.dies == "combined" and self.deaths < 3 and upward.asked.seq % 5 == 2:
@@ -138,7 +139,7 @@ class Relay:
     def under_way(self) -> dict[int, list[bytes]]:
         """What a round made, under its number above."""
         assert self.driver is not None
-        upward = self.driver.coordinator.book.upward
+        upward = self.driver.coordinator.replayed.relayed
         return {} if upward is None else {upward.asked.seq: [bytes(frame) for frame in upward.frames]}
 
     def crash(self) -> None:
@@ -242,7 +243,7 @@ def test_what_a_relay_confirmed_is_above_once_wherever_it_was_killed(tmp_path: P
         assert passed_on.count("accepted") > ROUNDS // 3
 
 
-def test_an_audit_of_both_names_what_a_relay_passed_on_and_the_ledger_above_does_not_have(tmp_path: Path) -> None:
+def test_an_audit_names_what_a_relay_passed_on_and_the_ledger_above_lacks(tmp_path: Path) -> None:
     world, relays = tree(tmp_path, "syncps")
     ledger = tmp_path / "coordinator" / "ledger.jsonl"
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))

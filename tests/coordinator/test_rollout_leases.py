@@ -15,7 +15,7 @@ import torch
 
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import ServingStarted
+from shoal.coordinator.events import ServingStarted
 from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.batch_sampling import sample, tokens_to_send
 from shoal.models.generation.decoding import group_draws
@@ -78,7 +78,7 @@ class Room(Cluster):
         self.feed.reward = ascii_share
         learner: Any = agreed.policies.apply.learner(agreed.parts.single, (), self.feed)
         super().__init__(agreed.policies, 2, learner=learner)
-        self.plan = plan_for(loaded.run, agreed)._replace(intake=learner)
+        self.plan = plan_for(loaded.run, agreed)._replace(rollouts=learner)
         self.coordinator = believing(Coordinator(self.plan, agreed.policies, learner))
         self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
         self.old = copy.deepcopy(learner.model)
@@ -202,7 +202,7 @@ def test_the_same_answers_lead_to_the_numbers_of_one_machine(tmp_path: Path, mod
         assert float(apart.float().mean()) < (1e-3 if model else 1e-9), f"{name}: Adam makes much of a slope that is almost none"
 
 
-def test_what_has_become_much_more_probable_since_an_answer_was_given_counts_as_twice_as_probable(tmp_path: Path) -> None:
+def test_a_token_that_became_much_more_probable_counts_as_twice_as_probable(tmp_path: Path) -> None:
     room = Room(settings(tmp_path))
     unit = room.claim(room.join("slow"))
     assert unit is not None

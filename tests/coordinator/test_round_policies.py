@@ -240,7 +240,7 @@ def test_a_rule_that_compares_sees_one_row_of_each_worker() -> None:
     assert [one[:2] for one in cluster.ledger[0]["from"]] == [["a", 0], ["a", 1], ["a", 2], ["b", 0], ["c", 0]]
 
 
-def test_a_worker_with_several_contributions_in_a_round_weighs_them_by_what_they_were_made_of() -> None:
+def test_several_contributions_of_a_worker_in_a_round_weigh_by_their_samples() -> None:
     updates = Updates(aggregation=Median())
     cluster, (a, b, c) = cluster_of(comparing(3, updates), "abc", updates=updates)
     cluster.step(a, 1.0, weight=1.0)
@@ -288,21 +288,6 @@ def test_coming_back_again_and_again_does_not_fill_a_round() -> None:
     outcomes = [cluster.step(cluster.join("a")) for _ in range(6)]
     assert outcomes == ["accepted"] * 3 + [None] + ["ahead"] * 2
     assert len(cluster.coordinator.pending()) == 4
-
-
-def test_a_journal_of_an_earlier_version_leads_to_the_weights_that_it_led_to() -> None:
-    """There a later contribution of a worker replaced its earlier one, and a round named its workers when it closed."""
-    cluster, (a, b) = cluster_of(strategy_of(Async(contributions_per_update=3)), "ab")
-    for worker, value in ((a, 1.0), (a, 3.0), (b, 5.0)):
-        cluster.step(worker, value)
-    *accepted, _ = cluster.records
-    again = cluster.recovered([*accepted, ({"kind": "closed", "round": 0, "workers": ["a", "b"]}, ())])
-    assert torch.allclose(again.learner.vector, torch.full((4,), -RATE * 4.0))
-    assert again.ledger[0]["replaced"][:2] == ["a", 0]
-    assert [one[:2] for one in again.ledger[1]["from"]] == [["a", 1], ["b", 0]]
-
-
-# --- too few --------------------------------------------------------------------------------------------
 
 
 def krum(below: str) -> Updates:

@@ -13,7 +13,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import CoordinatorDriver
-from shoal.coordinator.state import DataTask, DeclaredResources, TaskPlan, WorkerExited
+from shoal.coordinator.events import WorkerExited
+from shoal.coordinator.run_plan import DataTask, DeclaredResources, TaskPlan
 from shoal.scheduling import KINDS
 from tests.coordinator.test_driver import Walker, World
 from tests.support.small_cluster import Cluster, FakeWorker, believing, strategy_of
@@ -120,7 +121,7 @@ def test_who_comes_back_has_the_task_that_it_had_unless_another_has_it() -> None
     assert last.protocol.place[0] == 1, "all tasks of the first epoch have workers"
 
 
-def test_what_was_computed_for_a_task_that_another_has_by_now_is_turned_away_and_its_worker_is_told() -> None:
+def test_results_of_a_task_that_another_worker_took_over_are_refused() -> None:
     cluster = Tasked(cut(50, 1))
     slow, fast = cluster.join("slow"), cluster.join("fast")
     cluster.work(slow)
@@ -145,14 +146,14 @@ def test_a_worker_whose_task_others_have_finished_long_ago_is_given_another() ->
     for _ in range(6):
         assert cluster.work(fast) == "accepted"
     assert had not in cluster.coordinator.state.pieces, "it was finished, and the next epoch has begun"
-    assert cluster.coordinator.tasks.finished >= 2
+    assert cluster.coordinator.tasks.finished_pieces >= 2
     assert cluster.step(slow) == "moved"
     assert cluster.holder(slow) != ""
     assert cluster.work(slow) == "accepted"
     assert max(cluster.learned.values()) == 1
 
 
-def test_near_the_end_an_idle_worker_takes_over_a_part_and_no_batch_is_learned_from_twice() -> None:
+def test_near_the_end_an_idle_worker_takes_over_batches_and_none_counts_twice() -> None:
     cluster = Tasked(cut(20, 2), total=22)
     slow, fast = cluster.join("slow"), cluster.join("fast")
     assert cluster.holder(slow) == "t0"
@@ -220,7 +221,7 @@ def test_a_worker_cannot_claim_batches_that_are_not_its_own() -> None:
     assert cluster.learned == {}
 
 
-def test_batches_that_no_worker_can_send_anything_of_are_given_up_after_three_have_tried() -> None:
+def test_batches_that_three_workers_failed_to_compute_are_given_up() -> None:
     cluster = Tasked(cut(2, 2, 2, 2, epochs=None))
     workers = [cluster.join(name) for name in ("a", "b", "c", "d")]
     bad, start = cluster.holder(workers[0]), workers[0].protocol.place

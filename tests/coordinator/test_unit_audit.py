@@ -7,6 +7,7 @@ from pathlib import Path
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import AuditReport, audit
 from shoal.coordinator.driver import CoordinatorDriver
+from shoal.coordinator.turn import Turn
 from tests.coordinator.test_driver import STRATEGIES, Walker, World
 
 
@@ -57,7 +58,7 @@ def test_units_that_were_offered_ahead_are_no_gap_when_the_run_ends_early(tmp_pa
 def test_units_that_the_coordinator_passed_over_are_named(tmp_path: Path) -> None:
     world = Units(tmp_path, 16)
     for number in (3, 7, 8):
-        world.driver.coordinator.book.settled.add(number)
+        world.driver.coordinator.replayed.settled.add(number)
     world.live()
     violations = world.audited().violations
     assert "epoch 1, batches 6 to 7 is nowhere: neither learned from nor given up, and it would not be given out again" in violations
@@ -66,17 +67,18 @@ def test_units_that_the_coordinator_passed_over_are_named(tmp_path: Path) -> Non
 
 def test_units_that_were_given_up_are_named_with_the_reason(tmp_path: Path) -> None:
     world = Units(tmp_path, None)
-    lender = world.driver.coordinator.lender
-    assert lender is not None
-    assert lender.leases is not None
-    lender.leases.patience_s = 0.0
+    units = world.driver.coordinator.units
+    assert units is not None
+    assert units.leases is not None
+    units.leases.patience_s = 0.0
     given_up = None
     while given_up is None:
-        lease = lender.leases.claim("mallory", world.now)
+        lease = units.leases.claim("mallory", world.now)
         assert lease is not None
-        given_up = lender.leases.fail("mallory", lease.unit, "no \x1b[31mwish", world.now)
-    lender._failed(given_up)
-    world.driver._carry_out(world.driver.coordinator._effects)
+        given_up = units.leases.fail("mallory", lease.unit, "no \x1b[31mwish", world.now)
+    turn = Turn(world.now, world.driver.coordinator.replayed, {})
+    units._settle_as_failed(turn, given_up)
+    world.driver._carry_out(turn.effects)
     world.live()
     report = world.audited(complete=True)
     assert report.violations == []

@@ -9,7 +9,7 @@ import torch
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator.durable.replayed_state import ReplayedState
-from shoal.coordinator.state import RunPlan
+from shoal.coordinator.run_plan import RunPlan
 from shoal.updates import codecs
 from shoal.updates.experts import ExpertBlocks
 from tests.support.small_cluster import RATE, Numbers, strategy_of
@@ -18,18 +18,17 @@ BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, loads_at=0,
 """Four numbers: the second and the third are experts."""
 
 
-def after_a_round(*reports: list[float] | None) -> torch.Tensor:
+def after_a_round(*reports: list[float]) -> torch.Tensor:
     """The weights after one round, taken from records as a journal has them: each worker moved all its numbers by its own number."""
     learner: Any = Numbers()
     learner.buffers = torch.zeros(2)
     plan = RunPlan(Updates(), 0, 2, 1, 100, None, 16, 5.0, 0.5, experts=BLOCKS)
-    book = ReplayedState(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
+    replayed = ReplayedState(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
     for number, report in enumerate(reports):
-        told = [] if report is None else [torch.tensor(report)]
-        frames = [codecs.encode(NoCodec(), values, None)[0] for values in (torch.full((4,), float(number)), *told)]
+        frames = [codecs.encode(NoCodec(), values, None)[0] for values in (torch.full((4,), float(number)), torch.tensor(report))]
         about = {"worker": f"w{number}", "seq": 0, "seat": number, "base": 0, "round": 0, "share": 1.0, "weight": 1.0, "samples": 2}
-        book.take({"kind": "accepted", **about, "epoch": 0, "position": 1, "batches": 1, "metrics": {}}, frames)
-    book.take({"kind": "closed", "round": 0, "contributions": [(f"w{number}", 0) for number in range(len(reports))]})
+        replayed.apply({"kind": "accepted", **about, "epoch": 0, "position": 1, "batches": 1, "metrics": {}}, frames)
+    replayed.apply({"kind": "closed", "round": 0, "contributions": [(f"w{number}", 0) for number in range(len(reports))]})
     return -learner.vector / RATE
 
 
@@ -47,10 +46,6 @@ def test_a_worker_that_claims_everything_counts_up_to_the_cap() -> None:
 
 def test_one_contribution_alone_is_taken_as_it_is() -> None:
     torch.testing.assert_close(after_a_round([0.0, 1.0]), torch.zeros(4))
-
-
-def test_records_of_a_version_that_told_no_loads_count_by_the_plain_mean() -> None:
-    torch.testing.assert_close(after_a_round(None, None), torch.full((4,), 0.5))
 
 
 def test_loads_that_cannot_be_true_are_cut_where_they_are_read() -> None:

@@ -13,7 +13,8 @@ from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import Krum, NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Issue, LedgerEntry, Note, Persist, Published
-from shoal.coordinator.state import LeaseResult, RunConcluded, RunPlan, ServingStarted
+from shoal.coordinator.events import LeaseResult, RunConcluded, ServingStarted
+from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataCut, SettledUnits
 from shoal.protocol.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
 from shoal.updates import codecs
@@ -97,7 +98,7 @@ def test_settled_units_are_remembered_in_any_order(order: list[int]) -> None:
     assert not settled.beyond
 
 
-def test_a_round_closes_with_the_quorum_and_what_is_left_is_offered_for_the_new_version() -> None:
+def test_a_round_closes_with_the_quorum_and_open_units_move_to_the_new_version() -> None:
     board = Board(made(quorum=3))
     for number, worker in ((4, "a"), (0, "b")):
         board.deliver(number, worker)
@@ -132,7 +133,7 @@ def test_every_epoch_is_whole_whatever_the_order_and_whoever_dies(data: st.DataO
     for _ in range(400):
         if board.coordinator.finished:
             break
-        open_now = sorted(board.offered - board.coordinator.book.settled.beyond)
+        open_now = sorted(board.offered - board.coordinator.replayed.settled.beyond)
         number = data.draw(st.sampled_from(open_now))
         what = data.draw(st.sampled_from(["deliver", "deliver", "deliver", "fail", "twice", "damaged", "crash"]))
         if what == "fail":
@@ -159,7 +160,7 @@ def _recover(board: Board) -> None:
         fresh.replay(record, frames)
     for name in ("version", "batches", "samples", "sequences"):
         assert getattr(fresh.state, name) == getattr(old.state, name)
-    assert fresh.book.settled == old.book.settled
+    assert fresh.replayed.settled == old.replayed.settled
     assert torch.equal(fresh.learner.vector, old.learner.vector)
     board.coordinator = fresh
     board.carry_out(fresh.handle(ServingStarted(), board.now))

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema.data import Loader
-from shoal.data import ShardFeed
+from shoal.data import Samples, ShardFeed
 from shoal.errors import ShoalError
 
 
-class Numbers:
+class Numbers(Samples):
     """Each sample is its own number."""
 
     def __init__(self, count: int, broken: int | None = None) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import ShardFeed, load, load_tokenizer
-from shoal.data.limits import share_out
+from shoal.data.splits import share_out
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities

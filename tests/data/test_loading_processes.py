@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +16,12 @@ import torch
 
 from shoal.config.schema.data import Loader
 from shoal.data import Batch, ShardFeed
-from shoal.data.interfaces import Indices
+from shoal.data.interfaces import Indices, Samples
 from shoal.errors import ShoalError
 from shoal.python.train import train
-from tests.support.processes import HANG_S
+from tests.support.eventually import eventually
+
+pytestmark = pytest.mark.whole
 
 PROGRAM = """
 import torch
@@ -39,7 +40,7 @@ if __name__ == "__main__":
 """
 
 
-class Pids:
+class Pids(Samples):
     """Samples that tell which process read them."""
 
     def __len__(self) -> int:
@@ -94,12 +95,8 @@ def program(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
 
 def loading_in(folder: Path) -> int:
     """The process whose batches have arrived."""
-    until = time.monotonic() + HANG_S
-    while time.monotonic() < until:
-        if found := list(folder.glob("loaded-*")):
-            return int(found[0].name.removeprefix("loaded-"))
-        time.sleep(0.05)
-    raise AssertionError("no batch came")
+    eventually(lambda: list(folder.glob("loaded-*")), "no batch came")
+    return int(next(folder.glob("loaded-*")).name.removeprefix("loaded-"))
 
 
 def parent_of(pid: int) -> int:
@@ -107,7 +104,4 @@ def parent_of(pid: int) -> int:
 
 
 def wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + HANG_S
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until, f"process {pid} is still there"
-        time.sleep(0.02)
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} is still there")

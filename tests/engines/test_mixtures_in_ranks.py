@@ -13,6 +13,8 @@ from shoal.models.generation.generate import generate
 from tests.support import rank_processes
 from tests.support.rank_processes import DDP, FSDP
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def in_two() -> list[dict[str, Any]]:

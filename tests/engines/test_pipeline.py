@@ -18,6 +18,8 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.models.partial_model import PartialModel, partial_model
 from tests.support import rank_processes
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:

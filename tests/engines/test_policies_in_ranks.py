@@ -11,6 +11,8 @@ import torch
 from tests.support import rank_processes
 from tests.support.rank_processes import DDP, FSDP, LEARNING, ZERO, needs_deepspeed
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:

@@ -11,6 +11,8 @@ import torch
 from tests.support import rank_processes
 from tests.support.rank_processes import DDP, FSDP, KEPT
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:

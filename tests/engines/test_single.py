@@ -321,6 +321,7 @@ assert "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.whole
 def test_neither_a_step_nor_a_coordinator_imports_the_compiler_which_takes_seconds() -> None:
     done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

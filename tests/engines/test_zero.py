@@ -12,7 +12,7 @@ from tests.engines.test_several import alone, check_agreement, check_flat_view  
 from tests.support import rank_processes
 from tests.support.rank_processes import OFFLOADED, ZERO, needs_deepspeed
 
-pytestmark = needs_deepspeed
+pytestmark = [pytest.mark.whole, needs_deepspeed]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_every_rank_of_zero_sees_the_whole_gradient_and_the_whole_weights(in_two
     check_flat_view([found["flat_view"] for found in in_two])
 
 
-def test_a_mixture_with_every_feature_and_an_idle_expert_learns_under_zero_as_in_one_process(in_two: list[dict[str, Any]]) -> None:
+def test_a_mixture_with_an_idle_expert_learns_under_zero_as_in_one_process(in_two: list[dict[str, Any]]) -> None:
     check_gradients([found["features"] for found in in_two], rank_processes.feature_gradient(None, {"kind": "single"}))
 
 

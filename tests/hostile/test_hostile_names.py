@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from shoal.config.schema.strategy import Async
-from shoal.coordinator.state import RequestReceived
+from shoal.coordinator.events import RequestReceived
 from shoal.protocol.messages import PROTOCOL, Join
 from tests.support.small_cluster import Cluster, FakeWorker, nameplate, strategy_of
 
 ASYNC = strategy_of(Async(max_staleness=50))
 
 
-def test_a_name_under_which_nothing_was_accepted_is_forgotten_and_one_that_was_used_is_not() -> None:
+def test_only_names_under_which_something_was_accepted_are_remembered() -> None:
     cluster = Cluster(ASYNC)
     ada, eve = cluster.join("ada"), cluster.join("eve")
     cluster.step(ada)
@@ -113,7 +113,7 @@ def test_a_crowd_at_one_address_keeps_nobody_out_who_comes_from_another() -> Non
 def test_a_free_name_is_looked_for_only_for_those_who_prove_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a crowd has come under names like it, that takes long."""
     cluster = Cluster(ASYNC)
-    door, looked = cluster.coordinator.door, list[str | None]()
+    door, looked = cluster.coordinator.authenticator, list[str | None]()
     name_for = door.name_for
     monkeypatch.setattr(door, "name_for", lambda asked, state: (looked.append(asked.name), name_for(asked, state))[1])
     monkeypatch.setattr(door, "is_proved", lambda key, purpose, name, nonce, proof: proof == "0" * 128)

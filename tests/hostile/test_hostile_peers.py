@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
-from shoal.coordinator.state import MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join
 from shoal.runs.invitation import GuestList
 from shoal.runs.worker_run import JoinOptions
 from shoal.transports import Message, addresses
+from shoal.transports.connection_limits import RESERVED_DESCRIPTORS, ConnectionLimiter
 from shoal.transports.keys import Keys
 from shoal.transports.request_rate import Rate
-from shoal.transports.zeromq.connection_limits import RESERVED_DESCRIPTORS, Crowd
 from shoal.transports.zeromq.sockets import PIECE_BYTES
+from tests.support.eventually import eventually
 from tests.support.live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
-from tests.support.transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
+from tests.support.transport_harness import KEYS, PATIENCE_S, resident_bytes
 
 
 @pytest.fixture
@@ -99,17 +100,17 @@ def test_idle_connections_leave_room_for_others_and_for_files(living: Callable[.
         assert Honest(live, "bob", local="127.0.0.1").step() == "accepted"
         assert Honest(live, "eve", local="127.0.0.2").step() == "accepted"
     assert ada.step() == "accepted"
-    eventually(lambda: live.server._gatekeeper._crowd._counts["127.0.0.1"] == 2)
+    eventually(lambda: live.server._authenticator.connections.count("127.0.0.1") == 2)
 
 
 def test_connections_are_fewer_than_descriptors() -> None:
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    crowd = Crowd(10**9, 10**9)
+    limiter = ConnectionLimiter[int](10**9, 10**9)
     now, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert now >= soft
-    assert crowd.most <= now - RESERVED_DESCRIPTORS
-    assert crowd.most_of_an_address < crowd.most
+    assert limiter.most <= now - RESERVED_DESCRIPTORS
+    assert limiter.most_per_address < limiter.most
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -230,7 +231,7 @@ def test_a_key_is_kept_for_its_user_alone_and_found_again(tmp_path: Path) -> Non
         way.own_key()
 
 
-def test_a_flood_of_workers_leaves_neither_log_nor_memory_and_those_who_were_here_go_on(living: Callable[..., Live]) -> None:
+def test_a_flood_of_workers_fills_no_log_or_memory_and_the_members_go_on(living: Callable[..., Live]) -> None:
     live = living(MemberLimits(joins_per_minute=20), clock=lambda: 0.0)  # all within one minute, however long the joining takes
     ada, enemy = Honest(live, "ada"), live.client()
     assert ada.step() == "accepted"

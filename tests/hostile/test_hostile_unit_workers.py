@@ -11,7 +11,8 @@ import torch
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import NoCodec
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import MemberLimits, RequestReceived, ServingStarted
+from shoal.coordinator.events import RequestReceived, ServingStarted
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.coordinator.units.cut import DataCut
 from shoal.coordinator.units.leases import PATIENCE_LEASES
 from shoal.protocol.messages import Asked, header_of, parse
@@ -45,9 +46,9 @@ def class_of(*names: str, guests: dict[str, int] | None = None) -> tuple[Invited
         heartbeat_interval_s=1e6,
         bounds=MemberLimits(guests=guests or {}),
     )
-    believed = cluster.coordinator.door.is_proved
+    believed = cluster.coordinator.authenticator.is_proved
     cluster.coordinator = Coordinator(cluster.plan, cluster.strategy, cluster.learner)
-    cluster.coordinator.door.is_proved = believed
+    cluster.coordinator.authenticator.is_proved = believed
     cluster.carry_out(cluster.coordinator.handle(ServingStarted(), cluster.now))
     return cluster, [cluster.join(name) for name in names]
 
@@ -86,7 +87,7 @@ def test_a_worker_that_fails_what_others_manage_is_kept_out_and_everybody_is_tol
         failed += fail(cluster, eve)
     assert failed == 5
     assert any("eve failed 5 units in a row that others manage" in note and "feel like it" in note for note in cluster.notes)
-    assert cluster.coordinator.book.settled.failed == 0, "no unit is given up"
+    assert cluster.coordinator.replayed.settled.failed == 0, "no unit is given up"
     worker = FakeWorker("eve")
     cluster.hear(worker, cluster.say(worker))
     answer = cluster.answers[cluster.say(worker)]
@@ -96,10 +97,10 @@ def test_a_worker_that_fails_what_others_manage_is_kept_out_and_everybody_is_tol
     assert cluster.join("eve", pull=False).name == "eve", "it may try again later"
 
 
-def test_a_worker_that_fails_everything_waits_until_another_has_shown_whether_it_can_be_done() -> None:
+def test_a_worker_that_fails_everything_waits_until_another_has_tried() -> None:
     cluster, (_, eve) = class_of("ada", "eve")
     assert [fail(cluster, eve) for _ in range(8)] == [True] * 5 + [False] * 3
-    assert cluster.coordinator.book.settled.failed == 0
+    assert cluster.coordinator.replayed.settled.failed == 0
 
 
 def test_a_worker_alone_is_not_kept_from_its_units() -> None:
@@ -113,10 +114,10 @@ def test_a_worker_alone_is_not_kept_from_its_units() -> None:
     for _ in range(PATIENCE_LEASES - 1):
         cluster.pass_time(1000.0)
         assert fail(cluster, eve), "it may have been a passing problem"
-    assert cluster.coordinator.book.settled.failed == 0
+    assert cluster.coordinator.replayed.settled.failed == 0
     cluster.pass_time(1000.0)
     assert fail(cluster, eve)
-    assert cluster.coordinator.book.settled.failed == 1, "a run that cannot work ends all the same"
+    assert cluster.coordinator.replayed.settled.failed == 1, "a run that cannot work ends all the same"
 
 
 def test_a_crowd_that_came_before_the_class_gives_nothing_up() -> None:
@@ -129,7 +130,7 @@ def test_a_crowd_that_came_before_the_class_gives_nothing_up() -> None:
     ada = cluster.join("ada")
     for _ in range(4):
         deliver(cluster, ada)
-    assert cluster.coordinator.book.settled.failed == 0
+    assert cluster.coordinator.replayed.settled.failed == 0
     assert cluster.coordinator.state.version == 2
 
 
@@ -142,10 +143,10 @@ def test_a_crowd_that_waits_for_units_is_not_looked_through_for_each_of_them(mon
         eve.protocol.claim()
         cluster.say(eve)
     coordinator = cluster.coordinator
-    assert coordinator.lender is not None
-    assert len(coordinator.lender.claiming) == 20
-    at_work, looks = coordinator.attendance.at_work, list[int]()
-    monkeypatch.setattr(coordinator.attendance, "at_work", lambda: (looks.append(1), at_work())[1])
+    assert coordinator.units is not None
+    assert len(coordinator.units.claims) == 20
+    at_work, looks = coordinator.members.at_work, list[int]()
+    monkeypatch.setattr(coordinator.members, "at_work", lambda: (looks.append(1), at_work())[1])
     cluster.beat(ada)
     assert len(looks) == 1, "once for all who wait"
 
@@ -154,7 +155,7 @@ def test_names_that_did_nothing_leave_no_trace() -> None:
     cluster, (eve,) = class_of("eve")
     assert fail(cluster, eve)
     cluster.leave(cluster.join("eve", instance="another"))
-    lender = cluster.coordinator.lender
+    lender = cluster.coordinator.units
     assert lender is not None
     assert lender.leases is not None
     assert "eve" in lender.leases.workers
@@ -180,7 +181,7 @@ def test_sixty_new_names_that_fail_everything_cost_a_class_no_unit() -> None:
                 assert eve.name not in cluster.coordinator.members.by_name or fail(cluster, eve)
         deliver(cluster, ada)
         deliver(cluster, ada)
-    assert cluster.coordinator.book.settled.failed == 0
+    assert cluster.coordinator.replayed.settled.failed == 0
     assert cluster.coordinator.state.version == 20
 
 
@@ -194,10 +195,10 @@ def test_one_result_does_not_buy_the_right_to_end_units() -> None:
     for _ in range(4):
         for eve in eves:
             fail(cluster, eve)
-    assert cluster.coordinator.book.settled.failed == 0
+    assert cluster.coordinator.replayed.settled.failed == 0
 
 
-def test_the_quarantine_of_a_worker_holds_for_newcomers_on_the_same_invitation_and_is_said() -> None:
+def test_a_quarantine_holds_for_newcomers_on_the_same_invitation() -> None:
     cluster, (ada,) = class_of("ada", guests={"eve": 2})
     cluster.guest = "eve"
     honest, hostile = cluster.join("laptop"), cluster.join("eve1")
@@ -219,7 +220,7 @@ def test_the_quarantine_of_a_worker_holds_for_newcomers_on_the_same_invitation_a
     assert cluster.join("eve2").name == "eve2"
 
 
-def test_units_that_a_crowd_keeps_for_itself_go_to_who_has_nothing_to_do_and_everybody_is_told() -> None:
+def test_units_that_a_crowd_holds_back_go_to_idle_workers_with_a_message() -> None:
     cluster, (ada,) = class_of("ada")
     eves = [cluster.join(f"eve{n}") for n in range(64)]
     for eve in eves:
@@ -237,7 +238,7 @@ def test_units_that_a_crowd_keeps_for_itself_go_to_who_has_nothing_to_do_and_eve
     assert any("eve0 has held unit 0 for" in note and "ada has nothing to do" in note for note in cluster.notes)
     assert cluster.coordinator.members.by_name["eve0"].failed == 1, "it counts with whoever held the unit"
     eves[0].protocol.on_heartbeat_answer(cluster.beat(eves[0]))
-    assert "given this worker's unit to another one: it was held for longer than others need" in eves[0].protocol.word
+    assert "given this worker's unit to another one: it was held for longer than others need" in eves[0].protocol.notice
     assert "word" not in cluster.beat(eves[0])
 
 
@@ -249,5 +250,5 @@ def test_a_class_in_which_everybody_fails_ends_with_its_reason() -> None:
         for worker in workers:
             fail(cluster, worker)
     assert cluster.coordinator.finished
-    assert cluster.coordinator.book.settled.failed == 200
+    assert cluster.coordinator.replayed.settled.failed == 200
     assert any("is given up: I do not feel like it" in note for note in cluster.notes)

@@ -11,12 +11,13 @@ import pytest
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.coordinator.state import MemberLimits
+from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.runs.invitation import CoordinatorSecrets, GuestList
 from shoal.worker.session import SessionEndedError
+from tests.support.eventually import eventually
 from tests.support.live_coordinator import TOKEN, Honest, Live
-from tests.support.transport_harness import KEYS, eventually
+from tests.support.transport_harness import KEYS
 
 
 @pytest.fixture

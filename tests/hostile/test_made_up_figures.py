@@ -6,7 +6,7 @@ from shoal.config.schema.strategy import Async
 from tests.support.small_cluster import Cluster, strategy_of
 
 
-def test_a_worker_that_makes_up_names_of_figures_takes_nothing_away_from_the_records_of_others() -> None:
+def test_metrics_with_invented_names_do_not_crowd_out_those_of_other_workers() -> None:
     cluster = Cluster(strategy_of(Async(contributions_per_update=1)))
     for number in range(20):
         eve = cluster.join(f"eve{number}")

@@ -21,8 +21,9 @@ from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.prometheus import shown_to_prometheus
 from shoal.runs.owner import write_owner_file
 from shoal.worker.session import SessionEndedError
+from tests.support.eventually import eventually
 from tests.support.live_coordinator import TOKEN, Honest, Live
-from tests.support.transport_harness import KEYS, eventually
+from tests.support.transport_harness import KEYS
 
 STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}
 
@@ -33,7 +34,7 @@ class Owned(Live):
     def begin(self, resume: bool) -> None:
         super().begin(resume)
         key = write_owner_file(self.folder, Invitation(self.server.address, TOKEN, KEYS.public))
-        self.coordinator.plan = self.coordinator.plan._replace(owner_key=key)
+        self.coordinator.owner_commands.plan = self.coordinator.plan._replace(owner_key=key)
         self.driver.around = self.driver.around._replace(status=lambda: json.dumps(STATUS).encode())
 
 
@@ -76,7 +77,7 @@ def test_the_owner_pauses_and_goes_on_from_the_folder_or_with_a_copy_of_its_file
     code, told = shoal("status", copy)
     assert (code, "mine: async" in told) == (0, True)
     assert shoal("stop", copy)[0] == 0
-    eventually(lambda: live.coordinator.orders.stops)
+    eventually(lambda: live.coordinator.owner_commands.stops)
 
 
 def test_a_worker_is_shown_out_and_hears_why_and_the_audit_tells_it(live: Owned, shoal) -> None:
@@ -105,7 +106,7 @@ def test_whoever_has_the_run_token_and_another_key_orders_nothing(live: Owned, s
         code, told = shoal(*words)
         assert (code, "orders are taken from the run's owner alone" in told) == (2, True)
     assert not live.coordinator.state.paused
-    assert not live.coordinator.orders.stops
+    assert not live.coordinator.owner_commands.stops
 
 
 def test_what_cannot_be_ordered_is_said_in_a_line(live: Owned, shoal, tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED
+from shoal.coordinator.turn import Turn
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
+from tests.support.eventually import eventually
 from tests.support.live_coordinator import Honest, Live
-from tests.support.transport_harness import eventually
 
 
 @pytest.fixture
@@ -75,12 +76,11 @@ def test_who_is_let_in_again_is_so_after_a_restart_and_one_result_clears_a_name(
     live, identity = living(units=True), Identity.new()
 
     def keep() -> None:
-        coordinator = live.coordinator
-        coordinator._effects = []
-        coordinator.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": True})
-        coordinator.record({"kind": "blamed", "worker": "ada", "failed": 4})
-        coordinator.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": False})
-        live.driver._carry_out(coordinator._effects)
+        turn = Turn(0.0, live.coordinator.replayed, {})
+        turn.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": True})
+        turn.record({"kind": "blamed", "worker": "ada", "failed": 4})
+        turn.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": False})
+        live.driver._carry_out(turn.effects)
 
     live.in_its_thread(keep)
     assert Honest(live, "ada").manage() == "accepted"

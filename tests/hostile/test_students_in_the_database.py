@@ -21,12 +21,13 @@ from shoal.cli.status import _drawn
 from shoal.coordinator.units.database_leases import DatabaseNotes
 from shoal.transports import Message, Refused
 from shoal.transports.database_address import Access, parse
-from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.queries import look
+from tests.support.eventually import eventually
 from tests.support.postgres_server import Database, PostgresProcess, running
-from tests.support.transport_harness import PATIENCE_S, eventually
+from tests.support.transport_harness import PATIENCE_S
 
 Student = psycopg.Connection[tuple[object, ...]]
 
@@ -74,16 +75,16 @@ def dismiss(database: Database, student: Access) -> None:
     with database.connect() as owner:
         ended = "SELECT pg_terminate_backend(pid, %s) FROM pg_stat_activity WHERE usename = %s"
         owner.execute(ended, (int(1000 * PATIENCE_S), student.user))
-        owner.execute("SELECT shoal.dismiss(%s)", (student.user,))
+        owner.execute("SELECT shoal.drop_student(%s)", (student.user,))
 
 
 def connected(student: Access) -> Student:
     return psycopg.connect(student.address, autocommit=True)
 
 
-def desk_of(student: Access, name: str) -> UnitDesk:
-    desk = UnitDesk(student.address, poll_interval_s=0.1)
-    desk.enter(name, {})
+def desk_of(student: Access, name: str) -> LeaseClient:
+    desk = LeaseClient(student.address, poll_interval_s=0.1)
+    desk.join(name, {})
     return desk
 
 
@@ -102,7 +103,7 @@ def test_the_class_token_makes_a_role_for_each_student_and_nothing_else(
     assert enrolled(database, "mia", tmp_path / "mia") == mia, "who comes again is the same student"
     assert enrolled(database, "mia", tmp_path / "other").user == "student-mia-2", "a name that is taken stays whose it is"
     with database.connect("class") as door:
-        for statement in ("SELECT shoal.claim(gen_random_uuid(), gen_random_uuid(), 1, 0, false, false)", "SELECT * FROM shoal.welcome()"):
+        for statement in ("SELECT shoal.claim(gen_random_uuid(), gen_random_uuid(), 1, 0, false, false)", "SELECT * FROM shoal.read_run()"):
             with pytest.raises(errors.InsufficientPrivilege):
                 door.execute(statement.encode())
         with pytest.raises(psycopg.Error, match="comes as its SCRAM verifier"):
@@ -211,7 +212,7 @@ def test_a_role_that_made_room_leaves_nothing_to_the_next_one_of_its_name(
     hostile = enrolled(database, "mia", tmp_path / "hostile")
     desk = desk_of(hostile, "mia")
     for unit in desk.claim(5, 0.0):
-        desk.fail(unit, "broken")
+        desk.fail_unit(unit, "broken")
     desk.close()
     with database.connect() as owner:
         owner.execute("SELECT shoal.quarantine('student-mia', 'so')")
@@ -224,9 +225,9 @@ def test_a_role_that_made_room_leaves_nothing_to_the_next_one_of_its_name(
 
 def test_who_stays_in_the_doorway_is_put_out(database: Database) -> None:
     with contextlib.closing(database.connect("class")) as door, database.connect() as owner:
-        owner.execute("SELECT shoal.clear_doorway()")
+        owner.execute("SELECT shoal.end_slow_enrollments()")
         assert door.execute("SELECT 1").fetchone() == (1,)
-        owner.execute("SELECT shoal.clear_doorway(0)")
+        owner.execute("SELECT shoal.end_slow_enrollments(0)")
         with pytest.raises(psycopg.OperationalError):
             door.execute("SELECT 1")
 
@@ -306,7 +307,7 @@ def teacher(postgres: PostgresProcess) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("teacher")
-def test_an_owner_who_is_no_superuser_is_told_what_is_missing_and_still_has_a_watchdog(postgres: PostgresProcess, tmp_path: Path) -> None:
+def test_an_owner_without_superuser_rights_learns_what_is_missing_and_has_a_watchdog(postgres: PostgresProcess, tmp_path: Path) -> None:
     with psycopg.connect(postgres.conninfo("teacher", "school"), autocommit=True) as teacher:
         schema.init(teacher)
         missing = " ".join(schema.missing_protections(teacher))
@@ -315,7 +316,7 @@ def test_an_owner_who_is_no_superuser_is_told_what_is_missing_and_still_has_a_wa
         schema.grant(teacher, "room", "correct-horse", "class")
         mia = own_access(parse(postgres.conninfo("room", "school")), "mia", tmp_path, PATIENCE_S)
         with connected(mia) as student:
-            teacher.execute("SELECT shoal.watch(ARRAY[%s::int])", (student.info.backend_pid,))
+            teacher.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (student.info.backend_pid,))
             with pytest.raises(psycopg.OperationalError):
                 student.execute("SELECT 1")
 
@@ -329,7 +330,7 @@ def test_one_student_who_takes_all_and_fails_all_costs_the_class_no_unit(server:
     assert len(hostile.claim(1000, 0.0)) == 8, "a student holds eight units at most"
     for _ in range(100):
         for unit in hostile.claim(1000, 0.0):
-            hostile.fail(unit, "no")
+            hostile.fail_unit(unit, "no")
     hostile.leave()
     assert server.table()["failed"] == 0
     done = 0
@@ -340,7 +341,7 @@ def test_one_student_who_takes_all_and_fails_all_costs_the_class_no_unit(server:
         desk.close()
 
 
-def test_one_student_who_enrols_again_and_again_costs_the_class_no_unit_and_every_role_is_put_in_quarantine(
+def test_a_student_who_enrols_again_and_again_costs_no_unit_and_is_quarantined(
     database: Database, server: PostgresServer, mia: Access, tmp_path: Path
 ) -> None:
     issue(server, 40)
@@ -349,7 +350,7 @@ def test_one_student_who_enrols_again_and_again_costs_the_class_no_unit_and_ever
     hostile = [desk_of(role, f"eve{n}") for n, role in enumerate(roles)]
     for desk in hostile:
         for unit in desk.claim(1000, 0.0):
-            desk.fail(unit, "no")
+            desk.fail_unit(unit, "no")
     assert server.table()["failed"] == 0, "mia has not tried them"
     done = 0
     while units := honest.claim(8, 0.0):
@@ -372,7 +373,7 @@ def test_who_fails_what_others_manage_is_put_in_quarantine_and_both_sides_hear_w
     issue(server, 4)
     honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
     for unit in hostile.claim(4, 0.0):
-        hostile.fail(unit, "nothing works")
+        hostile.fail_unit(unit, "nothing works")
     assert hostile.claim(4, 0.0) == [], "others are asked first for what failed here"
     for unit in honest.claim(4, 0.0):
         assert honest.submit(unit, {}, [b"x"]) == "accepted"
@@ -391,7 +392,7 @@ def test_who_fails_what_others_manage_is_put_in_quarantine_and_both_sides_hear_w
         desk.close()
 
 
-def test_a_unit_that_every_student_has_tried_in_vain_waits_for_somebody_and_is_then_given_up(
+def test_a_unit_that_every_student_failed_waits_for_another_and_is_then_given_up(
     database: Database, server: PostgresServer, mia: Access, eve: Access
 ) -> None:
     issue(server, 1)
@@ -399,28 +400,28 @@ def test_a_unit_that_every_student_has_tried_in_vain_waits_for_somebody_and_is_t
     for attempt in range(3):
         first, other = desks if attempt % 2 == 0 else reversed(desks)
         (unit,) = first.claim(1, 0.0)
-        first.fail(unit, "out of memory")
+        first.fail_unit(unit, "out of memory")
         if attempt == 0:
             assert first.claim(1, 0.0) == [], "the other one has not tried it"
     assert (server.table()["failed"], other.claim(1, 0.0)) == (0, []), "it may be that both are hostile"
     (told,) = server.notes()
-    assert "a unit was tried in vain 3 times, and nobody who is here has managed one yet: out of memory. Such units wait 400 s" in told
+    assert "a unit failed 3 times, and no student here has completed one yet: out of memory. Such units wait 400 s" in told
     with database.connect() as owner:
         owner.execute("UPDATE shoal.failures SET at = at - interval '401 s', first_at = first_at - interval '401 s'")
     (unit,) = other.claim(1, 0.0)
-    other.fail(unit, "out of memory")
+    other.fail_unit(unit, "out of memory")
     assert server.table()["failed"] == 1
     for desk in desks:
         desk.close()
 
 
-def test_what_a_student_failed_comes_back_to_it_after_a_lease_though_another_one_sits_idle(
+def test_a_failed_unit_returns_to_its_student_after_a_lease_though_another_idles(
     database: Database, server: PostgresServer, mia: Access, eve: Access
 ) -> None:
     issue(server, 1, timeout_s=1000.0)
     tried, idle = desk_of(mia, "mia"), desk_of(eve, "eve")
     (unit,) = tried.claim(1, 0.0)
-    tried.fail(unit, "out of memory")
+    tried.fail_unit(unit, "out of memory")
     assert tried.claim(1, 0.0) == []
     with database.connect() as owner:
         owner.execute("UPDATE shoal.failures SET at = at - interval '1001 s'")
@@ -435,11 +436,11 @@ def test_after_five_failures_in_a_row_a_student_waits_and_is_told_for_how_long(
     issue(server, 10)
     hostile = desk_of(eve, "eve")
     for unit in hostile.claim(5, 0.0):
-        hostile.fail(unit, "broken")
+        hostile.fail_unit(unit, "broken")
     with database.connect() as owner:  # however slow this machine is, the five seconds are not over
         owner.execute("UPDATE shoal.standings SET paused_until = paused_until + interval '1 hour'")
     assert hostile.claim(5, 0.0) == []
-    assert "5 units in a row failed here" in str(hostile.notice())
+    assert "5 units in a row failed here" in str(hostile.why_no_work())
     assert [note for note in server.notes() if "5 units in a row failed at student-eve (broken)" in note]
     hostile.close()
 
@@ -453,12 +454,12 @@ def test_a_unit_that_is_held_for_ever_is_given_to_who_has_nothing_to_do(
     assert honest.claim(1, 0.0) == []
     with database.connect() as owner:
         owner.execute("UPDATE shoal.units SET claimed_at = claimed_at - interval '1100 s'")
-    hostile.beat("computing", {})
+    hostile.heartbeat("computing", {})
     (unit,) = honest.claim(1, 0.0)
     assert honest.submit(unit, {}, [b"x"]) == "accepted"
     assert hostile.submit(kept, {}, [b"x"]) == "late"
     (told,) = [note for note in server.notes() if "has held a unit" in note]
-    held = re.search(r"eve has held a unit for (\d+) s, longer than others need, and somebody else has nothing to do", told)
+    held = re.search(r"eve has held a unit for (\d+) s, longer than others need, and another student has nothing to do", told)
     assert held is not None, told
     assert int(held[1]) >= 1100
     for desk in (honest, hostile):
@@ -466,10 +467,10 @@ def test_a_unit_that_is_held_for_ever_is_given_to_who_has_nothing_to_do(
 
 
 def test_nobody_takes_the_name_of_another_student(server: PostgresServer, database: Database, mia: Access, eve: Access) -> None:
-    honest, hostile = desk_of(mia, "mia"), UnitDesk(eve.address, poll_interval_s=0.1)
+    honest, hostile = desk_of(mia, "mia"), LeaseClient(eve.address, poll_interval_s=0.1)
     with database.connect() as owner:
         owner.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 day'")
-    assert hostile.enter("mia", {}) == "mia-2"
+    assert hostile.join("mia", {}) == "mia-2"
     for desk in (honest, hostile):
         desk.close()
 
@@ -477,9 +478,9 @@ def test_nobody_takes_the_name_of_another_student(server: PostgresServer, databa
 def test_one_student_brings_sixteen_names_at_most(server: PostgresServer, eve: Access) -> None:
     with connected(eve) as student:
         for number in range(16):
-            student.execute("SELECT shoal.enter(gen_random_uuid(), %s, '{}')", (f"n{number}",))
+            student.execute("SELECT shoal.join_run(gen_random_uuid(), %s, '{}')", (f"n{number}",))
         with pytest.raises(psycopg.Error, match="too many workers"):
-            student.execute("SELECT shoal.enter(gen_random_uuid(), 'more', '{}')")
+            student.execute("SELECT shoal.join_run(gen_random_uuid(), 'more', '{}')")
 
 
 # --- what fills the disk, and what holds others up --------------------------------------------------------------
@@ -498,9 +499,9 @@ def test_an_upload_that_never_ends_is_cut_off(server: PostgresServer, eve: Acces
 def test_questions_that_nobody_answers_are_bounded(server: PostgresServer, eve: Access) -> None:
     with connected(eve) as student:
         for _ in range(16):
-            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, 'x', '{}', '{}')")
+            student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, 'x', '{}', '{}')")
         with pytest.raises(psycopg.Error, match="16 questions at a time"):
-            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, 'x', '{}', '{}')")
+            student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, 'x', '{}', '{}')")
 
 
 def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
@@ -512,10 +513,10 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
     units = hostile.claim(1, 0.0)
     with connected(eve) as keeper:
         keeper.execute("BEGIN")
-        keeper.execute("SELECT shoal.fail(%s, %s, %s, '')", (hostile._secret, units[0].id, units[0].lease))
+        keeper.execute("SELECT shoal.fail_unit(%s, %s, %s, '')", (hostile._secret, units[0].id, units[0].lease))
         keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         with database.connect() as owner:
-            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (keeper.info.backend_pid,))
+            owner.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (keeper.info.backend_pid,))
         with pytest.raises(psycopg.OperationalError):
             keeper.execute("SELECT 1")
     (unit,) = honest.claim(1, 0.0)
@@ -523,7 +524,7 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
     with database.connect() as owner:
         owner.execute("UPDATE shoal.standings SET ended = 4 WHERE role = %s", (eve.user,))
         with connected(eve) as again:
-            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (again.info.backend_pid,))
+            owner.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (again.info.backend_pid,))
     with pytest.raises(psycopg.OperationalError, match="not permitted to log in"):
         connected(eve)
     assert [note for note in server.notes() if "student-eve is in quarantine: 5 of its connections had to be ended" in note]
@@ -549,9 +550,9 @@ def test_the_watchdog_ends_what_takes_longer_than_its_time_and_lets_it_be_before
     ):
         pid, now = student.info.backend_pid, "SELECT state, query FROM pg_stat_activity WHERE pid = %s"
         eventually(lambda: owner.execute(now, (pid,)).fetchone() == (state, statement))  # a transaction idles before its statement, too
-        owner.execute("SELECT shoal.watch()")
+        owner.execute("SELECT shoal.end_harmful_connections()")
         assert (server.notes(), problems.empty()) == ([], True), "all is well within the usual times"
-        owner.execute(f"SELECT shoal.watch({times})".encode())
+        owner.execute(f"SELECT shoal.end_harmful_connections({times})".encode())
         assert server.notes() == [f"warning: a connection of {eve.user} was ended: {said}"]
         eventually(lambda: not owner.execute("SELECT FROM pg_stat_activity WHERE pid = %s", (pid,)).fetchall())
 
@@ -570,9 +571,9 @@ def test_the_watchdog_ends_who_holds_up_others_and_those_go_on(
         keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         with in_a_thread(lambda: honest.submit(unit, {}, [b"x"])) as outcome:
             eventually(lambda: bool(owner.execute("SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchall()))
-            owner.execute("SELECT shoal.watch(p_blocking => %s)", (PATIENCE_S,))
+            owner.execute("SELECT shoal.end_harmful_connections(p_blocking => %s)", (PATIENCE_S,))
             assert server.notes() == []
-            owner.execute("SELECT shoal.watch(p_blocking => 0)")
+            owner.execute("SELECT shoal.end_harmful_connections(p_blocking => 0)")
             assert outcome.get(timeout=PATIENCE_S) == "accepted"
         assert f"warning: a connection of {eve.user} was ended: it held up others" in server.notes()
     for desk in (honest, hostile):
@@ -602,7 +603,7 @@ def in_a_thread(work: Callable[[], object]) -> Iterator[queue.SimpleQueue[object
 
 def test_only_students_are_watched(database: Database, server: PostgresServer) -> None:
     with database.connect() as owner, database.connect("coordinator") as coordinator:
-        owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (coordinator.info.backend_pid,))
+        owner.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (coordinator.info.backend_pid,))
         assert coordinator.execute("SELECT 1").fetchone() == (1,)
 
 
@@ -632,8 +633,8 @@ def test_a_unit_that_takes_longer_than_the_timeout_is_told_with_what_to_set(
     (unit,) = honest.claim(1, 0.0)
     with database.connect() as owner:
         owner.execute("UPDATE shoal.units SET claimed_at = claimed_at - interval '1400 s'")
-    honest.beat("computing", {})
-    honest.beat("computing", {})
+    honest.heartbeat("computing", {})
+    honest.heartbeat("computing", {})
     (note,) = server.notes()
     took = re.search(r"mia has computed one unit for (\d+) s, longer than the timeout of 1000 s", note)
     assert took is not None, note
@@ -671,7 +672,7 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
     issue(server, 1)
     honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
     (unit,) = honest.claim(1, 0.0)
-    hostile.fail(unit._replace(lease=uuid.uuid4()), "mine")
+    hostile.fail_unit(unit._replace(lease=uuid.uuid4()), "mine")
     assert honest.submit(unit, {}, [b"x"]) == "accepted"
     for desk in (honest, hostile):
         desk.close()
@@ -683,13 +684,13 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
 def test_a_student_who_comes_and_goes_all_the_time_hides_no_warning(database: Database, server: PostgresServer, eve: Access) -> None:
     notes = DatabaseNotes(server)
     with database.connect() as owner:
-        owner.execute("SELECT shoal.say('eve left: spam ' || n) FROM generate_series(1, 300) n")
-        owner.execute("SELECT shoal.say('warning: something else')")
+        owner.execute("SELECT shoal.add_note('eve left: spam ' || n) FROM generate_series(1, 300) n")
+        owner.execute("SELECT shoal.add_note('warning: something else')")
     told = notes.read(1.0)
     assert told[0] == "warning: something else"
     assert (len(told), told[-1]) == (201, "101 more notes came from the database")
     with database.connect() as owner:
-        owner.execute("SELECT shoal.say('warning: one more')")
+        owner.execute("SELECT shoal.add_note('warning: one more')")
     assert notes.read(1.5) == [], "it is asked once a second"
     assert notes.read(3.0) == ["warning: one more"]
 
@@ -698,10 +699,10 @@ def test_what_a_student_says_of_itself_steers_no_terminal(database: Database, se
     issue(server, 6)
     hostile = desk_of(eve, "eve")
     with pytest.raises(Refused, match="not plain text"):
-        hostile.beat("\x1b[2Jcomputing", {})
-    hostile.beat("[/] [red]computing", {})
+        hostile.heartbeat("\x1b[2Jcomputing", {})
+    hostile.heartbeat("[/] [red]computing", {})
     for unit in hostile.claim(5, 0.0):
-        hostile.fail(unit, "\x1b]0;owned\x07")
+        hostile.fail_unit(unit, "\x1b]0;owned\x07")
     hostile.close()
     assert DatabaseNotes(server).read(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
     with connect(parse(database.conninfo("admin"))) as owner:

@@ -24,7 +24,7 @@ from shoal.transports.postgres import schema
 from shoal.transports.postgres import tls_proxy as tls_front
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
-from shoal.transports.postgres.reconnecting import Line
+from shoal.transports.postgres.reconnecting import ReconnectingConnection
 
 PATIENCE_S = 300.0
 """After this time something hangs: a busy machine takes many times as long as a quiet one."""
@@ -53,14 +53,14 @@ def raw(outside: Access) -> socket.socket:
 
 def test_a_student_joins_encrypted_and_knows_the_server_by_its_certificate(outside: Access, tmp_path: Path) -> None:
     mine = own_access(outside, "mia", tmp_path, PATIENCE_S)
-    line = Line(mine.address)
+    line = ReconnectingConnection(mine.address)
     assert line.run(lambda connection: (connection.pgconn.ssl_in_use, connection.info.user), PATIENCE_S) == (True, "student-mia")
     line.close()
     assert (tmp_path / next(tmp_path.iterdir())).stat().st_mode & 0o077 == 0, "nobody else reads the password"
 
 
-def test_a_certificate_that_the_invitation_does_not_name_is_refused_before_the_password_is_used(outside: Access) -> None:
-    line = Line(outside._replace(options="pin=" + 32 * "0").address)
+def test_a_certificate_that_is_not_pinned_is_refused_before_the_password_is_sent(outside: Access) -> None:
+    line = ReconnectingConnection(outside._replace(options="pin=" + 32 * "0").address)
     with pytest.raises(Refused, match="shows another certificate than the invitation names"):
         line.run(lambda connection: None, 0.0)
     line.close()
@@ -155,7 +155,7 @@ def test_a_student_is_let_in_beside_strangers_who_take_all_places(outside: Acces
     """At once, or, on a busy machine where its greeting takes longer than theirs, when it tries again as workers do."""
     with crowd(outside, sources, words) as opened:
         for _ in range(3):
-            student = Line(outside.address)
+            student = ReconnectingConnection(outside.address)
             assert student.run(lambda connection: connection.info.user, PATIENCE_S) == "class"
             student.close()
         assert opened() >= tls_front.MOST_STRANGERS_AT_ONE * len(sources)
@@ -164,11 +164,11 @@ def test_a_student_is_let_in_beside_strangers_who_take_all_places(outside: Acces
 def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(tls_front, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    strangers, put_out = tls_front.Strangers(2), []
+    strangers, put_out = tls_front.UnauthenticatedClients(2), []
 
-    def come(name: str, address: str, *, full: bool = False) -> tls_front.Visit:
+    def come(name: str, address: str, *, full: bool = False) -> tls_front.ClientConnection:
         assert strangers.make_room(address, full=full)
-        visit = tls_front.Visit(strangers, address)
+        visit = tls_front.ClientConnection(strangers, address)
         visit.task = SimpleNamespace(cancel=lambda: put_out.append(name))  # type: ignore[assignment]
         return visit
 
@@ -199,11 +199,11 @@ def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(m
 
 
 def test_one_address_leaves_some_of_the_places_for_those_who_are_let_in() -> None:
-    strangers = tls_front.Strangers(2)
-    visits = [tls_front.Visit(strangers, address) for address in ("school", "school", "school", "elsewhere")]
+    strangers = tls_front.UnauthenticatedClients(2)
+    visits = [tls_front.ClientConnection(strangers, address) for address in ("school", "school", "school", "elsewhere")]
     for visit in visits[:2]:
         visit.let_in()
-    with pytest.raises(tls_front.Refusal, match="as many connections from your address as one address may have"):
+    with pytest.raises(tls_front.ProxyRefusal, match="as many connections from your address as one address may have"):
         visits[2].let_in()
     visits[3].let_in()
     visits[0].leave()

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from shoal.cli.main import main
 from shoal.reporters.hub_repository import PushError
 from shoal.reporters.pusher import Pusher
+from tests.support.eventually import eventually
 from tests.support.fake_hub import FakeHub, Fault
-from tests.support.processes import HANG_S, eventually, run_python
+from tests.support.processes import HANG_S, run_python
 
 # The client's own storage upload speaks to its HTTP library in a way that library wants changed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

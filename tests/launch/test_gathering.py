@@ -56,7 +56,7 @@ def test_after_a_loss_all_who_come_back_begin_at_once_and_fewer_after_a_while() 
     assert (gathering.size, gathering.ask("two", "b", 2, 241.0)) == (2, 1)
 
 
-def test_a_machine_that_comes_while_all_places_are_taken_waits_and_takes_one_that_becomes_free() -> None:
+def test_a_machine_that_comes_too_late_waits_and_takes_a_place_that_becomes_free() -> None:
     gathering = Rendezvous(1, [])
     gathering.ask("one", "a", 0, 0.0)
     assert gathering.begin(0.0)
@@ -103,7 +103,7 @@ def test_those_who_are_there_wait_for_a_machine_that_a_stage_fits() -> None:
     assert not gathering.missing
 
 
-def test_claims_decide_which_machine_has_which_stage_also_of_machines_with_the_same_name() -> None:
+def test_claimed_speeds_place_the_stages_also_on_machines_with_the_same_name() -> None:
     settings = {
         "model": {"kind": "gpt", "hidden_size": 16, "num_layers": 6, "num_heads": 2, "max_seq_len": 16},
         "data": {"source": {"kind": "builtin", "name": "zen"}, "tokenizer": "characters"},

@@ -6,19 +6,19 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shoal.launch import forkserver
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process is started afresh")
 ASKS_FOR_ANOTHER = """\
 import sys
-from shoal.launch import nursery
-child = nursery.start(["inner.py"], stdout=1, cwd=sys.argv[1])
+from shoal.launch import forkserver
+child = forkserver.start(["inner.py"], stdout=1, cwd=sys.argv[1])
 sys.exit(child.wait() + 1)
 """
 TELLS = """\
@@ -47,10 +47,7 @@ def started(folder: Path, *arguments: str, env: dict[str, str] | None = None, lo
 
 
 def wait_for_output(folder: Path, text: str) -> None:
-    until = time.monotonic() + 300
-    while text not in (folder / "output").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    eventually(lambda: text in (folder / "output").read_text())
 
 
 def open_files_of(pid: str) -> set[str]:

@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from shoal.cli.main import main
 from shoal.launch import ssh_workers
 from shoal.launch.up_file import running_process
 from shoal.version import __version__
-from tests.support.processes import HANG_S
+from tests.support.eventually import eventually
 from tests.support.small_slurm import tiny_slurm
 
 SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
@@ -30,14 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fleet.yaml").write_text(FLEET)
     return tmp_path
-
-
-def wait_until(true: object) -> None:
-    assert callable(true)
-    until = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -69,12 +60,12 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
         assert "shoal down run" in capsys.readouterr().out
         assert running_process(Path("run")) is not None
         ledger = by_ssh / "run" / "coordinator" / "ledger.jsonl"
-        wait_until(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
-        wait_until(lambda: _has_a_receipt(by_ssh / "homes" / "ada@ann") and _has_a_receipt(by_ssh / "homes" / "bo"))
+        eventually(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
+        eventually(lambda: _has_a_receipt(by_ssh / "homes" / "ada@ann") and _has_a_receipt(by_ssh / "homes" / "bo"))
         killed = _process_in(by_ssh / "homes" / "bo")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: _process_in(by_ssh / "homes" / "bo") not in (0, killed))
-        wait_until(lambda: "bo was killed" in (by_ssh / "run" / "up.log").read_text())
+        eventually(lambda: _process_in(by_ssh / "homes" / "bo") not in (0, killed))
+        eventually(lambda: "bo was killed" in (by_ssh / "run" / "up.log").read_text())
         assert main(["up", "fleet.yaml", *more, "--run-dir", "run"]) == 2
         assert "is up already" in capsys.readouterr().err
     finally:

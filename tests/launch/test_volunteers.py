@@ -145,7 +145,7 @@ def trained_with_tasks(folder: Path, **settings: str) -> None:
         ),
     ],
 )
-def test_a_rule_that_needs_more_workers_says_who_is_missing_and_trains_when_they_have_come(
+def test_a_rule_says_how_many_workers_are_missing_and_trains_when_they_have_come(
     tmp_path: Path, preset: str, rule: str, needs: int, listed: list[str], missing: str
 ) -> None:
     patient = {"coordinator.heartbeat_interval_s": "2"}  # so many come at once that a busy machine does not hear all of them in a second

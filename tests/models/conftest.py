@@ -46,5 +46,5 @@ def make_gpt() -> Callable[..., Gpt]:
 @pytest.fixture
 def lm_folder() -> Path:
     if not LM_FOLDER.is_dir():
-        pytest.skip("the story models of shared/data/lm are not here")
+        pytest.skip("needs the story models beside this checkout (../shared/data/lm)")
     return LM_FOLDER

@@ -42,7 +42,7 @@ def test_our_layers_give_the_logits_of_the_models_own(kind, settings):
     model = made(kind, **settings)
     found = gpt_conversion(model)
     assert found is not None
-    ours, ids_BL = found.whole(model.state_dict().__getitem__), torch.randint(0, 50, (2, 40))
+    ours, ids_BL = found.convert(model.state_dict().__getitem__), torch.randint(0, 50, (2, 40))
     torch.testing.assert_close(ours(ids_BL), model(ids_BL), atol=2e-4, rtol=1e-4)
     cache = ours.new_cache(0)
     pieces = [ours(ids_BL[:, :30], cache=cache), ours(ids_BL[:, 30:], cache=cache)]

@@ -109,7 +109,7 @@ def test_scores_and_values_do_not_depend_on_padding(feature: str) -> None:
             torch.testing.assert_close(values[row, -LENGTH:], alone[0, len(prompt) - 1 :], rtol=0, atol=1e-4)
 
 
-def test_a_memory_that_is_empty_or_switched_off_changes_nothing_and_one_with_episodes_does() -> None:
+def test_only_a_memory_with_episodes_that_is_switched_on_changes_answers() -> None:
     model = model_of("memory")
     with_episodes = answers(model, None, eos_id=None)
     model.memory.reading = False

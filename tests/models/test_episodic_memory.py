@@ -109,7 +109,7 @@ def test_a_sequence_never_recalls_itself() -> None:
     assert not torch.equal(other, model(own.flip(1)))
 
 
-def test_what_is_written_with_a_cache_is_what_the_whole_text_gives_and_nothing_is_written_down() -> None:
+def test_decoding_with_a_cache_equals_the_whole_text_and_stores_no_episode() -> None:
     model = filled().eval()
     before = {name: value.clone() for name, value in memory_of(model).state_dict().items()}
     prompt = batch_of(rows=2, length=6, seed=8)["input_ids"]
@@ -202,10 +202,10 @@ def test_workers_tell_of_their_most_important_new_sequences_once() -> None:
 def test_a_coordinator_remembers_what_it_is_told_and_hands_it_on() -> None:
     worker, coordinator, other = (reporting(model_of(replay_rate=0.0)) for _ in range(3))
     step(worker, batch_of())
-    memory_of(coordinator).follow([told(worker)])
+    memory_of(coordinator).apply_movement([told(worker)])
     (rows,) = memory_of(coordinator).state()
-    memory_of(other).told_WR.copy_(rows)
-    memory_of(other).hear()
+    memory_of(other).received_WR.copy_(rows)
+    memory_of(other).on_state_loaded()
     kept_by = [{tuple(ids.tolist()) for ids in memory_of(model).ids_NT[:4]} for model in (worker, coordinator, other)]
     assert kept_by[0] == kept_by[1] == kept_by[2]
     recalled = opened(coordinator).eval()
@@ -220,7 +220,7 @@ def test_claims_that_no_sequence_can_be_are_not_remembered() -> None:
     rows[0, 1], rows[1, 33], rows[2, 1], rows[3, 0] = 50.0, -1.0, 0.5, 1e30
     rows[3, -4:] = 1e30
     memory = memory_of(coordinator)
-    memory.follow([rows])
+    memory.apply_movement([rows])
     assert int((memory.importance_N > 0).sum()) == 1
     assert float(memory.importance_N.max()) == 100.0
     assert float(memory.vectors_NVD.max()) <= 32**0.5

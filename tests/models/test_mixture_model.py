@@ -107,17 +107,17 @@ def test_gradients_are_those_of_differences_in_float64(kind):
         assert (values[0] - values[1]) / 2e-6 == pytest.approx(float((parameter.grad * direction).sum()), rel=1e-4, abs=1e-7)
 
 
-def test_room_is_the_share_of_an_expert_times_the_factor_and_what_finds_none_is_counted():
+def test_capacity_is_the_share_of_an_expert_times_the_factor_and_drops_are_counted():
     settings = schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=1, capacity_factor=1.1))
     layer = ExpertLayer(settings, 31)
     routes = Routes(torch.zeros(10, 1, dtype=torch.long), torch.ones(10, 1))
     counted = torch.tensor([False] * 4 + [True] * 6)
-    visits = layer.visits(routes, counted)
-    assert visits.sizes_E.tolist() == [math.ceil(1.1 * 10 / 4), 0, 0, 0]
-    assert visits.tokens_R.tolist() == [4, 5, 6], "tokens that count come first"
-    assert float(visits.dropped) == 3
-    assert float(layer.told(routes, visits, counted)["dropped"]) == 0.5
-    assert layer.eval().visits(routes, counted).sizes_E.tolist() == [10, 0, 0, 0], "nothing is dropped when nothing is learned"
+    assignment = layer.assign(routes, counted)
+    assert assignment.sizes_E.tolist() == [math.ceil(1.1 * 10 / 4), 0, 0, 0]
+    assert assignment.tokens_R.tolist() == [4, 5, 6], "tokens that count come first"
+    assert float(assignment.dropped) == 3
+    assert float(layer.statistics(routes, assignment, counted)["dropped"]) == 0.5
+    assert layer.eval().assign(routes, counted).sizes_E.tolist() == [10, 0, 0, 0], "nothing is dropped when nothing is learned"
 
 
 def test_what_finds_no_room_adds_nothing_to_the_stream():
@@ -183,7 +183,7 @@ def balance(model: Moe, ids: Tensor) -> float:
     return next(value.item() for name, _, value in told_of(model, ids).losses if name == "balance")
 
 
-def test_the_balance_loss_is_one_when_balanced_and_experts_over_choices_when_collapsed():
+def test_the_balance_loss_is_one_when_balanced_and_largest_when_collapsed():
     model = mixture(router="switch", noise=0.0)
     for block in model.blocks:
         block.feed_forward.router.weight.data.zero_()
@@ -235,7 +235,7 @@ def scores_of(kind: str, logits: Tensor, tokens: int, **settings: Any) -> Any:
     return made, torch.ones(tokens, 1), torch.zeros(tokens, dtype=torch.long)
 
 
-def test_gshard_visits_the_second_with_twice_its_gate_and_leaves_the_first_gate_alone():
+def test_gshard_visits_the_second_expert_with_twice_its_gate():
     torch.manual_seed(0)
     made, x, ids = scores_of("gshard", torch.tensor([0.9, 0.1, 1e-9]).log(), 20_000)
     routes = made(x, ids)
@@ -250,9 +250,9 @@ def test_skipped_second_experts_take_no_room_and_are_not_computed():
     layer = ExpertLayer(schema.Moe(**SIZES, experts=schema.Experts(count=4, router="gshard", capacity_factor=1.0)), 31)
     experts = torch.tensor([[0, 1]] * 4)
     taken = torch.tensor([[True, False]] * 3 + [[True, True]])
-    visits = layer.visits(Routes(experts, torch.full((4, 2), 0.5), taken), torch.ones(4, dtype=torch.bool))
-    assert visits.sizes_E.tolist() == [2, 1, 0, 0]
-    assert visits.tokens_R.tolist() == [0, 1, 3]
+    assignment = layer.assign(Routes(experts, torch.full((4, 2), 0.5), taken), torch.ones(4, dtype=torch.bool))
+    assert assignment.sizes_E.tolist() == [2, 1, 0, 0]
+    assert assignment.tokens_R.tolist() == [0, 1, 3]
 
 
 def test_stochastic_draws_without_putting_back_by_probability():

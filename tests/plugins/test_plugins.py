@@ -23,6 +23,8 @@ from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
 from tests.support.processes import HANG_S, Processes, processes_in
 
+pytestmark = pytest.mark.whole
+
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "plugins"
 MY_PARTS = (HERE / "my_parts.py").read_text(encoding="utf-8")
@@ -174,9 +176,8 @@ def test_plugins_import_nothing_of_shoal_but_shoal_plugins() -> None:
 def test_every_name_for_plugins_is_there_and_has_a_type_for_type_checkers() -> None:
     tree = ast.parse(Path(shoal.plugins.__file__).read_text(encoding="utf-8"))
     (checked,) = (node for node in tree.body if isinstance(node, ast.If))
-    typed = {
-        alias.asname: f"{node.module}.{alias.name}" for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    typed = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert typed == shoal.plugins._IMPORTED_ON_USE
     assert all(hasattr(shoal.plugins, name) for name in shoal.plugins.__all__)
 

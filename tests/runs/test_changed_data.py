@@ -122,10 +122,10 @@ def test_an_epoch_of_a_stream_is_over_when_every_seat_has_begun_the_next() -> No
     shared = SharedDataProgress(None, places.values)
     for place, over in (([1, 1], False), ([1, 2], False)):
         places["0"] = place
-        shared.look()
+        shared.update()
         assert shared.at_epoch_end is over
     places["1"] = [1, 1]
-    shared.look()
+    shared.update()
     assert (shared.at_epoch_end, shared.epochs) == (True, 1)
-    shared.look()
+    shared.update()
     assert not shared.at_epoch_end

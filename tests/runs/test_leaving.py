@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +17,7 @@ from shoal.runs.coordinator_setup import prepare
 from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from tests.support.eventually import eventually
 
 SETTINGS = {
     "model": {"kind": "mlp", "hidden_sizes": [4]},
@@ -74,13 +73,6 @@ def coordinating(folder: Path) -> Iterator[Coordinating]:
         made.loop.server.close()
 
 
-def wait_for(happened: Callable[[], Any], what: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
-
-
 def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a sign of life it waits for nothing, least of all for an answer of its own: that would take longer than this test."""
     monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 0.3)
@@ -91,9 +83,9 @@ def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp
         worker.prepare()
         thread = threading.Thread(target=worker.work, daemon=True)
         thread.start()
-        wait_for(lambda: coordinator.loop.coordinator.state.version > 3, "the run goes on")
+        eventually(lambda: coordinator.loop.coordinator.state.version > 3, "the run goes on")
         coordinator.freeze()
-        wait_for(lambda: worker.protocol.waits, "the worker asks somebody who does not answer")
+        eventually(lambda: worker.protocol.waits, "the worker asks somebody who does not answer")
         worker.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
@@ -113,7 +105,7 @@ def test_the_coordinator_hears_why_a_worker_cannot_go_on(tmp_path: Path) -> None
         poisoned.worker.encoder.limit = lambda vector: _not_finite()  # type: ignore[method-assign]
         with pytest.raises(ShoalError, match="not finite"):
             poisoned.work()
-        wait_for(lambda: sum(" left: " in text for text in coordinator.heard.texts) == 2, f"both reasons: {coordinator.heard.texts}")
+        eventually(lambda: sum(" left: " in text for text in coordinator.heard.texts) == 2, f"both reasons: {coordinator.heard.texts}")
         reasons = {text.partition(" left: ")[0]: text for text in coordinator.heard.texts if " left: " in text}
         assert "nowhere" in reasons["ben"]
         assert reasons["anna"] == "anna left: gradients were not finite"

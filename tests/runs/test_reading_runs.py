@@ -13,6 +13,8 @@ import pytest
 from shoal.cli.main import main
 from tests.support.processes import run_python
 
+pytestmark = pytest.mark.whole
+
 pytest.importorskip("faiss", reason="retrieval needs faiss-cpu (shoal[rag])")
 
 SETTINGS = """\

@@ -16,7 +16,7 @@ from shoal.engines import StepResult
 from shoal.runs.coordinator_run import SharedDataProgress
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.monitoring.traffic_totals import added
+from shoal.runs.monitoring.status import added
 
 
 def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:
@@ -34,11 +34,11 @@ def test_a_judgement_that_comes_late_tells_the_samples_of_the_weights_it_is_abou
     recorder = recorder_in(tmp_path)
     for _ in range(2):
         take_step(recorder)
-    recorder.begin_judging()
+    recorder.begin_evaluation()
     for _ in range(3):
         take_step(recorder)
-    recorder.judged({"loss": 1.0}, 2)
-    recorder.judged({"loss": 0.5}, 5)
+    recorder.record_evaluation({"loss": 1.0}, 2)
+    recorder.record_evaluation({"loss": 0.5}, 5)
     first, second = recorder.directory.metrics()
     assert (first["step"], first["samples"], first["epoch"]) == (2, 32, 0.5)
     assert (second["step"], second["samples"], second["epoch"]) == (5, 80, 1.25)
@@ -62,11 +62,8 @@ def test_a_step_of_many_steps_of_each_worker_is_called_a_round(tmp_path: Path) -
     assert recorder.at(2) == "round 2/10"
 
 
-def test_contributions_that_were_replaced_are_not_hidden_among_the_accepted() -> None:
-    assert (
-        contributions({"accepted": 9, "stale": 2, "replaced": 4})
-        == "9 accepted (4 of them replaced by a later one of the same worker), 2 stale"
-    )
+def test_contributions_are_listed_by_what_became_of_them() -> None:
+    assert contributions({"accepted": 9, "stale": 2}) == "9 accepted, 2 stale"
     assert contributions({"accepted": 9}) == "9 accepted"
 
 

@@ -66,7 +66,7 @@ def test_a_first_step_that_fails_leaves_nothing_in_the_way_of_the_next_run(
     assert "holds a run already" in capsys.readouterr().err
 
 
-def test_a_run_that_people_were_invited_to_is_kept_though_it_failed_before_its_first_step(
+def test_a_run_with_invitations_is_kept_though_it_failed_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
@@ -79,7 +79,7 @@ def test_a_run_that_people_were_invited_to_is_kept_though_it_failed_before_its_f
     assert (tmp_path / "run" / "coordinator").is_dir(), "its line to join is good for the run that goes on"
 
 
-def test_a_database_of_the_runs_own_goes_with_a_run_that_failed_before_its_first_step(
+def test_a_run_that_failed_before_its_first_step_takes_its_own_database_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:

@@ -16,7 +16,6 @@ from shoal import train
 from shoal.cli.main import main
 from shoal.cli.top import drawn
 from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
-from shoal.coordinator.durable.ledger import FileLedger
 from shoal.runs.folder.run_reader import RunFolder, Tail, clean, newest_run
 from shoal.runs.monitoring.history import History
 from shoal.updates.rules import aggregation
@@ -183,7 +182,7 @@ def test_a_history_stays_within_its_bounds_and_covers_the_whole_run(tmp_path: Pa
     history = History(tmp_path, most_bytes=2000)
     members = [{"worker": "ann", "state": "computing", "computing_s": 1.234567}]
     for second in range(0, 4000, 2):
-        history.look({"wall_s": float(second), "at": float(second), "version": second, "members": members}, float(second))
+        history.append({"wall_s": float(second), "at": float(second), "version": second, "members": members}, float(second))
     moments = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert (tmp_path / "history.jsonl").stat().st_size <= 2000
     assert moments[0]["wall_s"] < 100
@@ -205,15 +204,6 @@ def test_a_mean_leaves_out_nobody() -> None:
     dropped: set[int] = set()
     aggregation.combine(Mean(), NoMixing(), torch.randn(4, 5), torch.ones(4), None, 0, dropped)
     assert dropped == set()
-
-
-def test_a_ledger_of_before_whom_rules_left_out_was_kept_is_still_followed(tmp_path: Path) -> None:
-    ledger = FileLedger(tmp_path)
-    ledger.append({"version": 1, "from": []})
-    ledger.cut(0)
-    ledger.append({"version": 1, "from": [], "dropped": ["w3"]})
-    ledger.settle()
-    assert json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])["dropped"] == ["w3"]
 
 
 def test_a_run_whose_coordinator_has_just_opened_is_starting(tmp_path: Path, capsys: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from shoal import models
 from shoal.config import Run
 from shoal.config.load import ConfigFile, resolve
-from shoal.data.interfaces import Info
+from shoal.data.loaded_data import Info
 from shoal.errors import ShoalError
 from shoal.runs.task_split import SplitInput, listed_workers, split_into_tasks
 from shoal.scheduling import memory_estimate

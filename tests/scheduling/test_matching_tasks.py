@@ -88,7 +88,7 @@ def is_allowed(jobs: list[PendingTask], machines: list[WorkerSpec], match: Match
     return room and memory and len(given) == len(set(given)) and set(match) <= {machine.name for machine in machines}
 
 
-def test_gale_shapley_leaves_no_pair_that_would_rather_have_each_other_in_ten_thousand_random_instances() -> None:
+def test_gale_shapley_leaves_no_blocking_pair_in_ten_thousand_random_instances() -> None:
     for seed in range(10_000):
         jobs, machines = random_instance(seed)
         match = gale_shapley(jobs, machines)
@@ -154,7 +154,7 @@ def test_a_task_that_fits_nobody_says_what_it_lacks() -> None:
 # --- speeds and thefts ------------------------------------------------------------------------------------
 
 
-def test_claims_count_until_they_are_measured_and_are_scaled_by_what_others_turned_out_to_be() -> None:
+def test_claimed_speeds_count_until_measured_and_are_scaled_by_those_of_others() -> None:
     claims = {"a": 100.0, "b": 200.0, "c": None}
     assert estimate_speeds(claims, {}) == {"a": 100.0, "b": 200.0, "c": 150.0}
     assert estimate_speeds(claims, {"a": 5.0}) == {"a": 5.0, "b": 10.0, "c": 7.5}

@@ -16,7 +16,7 @@ def tasks(*shares: float) -> list[ScheduledTask]:
     return [ScheduledTask(id=f"t{number}", model_share=share, priority=number) for number, share in enumerate(shares)]
 
 
-def test_what_the_tasks_leave_of_the_model_is_cut_into_stages_no_larger_than_the_largest() -> None:
+def test_the_rest_of_the_model_is_cut_into_stages_no_larger_than_the_largest() -> None:
     parts = stage_shares(tasks(0.2, 0.3))
     assert [part.id for part in parts] == ["t0", "t1", "rest-1", "rest-2"]
     assert [part.share for part in parts] == pytest.approx([0.2, 0.3, 0.25, 0.25])

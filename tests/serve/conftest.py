@@ -49,7 +49,7 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="pages are tested by playwright")
     chromium = shutil.which("chromium")
     if chromium is None:
-        pytest.skip("there is no chromium here")
+        pytest.skip("needs chromium: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
         sync_api.expect.set_options(timeout=HANG_S * 1000)

@@ -125,7 +125,7 @@ def test_langchain_chats_and_streams(service):
 def test_curl_prints_the_words_as_they_come(service):
     curl = shutil.which("curl")
     if curl is None:
-        pytest.skip("there is no curl here")
+        pytest.skip("needs curl: apt-get install curl")
     words = [curl, "-sN", "-H", "Content-Type: application/json", "-d", json.dumps(ASK | {"stream": True})]
     words.append(f"{url(service)}/v1/chat/completions")
     told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=HANG_S).stdout

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.serve.server import ModelServer
-from tests.serve.test_nodes import wait_for
+from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
 from tests.support.small_service import running, small_model, small_served
 
@@ -91,7 +91,7 @@ def test_escape_stops_an_answer_and_frees_its_place(page, slow_service):
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#state")).to_have_text("stopped")
     page.wait_for_function("() => fetch('v1/status').then((answer) => answer.json()).then((told) => told.running === 0)")
-    wait_for(lambda: not slow_service.engine.busy)
+    eventually(lambda: not slow_service.engine.busy)
 
 
 def test_an_error_in_the_middle_of_an_answer_is_shown_and_what_came_is_kept(page):

@@ -19,7 +19,8 @@ from shoal.serve.nodes.peer_links import PeerSender, ReadHistory, open_receiver
 from shoal.serve.nodes.pipeline import Pipeline
 from shoal.serve.nodes.routes import NextHop, NodeCommand, PeerEndpoint
 from shoal.transports import Message, new_keys
-from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread, wait_for
+from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread
+from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
 
 
@@ -56,7 +57,7 @@ def three(*names: str) -> Iterator[tuple[BatchingEngine, Machines, torch.nn.Modu
     model, described = make("gpt")
     with layers_as_told() as loaded, spread(model, described, list(names), keys=new_keys()) as (engine, machines):
         even_stops(engine, 3)
-        wait_for(lambda: {(stop.name, stop.place) for stop in engine.stages.fleet.current.stops} <= loaded)
+        eventually(lambda: {(stop.name, stop.place) for stop in engine.stages.fleet.current.stops} <= loaded)
         brought: Counter[str] = Counter()
         send = engine.stages.fleet.send
 
@@ -91,17 +92,17 @@ def straight(engine: BatchingEngine) -> bool:
 @pytest.mark.usefixtures("patient_hands")
 def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keeps_it() -> None:
     with three("pi1", "pi2") as (engine, _, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert brought[names(engine)[1]] > 20
         assert brought[names(engine)[2]] == 0
-        wait_for(lambda: not engine.stages._trailing and not engine.stages._trips)
+        eventually(lambda: not engine.stages._trailing and not engine.stages._trips)
 
 
 @pytest.mark.parametrize("end", [1, 2])
 def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
     with three("pi1", "pi2", "pi3") as (engine, machines, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         heard, before = listeners(), names(engine)
         lost = before[end]
 
@@ -124,7 +125,7 @@ def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(mon
 
     monkeypatch.setattr(PeerSender, "_say", deaf_after_five)
     with three("pi1", "pi2") as (engine, _, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert taken["pass"] <= 5 + engine.stages.groups + 1, "after the first refusal nothing more is handed on"
         assert brought[names(engine)[2]] > 10
@@ -149,7 +150,7 @@ def test_what_a_machine_cannot_use_yet_is_brought_by_the_server(monkeypatch: pyt
 
     monkeypatch.setattr(ReadHistory, "can_read", every_third)
     with three("pi1", "pi2") as (engine, _, model, brought):
-        wait_for(lambda: straight(engine))
+        eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert 0 < brought[names(engine)[2]] < brought[names(engine)[1]]
 
@@ -182,7 +183,7 @@ def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pyt
         assert not handing.pass_on(order, False), "nobody is handed anything who was not reached before"
         assert handing.probe(inbox.door)
         assert handing.pass_on(order, False)
-        wait_for(lambda: bool(got))
+        eventually(lambda: bool(got))
         assert (got[0].place, got[0].trip, got[0].onward) == (LayerRange(1, 2), 3, ())
         assert not handing.pass_on(order._replace(reading=TokenBatch([7, 8], [0, 0], [[1], [1]])), False), "a row for each request"
         assert open_receiver("https://example.org/", 1 << 20, got.append, print) is None
@@ -243,7 +244,7 @@ def test_a_machine_goes_on_to_take_what_others_hand_to_it_after_something_went_w
         assert handing.probe(inbox.door)
         for trip in (3, 4):
             assert handing.pass_on(read(trip)._replace(onward=(onward._replace(door=inbox.door),)), False)
-        wait_for(lambda: got == [3, 4])
+        eventually(lambda: got == [3, 4])
         assert "nobody thought of this" in told[0]
     finally:
         handing.close()

@@ -30,6 +30,7 @@ from shoal.transports.connect import serve
 from shoal.transports.in_process import InProcessServer
 from shoal.transports.interface import Unreachable
 from shoal.transports.keys import Keys, new_keys, new_token
+from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
 from tests.support.small_service import small_served
 
@@ -122,7 +123,7 @@ def spread(
     try:
         for name in names:
             machines.join(name)
-        wait_for(lambda: machines.problems or len([one for one in stages.machines() if one.alive]) == 1 + len(names))
+        eventually(lambda: machines.problems or len([one for one in stages.machines() if one.alive]) == 1 + len(names))
         if machines.problems:
             raise machines.problems[0]
         yield BatchingEngine(stages, most_running=4, most_waiting=100, clock=time.monotonic), machines
@@ -130,13 +131,6 @@ def spread(
         stages.close()
         for _, thread in machines.running.values():
             thread.join()
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < until, "it did not happen within five minutes"
-        time.sleep(0.002)
 
 
 def finish(engine: BatchingEngine, after_each_step: Callable[[], None] = lambda: None) -> None:
@@ -182,7 +176,7 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
         assert not engine.stages._trips
 
 
-def test_over_encrypted_tcp_a_machine_without_the_files_receives_its_layers_and_writes_the_same(monkeypatch, tmp_path):
+def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     model, described = make("gpt")
     received = []
@@ -281,7 +275,7 @@ def test_a_spare_machine_that_could_not_load_takes_nobodys_place(nothing_fits):
         stages, heard = engine.stages, Heard()
         nothing_fits.add("pi3")
         machines.join("pi3")
-        wait_for(lambda: holds_nothing(stages, "pi3"))
+        eventually(lambda: holds_nothing(stages, "pi3"))
         assert stages.fleet.coming is None
         engine.submit(job([3, 1, 4], heard, 20))
         while len(heard.tokens) < 5:
@@ -306,7 +300,7 @@ def test_layers_that_a_machine_cannot_load_go_to_others_and_a_request_waits_for_
         assert [stop.name for stop in engine.stages.fleet.current.stops] == [HERE if failing == "pi1" else "pi1"]
 
 
-def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_under_way_starts_again():
+def test_a_cache_that_cannot_be_cut_is_refilled_from_the_beginning_after_a_restart():
     model, described = make("mistral")  # whose attention has a window
     with spread(model, described, ["pi1", "pi2", "pi3"]) as (engine, machines):
         even_stops(engine, 3)
@@ -317,7 +311,7 @@ def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_und
         last = stages.fleet.current.stops[-1].name
         stages.fleet.nodes[last].orders = Deaf()  # the others have read the next token, and this machine has not heard of it
         engine._start()
-        wait_for(lambda: any(2 in trip.given for trip in stages._trips.values()))
+        eventually(lambda: any(2 in trip.given for trip in stages._trips.values()))
         machines.unplug(last, stages.hub)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4, 1, 5, 9, 2, 6]], [20]))
@@ -373,7 +367,7 @@ def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
         for _ in range(3):
             engine.step()
         machines.join("pi1")
-        wait_for(lambda: engine.stages.fleet.current.goes_through("pi1"))
+        eventually(lambda: engine.stages.fleet.current.goes_through("pi1"))
         assert [stop.name for stop in engine.stages.fleet.current.stops] == ["pi1"]
         assert engine.stages.groups == 2, "the server embeds and chooses tokens meanwhile"
         engine.submit(job([4, 4], second, 5))
@@ -398,7 +392,7 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
         while len(first.tokens) < 40:
             engine.step()
         assert stages._route_of(number) == before, "what is under way stays where its caches are"
-        wait_for(lambda: stages.fleet.current != before)
+        eventually(lambda: stages.fleet.current != before)
         layers = {stop.name: stop.last - stop.first for stop in stages.fleet.current.stops}
         assert layers["server"] == 5
         engine.submit(job([4, 4], second, 20))
@@ -432,7 +426,7 @@ def test_requests_that_end_early_are_forgotten_on_all_machines():
         assert (left.end, kept.end) == ("cancelled", "length")
         assert [kept.tokens] == alone(model, [[5]], [20])
         own = engine.stages.layers
-        wait_for(lambda: not own.node.orders and all(held.rows.empty for held in own.holder.held.values()))
+        eventually(lambda: not own.node.orders and all(held.rows.empty for held in own.holder.held.values()))
 
 
 def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():

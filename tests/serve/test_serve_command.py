@@ -19,7 +19,7 @@ from shoal.serve.load_model import open_served
 from shoal.serve.nodes.distributed_model import open_local_server, open_server
 from shoal.serve.server import ModelServer
 from shoal.transports.addresses import free_port
-from tests.support.processes import HANG_S, processes_in, wait_for
+from tests.support.processes import HANG_S, processes_in, wait_for_line
 from tests.support.small_service import running, small_served
 
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=16"]
@@ -52,7 +52,7 @@ def test_a_run_is_served_as_a_process_and_writes_what_generate_writes(folder):
     expected = "".join(generate_text(trained, "the ", max_new_tokens=8, seed=4))
     with processes_in(folder) as processes:
         process = processes.start("serve", "run", "--port", "0")
-        port = int(wait_for(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
+        port = int(wait_for_line(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
         assert complete(port, "run", "the ") == expected
 
 

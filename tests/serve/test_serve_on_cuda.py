@@ -15,7 +15,7 @@ from tests.serve.test_batching import VOCABULARY, Heard, engine, finish, hugging
 from tests.serve.test_nodes import LENGTHS, PROMPTS, make, spread
 from tests.serve.test_nodes import alone as one_by_one
 from tests.serve.test_serve_command import SMALL, TEXT, complete
-from tests.support.processes import processes_in, wait_for
+from tests.support.processes import processes_in, wait_for_line
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cuda"]
@@ -88,5 +88,5 @@ def test_a_run_is_served_from_a_gpu_as_a_user_starts_it(folder: Path, nodes: str
     expected = "".join(generate_text(trained, "the ", max_new_tokens=8, seed=4))
     with processes_in(folder) as processes:
         process = processes.start("serve", "run", "--port", "0", "--nodes", nodes)
-        port = int(wait_for(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
+        port = int(wait_for_line(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
         assert complete(port, "run", "the ") == expected

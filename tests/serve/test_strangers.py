@@ -14,7 +14,7 @@ from shoal.serve.api.app import Api
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.server import ModelServer
-from shoal.web import connection_limits as crowds
+from shoal.web import connection_limits
 from tests.support.processes import HANG_S
 from tests.support.small_service import running, small_model, small_served
 
@@ -29,7 +29,7 @@ def is_healthy(service: ModelServer) -> bool:
 
 @pytest.mark.parametrize("words", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["silent", "in the middle of a question"])
 def test_strangers_who_take_all_places_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
-    monkeypatch.setattr(crowds, "MOST_CONNECTIONS", 16)
+    monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 16)
     with running(small_served()) as service, contextlib.ExitStack() as held:
         lines = [held.enter_context(socket.create_connection(address(service), HANG_S)) for _ in range(40)]
         for line in lines:
@@ -41,14 +41,14 @@ def test_strangers_who_take_all_places_keep_nobody_out(monkeypatch: pytest.Monke
 
 
 def test_who_asks_nothing_is_shown_out_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowds, "STRANGERS_S", 0.0)
+    monkeypatch.setattr(connection_limits, "AUTHENTICATION_S", 0.0)
     with running(small_served()) as service, socket.create_connection(address(service), HANG_S) as silent:
         with contextlib.suppress(ConnectionError):
             assert silent.recv(1) == b""
 
 
 def test_who_asked_something_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowds, "MOST_CONNECTIONS", 16)
+    monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 16)
     with running(small_served()) as service, httpx.Client(base_url=f"http://127.0.0.1:{service.ports[0]}", timeout=HANG_S) as client:
         service.server.config.timeout_keep_alive = HANG_S  # uvicorn ends who is silent for five seconds; here only a crowd could
         first = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")

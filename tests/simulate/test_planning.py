@@ -119,7 +119,7 @@ def test_the_brief_form_of_a_run_gives_the_same_run(preset: str, tmp_path: Path)
     assert resolve([ConfigFile(str(file))]).run == loaded.run
 
 
-def test_of_those_that_are_about_as_fast_the_one_whose_workers_are_least_apart_is_chosen() -> None:
+def test_of_plans_that_are_about_as_fast_the_one_with_the_least_drift_is_chosen() -> None:
     ranked = [prediction(100, 50), prediction(98, 2, "int8"), prediction(97, 2, "none", 1), prediction(80, 1)]
     assert chosen(ranked) is ranked[2]
     assert "97% of the throughput" in reason_for(ranked[2], ranked)
@@ -147,7 +147,7 @@ def test_what_cannot_be_run_is_named_with_the_reason() -> None:
 # --- what fits ---------------------------------------------------------------------------------------
 
 
-def test_a_model_that_fits_only_a_few_machines_leaves_the_others_out_or_takes_a_smaller_batch() -> None:
+def test_a_model_too_large_for_some_machines_leaves_them_out_or_shrinks_the_batch() -> None:
     found = planned({"large": FAST, "small": FAST.replace(count=2, memory_gb=0.0005), "none": FAST.replace(memory_gb=0.0001)})
     workers = {one.candidate.batch: one.workers for one in found.predictions}
     assert workers[32] == 1

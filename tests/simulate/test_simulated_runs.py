@@ -20,7 +20,7 @@ from shoal.simulate.meta_model import data_of
 from shoal.simulate.simulation import agreed_for, scenario_of
 from shoal.simulate.virtual_run import VirtualRun
 from shoal.transports.netem import PROFILES
-from shoal.transports.netem.profiles import Profile
+from shoal.transports.netem.profiles import LinkProfile
 
 STRATEGIES = {
     "edp": {"strategy.kind": "edp"},
@@ -109,7 +109,7 @@ def test_computations_that_share_cores_take_longer() -> None:
 
 
 def test_a_link_takes_its_time_and_keeps_the_order() -> None:
-    link = Link(Profile(100, 40, 0.05, 8), random.Random(0), lambda moment: moment)
+    link = Link(LinkProfile(100, 40, 0.05, 8), random.Random(0), lambda moment: moment)
     arrivals = [at for number in range(50) if (at := link.arrival(10_000, 0.01 * number, down=False)) is not None]
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] > 50 * 10_000 / 1e6, "the rate is that of the link"
@@ -229,7 +229,7 @@ def test_other_peoples_processes_take_their_part_of_the_cores() -> None:
 
 def test_a_long_message_waits_for_the_piece_that_jitters_most() -> None:
     """As the proxy has it: each piece jitters by itself, and none overtakes another."""
-    link = Link(Profile(100, 80, 0.0, 10_000), random.Random(1), lambda moment: moment)
+    link = Link(LinkProfile(100, 80, 0.0, 10_000), random.Random(1), lambda moment: moment)
     short, long = (
         [link.arrival(size, 10.0 * n, down=True) or 0.0 for n in range(start, start + 200)] for size, start in ((100, 0), (10**7, 200))
     )

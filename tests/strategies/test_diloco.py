@@ -166,7 +166,7 @@ def test_the_held_out_data_is_judged_once_a_round_and_no_worker_sees_it(cluster:
     together = cluster(SMALL, DILOCO, {"evaluation": {"strategy": None}}, workers=2, change=watch)
     judged = [record["step"] for record in together.loop.directory.metrics() if record["split"] == "eval"]
     assert judged == [1, 2, 3, 4]
-    held_out = torch.cat([batch["image"] for batch in together.loop.judge.batches()]).flatten(1)
+    held_out = torch.cat([batch["image"] for batch in together.loop.evaluator.batches()]).flatten(1)
     learned = torch.cat(seen).flatten(1)
     assert len(learned) == 2 * 4 * 5 * 20
     shared = (torch.cdist(learned.double(), held_out.double()) == 0).any(1).sum()

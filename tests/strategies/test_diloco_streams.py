@@ -69,7 +69,7 @@ def test_fragments_and_overlap_are_what_the_arithmetic_says(cluster: Callable[..
     assert torch.allclose(together.loop.engine.vector, expected, atol=2e-6)
 
 
-def test_one_worker_in_fragments_with_a_plain_outer_step_walks_as_plain_training_does(
+def test_one_worker_in_fragments_with_a_plain_outer_step_equals_plain_training(
     cluster: Callable[..., Any], alone: Callable[..., Any]
 ) -> None:
     together = cluster(SMALL, DILOCO, PLAIN_OUTER, {"strategy": {"fragments": 3}}, workers=1)

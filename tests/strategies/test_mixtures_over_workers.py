@@ -62,7 +62,7 @@ def test_a_mixture_learns_under_every_strategy(cluster: Callable[..., Any], stra
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES["syncps"], STRATEGIES["diloco"]], ids=["syncps", "diloco"])
-def test_one_worker_moves_weights_and_biases_as_one_process_does_and_records_the_same_loads(
+def test_one_worker_moves_weights_and_biases_and_records_loads_as_one_process_does(
     cluster: Callable[..., Any], alone: Callable[..., Any], strategy: Any
 ) -> None:
     together, single = cluster(MOE, RECORDED, {"strategy": strategy}, workers=1), alone(MOE, RECORDED)

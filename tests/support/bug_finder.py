@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.coordinator.test_coordinator_schedules import DISK, LIKELY, STRATEGIES, WRONG, live_through
+from tests.support.fault_schedules import DISK, LIKELY, STRATEGIES, WRONG, live_through
 
 Step = tuple[str, int]
 TOLD = {

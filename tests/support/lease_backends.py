@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from shoal.coordinator.units.leases import PATIENCE_LEASES, GivenUp, Leases
 from shoal.transports.database_address import parse
-from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
+from shoal.transports.postgres import LeaseClient, LeasedUnit, PostgresServer
 from shoal.transports.postgres.enrolment import own_access
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S
@@ -127,8 +127,8 @@ class PostgresKeeper:
         self.owner = database.connect()
         self._set_patience()
         self.server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1_000_000)
-        self.desks: dict[str, UnitDesk] = {}
-        self.units: dict[tuple[str, int, int], Unit] = {}
+        self.desks: dict[str, LeaseClient] = {}
+        self.units: dict[tuple[str, int, int], LeasedUnit] = {}
         """By worker, unit and version: what the worker last leased of that."""
         self.version = -1
         self._given_up: dict[int, str] = {}
@@ -136,12 +136,12 @@ class PostgresKeeper:
     def _set_patience(self) -> None:
         self.database.wait_for_nobody()
 
-    def desk(self, worker: str) -> UnitDesk:
+    def desk(self, worker: str) -> LeaseClient:
         if worker not in self.desks:
-            self.desks[worker] = UnitDesk(
+            self.desks[worker] = LeaseClient(
                 self.database.conninfo("coordinator"), poll_interval_s=1.0
             )  # a student may hold less, and fail less
-            assert self.desks[worker].enter(worker, {}) == worker
+            assert self.desks[worker].join(worker, {}) == worker
         return self.desks[worker]
 
     def issue(self, version: int, units: Sequence[int], quorum: int | None = None) -> None:
@@ -166,14 +166,16 @@ class PostgresKeeper:
         return None
 
     def renew(self, worker: str) -> None:
-        self.desk(worker).beat("computing", {})
+        self.desk(worker).heartbeat("computing", {})
 
     def holds(self, worker: str, unit: int) -> bool:
         leased = self._leased(worker, unit, self.version)
-        row = self.owner.execute("SELECT shoal.held(%s, %s)", (leased.id, leased.lease)).fetchone() if leased is not None else None
+        row = (
+            self.owner.execute("SELECT shoal.is_lease_valid(%s, %s)", (leased.id, leased.lease)).fetchone() if leased is not None else None
+        )
         return bool(row and row[0])
 
-    def _leased(self, worker: str, unit: int, version: int) -> Unit | None:
+    def _leased(self, worker: str, unit: int, version: int) -> LeasedUnit | None:
         return self.units.get((worker, unit, version))
 
     def submit(self, worker: str, unit: int, version: int) -> str:
@@ -181,11 +183,11 @@ class PostgresKeeper:
 
     def give_back(self, worker: str, unit: int) -> None:
         if (leased := self._leased(worker, unit, self.version)) is not None:
-            self.desk(worker).give_back(leased)
+            self.desk(worker).return_unit(leased)
 
     def fail(self, worker: str, unit: int) -> None:
         if (leased := self._leased(worker, unit, self.version)) is not None:
-            self.desk(worker).fail(leased, "broken")
+            self.desk(worker).fail_unit(leased, "broken")
 
     def leave(self, worker: str) -> None:
         self.desk(worker).leave()
@@ -198,7 +200,7 @@ class PostgresKeeper:
 
     def wait(self, seconds: float) -> None:
         self.wait_unnoticed(seconds)
-        self.owner.execute("SELECT shoal.reclaim()")
+        self.owner.execute("SELECT shoal.requeue_expired()")
 
     def wait_unnoticed(self, seconds: float) -> None:
         self.owner.execute("UPDATE shoal.units SET deadline = deadline - make_interval(secs => %s) WHERE state = 'claimed'", (seconds,))
@@ -217,10 +219,10 @@ class PostgresKeeper:
     def forget(self) -> None:
         """Begin again, as if nobody had been here; the workers' connections stay."""
         self._consume()
-        tables = ("units", "iterations", "workers", "tallies", "contributions", "failures", "standings", "tellings")
+        tables = ("units", "iterations", "workers", "unit_totals", "contributions", "failures", "standings", "note_times")
         self.owner.execute(f"TRUNCATE {', '.join(f'shoal.{table}' for table in tables)}".encode())
         for worker, desk in self.desks.items():
-            assert desk.enter(worker, {}) == worker
+            assert desk.join(worker, {}) == worker
         self.units, self._given_up = {}, {}
 
     def close(self) -> None:
@@ -245,8 +247,8 @@ class StudentsKeeper(PostgresKeeper):
     def _enter(self) -> None:
         for name, access in self.accesses.items():
             if name not in self.desks:
-                self.desks[name] = UnitDesk(access.address, poll_interval_s=1.0)
-            assert self.desks[name].enter(name, {}) == name
+                self.desks[name] = LeaseClient(access.address, poll_interval_s=1.0)
+            assert self.desks[name].join(name, {}) == name
 
     def claim(self, worker: str) -> Claimed | None:
         self.owner.execute("UPDATE shoal.standings SET failed_in_row = 0, paused_until = NULL, quarantined = NULL")
@@ -263,4 +265,4 @@ class StudentsKeeper(PostgresKeeper):
             for access in self.accesses.values():
                 ended = "SELECT pg_terminate_backend(pid, %s) FROM pg_stat_activity WHERE usename = %s"
                 owner.execute(ended, (int(1000 * PATIENCE_S), access.user))
-                owner.execute("SELECT shoal.dismiss(%s)", (access.user,))
+                owner.execute("SELECT shoal.drop_student(%s)", (access.user,))

@@ -17,7 +17,7 @@ from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import MemberLimits, RunPlan
+from shoal.coordinator.run_plan import MemberLimits, RunPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join, header_of

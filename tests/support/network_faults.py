@@ -15,8 +15,9 @@ import torch
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
+from shoal.coordinator.events import Event, RequestReceived, RunConcluded, ServingStarted, Tick
 from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S
-from shoal.coordinator.state import Event, RequestReceived, RunConcluded, RunPlan, ServingStarted, Tick
+from shoal.coordinator.run_plan import RunPlan
 from shoal.protocol.messages import PROTOCOL, Asked, Leave
 from shoal.strategies import Policies
 from shoal.updates import codecs
@@ -282,8 +283,8 @@ class World:
     def check_patience(self) -> None:
         """Nobody is held back long without a word; no round but the first, which waits for all to start, is open beyond its deadline."""
         now, version, rounds = self.coordinator.now, self.coordinator.state.version, self.strategy.rounds
-        claiming = self.coordinator.lender.claiming.values() if self.coordinator.lender is not None else ()
-        assert all(now - waited.since < LONGEST_WAIT_S for waited in [*self.coordinator.waiting.values(), *claiming])
+        claiming = self.coordinator.units.claims.values() if self.coordinator.units is not None else ()
+        assert all(now - waited.since < LONGEST_WAIT_S for waited in [*self.coordinator.held_replies.values(), *claiming])
         if rounds.waits_for_all and version > 0 and version in self.coordinator.rounds.open and not self.coordinator.finished:
             life, since = self.open_since.get(version, (self.crashes, now))
             self.open_since[version] = (self.crashes, since if life == self.crashes else now)
@@ -369,7 +370,7 @@ class World:
         """Answers that are still held back come, when time passes."""
         for _ in range(60):
             self.pass_time(1.0)
-        assert not self.coordinator.waiting
+        assert not self.coordinator.held_replies
         assert not self.callers, "every question is answered"
         for worker in self.workers:
             header = worker.answer[0] if worker.answer is not None else {}

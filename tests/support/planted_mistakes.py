@@ -21,10 +21,10 @@ def _forgets_repeats(patch: Any) -> None:
     """A contribution that comes again is a new one."""
     real = contributions.ContributionHandler.take
 
-    def take(self: Any, event: Any, asked: Any, worker: Any) -> None:
-        self.host.state.sequences.pop(worker.name, None)
-        self.host.state.positions.pop(str(worker.seat), None)
-        real(self, event, asked, worker)
+    def take(self: Any, turn: Any, event: Any, asked: Any, worker: Any) -> None:
+        turn.state.sequences.pop(worker.name, None)
+        turn.state.positions.pop(str(worker.seat), None)
+        real(self, turn, event, asked, worker)
 
     patch.setattr(contributions.ContributionHandler, "take", take)
 
@@ -65,7 +65,7 @@ def _waits_for_the_dead(patch: Any) -> None:
 
 def _never_evicts(patch: Any) -> None:
     """Whoever is silent stays, and rounds that closed without somebody wait for it again."""
-    patch.setattr(table.MemberTable, "silent", lambda self, now: None)
+    patch.setattr(table.MemberTable, "next_silent", lambda self, now: None)
     patch.setattr(open_rounds.Rounds, "miss", lambda self, number: None)
     patch.setattr(Barrier, "deadline_s", 1e9, raising=False)
     _waits_for_the_dead(patch)
@@ -73,7 +73,7 @@ def _never_evicts(patch: Any) -> None:
 
 def _holds_answers_for_ever(patch: Any) -> None:
     """Whoever waits for a round hears nothing until it closes."""
-    patch.setattr(contributions.ContributionHandler, "reassure", lambda self: None)
+    patch.setattr(contributions.ContributionHandler, "reassure", lambda self, turn: None)
 
 
 def _drops_one_of_several(patch: Any) -> None:

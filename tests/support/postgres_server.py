@@ -131,7 +131,7 @@ class Database:
         """Units that were tried in vain do not wait for somebody who can do them."""
         with self.connect() as connection:
             connection.execute(
-                "CREATE OR REPLACE FUNCTION shoal.patience_s(p_present shoal.iterations) RETURNS double precision"
+                "CREATE OR REPLACE FUNCTION shoal.retry_wait_s(p_present shoal.iterations) RETURNS double precision"
                 " LANGUAGE sql SET search_path = shoal, pg_temp AS 'SELECT 0.0'"
             )
 

@@ -7,16 +7,13 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from shoal.cli.main import main
 from shoal.launch import forkserver
-
-HANG_S = 600
-"""A command that takes longer hangs. This measures nothing: a busy machine takes many times as long as a quiet one."""
+from tests.support.eventually import HANG_S
 
 
 class Command:
@@ -124,10 +121,10 @@ class Processes:
     def coordinate(self, *arguments: str) -> tuple[Command, list[str]]:
         """A coordinator, and the command that it tells workers to join with."""
         process = self.start("coordinate", "config.yaml", "--run-dir", "run", *arguments)
-        return process, wait_for(process, r"shoal (join .*)").split()
+        return process, wait_for_line(process, r"shoal (join .*)").split()
 
 
-def wait_for(process: Command, pattern: str) -> str:
+def wait_for_line(process: Command, pattern: str) -> str:
     """Read until a line matches; what its first group holds."""
     seen = []
     for line in process.stdout:
@@ -135,14 +132,6 @@ def wait_for(process: Command, pattern: str) -> str:
         if found := re.search(pattern, line):
             return found.group(1) if found.groups() else line
     raise AssertionError(f"{pattern} never came:\n{''.join(seen)}")
-
-
-def eventually(happened: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    until = time.monotonic() + HANG_S
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

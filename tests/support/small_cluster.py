@@ -17,7 +17,8 @@ from shoal.config.schema.training import Training
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, LedgerEntry, Note, Persist, Published, Reply, StopRun
-from shoal.coordinator.state import RequestReceived, RunPlan, Tick
+from shoal.coordinator.events import RequestReceived, Tick
+from shoal.coordinator.run_plan import RunPlan
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
 from shoal.strategies import Policies
 from shoal.updates import codecs
@@ -62,7 +63,7 @@ class Nameplate:
 
 def believing(coordinator: Coordinator) -> Coordinator:
     """Proofs are tested elsewhere, and take their time."""
-    coordinator.door.is_proved = lambda *claimed: True
+    coordinator.authenticator.is_proved = lambda *claimed: True
     return coordinator
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.transports.addresses import free_port
-from tests.support.processes import HANG_S
+from tests.support.eventually import eventually
 
 CONF = """\
 ClusterName=tiny
@@ -54,10 +53,7 @@ def tiny_slurm(folder: Path) -> Iterator[dict[str, str]]:
     commands = [[controller, "-D", "-c"], *([daemon, "-D", "-N", name] for name in ("n1", "n2"))]
     running = [subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for command in commands]
     try:
-        until = time.monotonic() + HANG_S
-        while "idle n[1-2]" not in " ".join(_told(["sinfo", "--noheader"], environ).split()):
-            assert time.monotonic() < until, (folder / "slurmctld.log").read_text()
-            time.sleep(0.1)
+        eventually(lambda: "idle n[1-2]" in " ".join(_told(["sinfo", "--noheader"], environ).split()), f"{folder}/slurmctld.log says why")
         yield environ
     finally:
         for process in reversed(running):

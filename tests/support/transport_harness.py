@@ -13,7 +13,7 @@ import pytest
 
 from shoal.transports import Client, Message, Request, Server, Unreachable, new_keys, new_token
 from shoal.transports.in_process import SCHEME, InProcessClient, InProcessServer
-from shoal.transports.netem import PROFILES, Proxy
+from shoal.transports.netem import PROFILES, NetemProxy
 from shoal.transports.postgres import PostgresClient, PostgresServer
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
@@ -38,7 +38,7 @@ class Harness:
         self.at_once = 16 if kind == "postgres" else 70
         """Questions that clients may ask at the same time: in a database all of them are one student."""
         self._stack = contextlib.ExitStack()
-        self._proxies: dict[str, Proxy] = {}
+        self._proxies: dict[str, NetemProxy] = {}
 
     def serve(self, address: str | None = None, *, limit: int = LIMIT, **options: Any) -> Server:
         """A server; at the address of an earlier one, where that is given."""
@@ -73,7 +73,7 @@ class Harness:
 
     def _through_the_weather(self, address: str) -> str:
         if address not in self._proxies:
-            self._proxies[address] = Proxy(address, PROFILES["good"], seed=5)
+            self._proxies[address] = NetemProxy(address, PROFILES["good"], seed=5)
             self._stack.callback(self._proxies[address].close)
         return self._proxies[address].address
 
@@ -138,13 +138,6 @@ def take(server: Server, count: int = 1) -> list[Request]:
         found += server.poll(deadline - time.monotonic())
     assert len(found) == count
     return found
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        threading.Event().wait(0.005)
 
 
 def call_until_answered(client: Client, message: Message, timeout_s: float = PATIENCE_S) -> Message:

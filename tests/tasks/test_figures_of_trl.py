@@ -87,7 +87,7 @@ def test_every_penalty_gives_the_rewards_of_trl(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(ADVANTAGES))
-def test_advantages_returns_and_losses_are_those_of_trl_for_answers_of_unequal_length(kind: str) -> None:
+def test_advantages_returns_and_losses_are_those_of_trl_for_unequal_lengths(kind: str) -> None:
     _, advantages_BT, returns_BT = credited(kind, UNEQUAL_BT)
     assert advantages_BT[UNEQUAL_BT].tolist() == pytest.approx(ADVANTAGES[kind], abs=1e-7)
     assert returns_BT[UNEQUAL_BT].tolist() == pytest.approx(RETURNS[kind], abs=1e-7)

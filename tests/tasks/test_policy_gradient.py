@@ -64,7 +64,7 @@ def test_advantages_are_the_sum_of_their_definition(gamma: float, decay: float) 
                 assert float(found[row, t]) == pytest.approx(float(rewards[row, t:length].sum() - values[row, t]), abs=1e-12)
 
 
-def test_an_answers_rewards_add_up_to_its_score_less_the_penalty_and_nothing_follows_its_end() -> None:
+def test_the_rewards_of_an_answer_add_up_to_its_score_less_the_penalty() -> None:
     torch.manual_seed(0)
     scores, difference, there = torch.randn(3).double(), torch.randn(3, 5).double(), real([5, 3, 1], 5)
     rewards = advantages.token_rewards(scores, advantages.kl_penalty(difference, "kl"), 0.3, there)
@@ -152,7 +152,7 @@ def packed_in(model: Gpt) -> int:
     return sum("forward" in vars(module) for module in model.modules())
 
 
-def test_matrices_that_are_packed_while_answers_are_written_give_the_same_and_learn_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_packed_for_generation_give_the_same_and_learn_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.models.kernels.cpu_packing.platform.machine", lambda: "aarch64")
     model = gpt(hidden_size=320, num_heads=4)
     ids_BL = torch.arange(12).view(3, 4)
@@ -326,7 +326,7 @@ def test_a_matrix_with_two_uses_has_the_gradient_of_both_to_the_bit(value: str, 
         assert torch.equal(one, plain)
 
 
-def test_the_output_matrix_has_its_gradient_where_the_engine_gathers_it_whatever_the_number_of_batches(
+def test_the_output_matrix_has_its_gradient_whatever_the_number_of_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
@@ -350,7 +350,7 @@ def test_the_output_matrix_has_its_gradient_where_the_engine_gathers_it_whatever
     assert found[0][1].any()
 
 
-def test_rows_that_were_looked_up_are_added_to_the_gradient_of_the_matrix_that_was_lent() -> None:
+def test_looked_up_rows_are_added_to_the_gradient_of_the_shared_matrix() -> None:
     embedding, ids = TokenEmbedding(5, 2), torch.tensor([[1, 3, 1]])
     rows_slope, lent_slope = torch.ones(1, 3, 2), torch.full((5, 2), 10.0)
     rows, lent = embedding(ids, lends=True)
@@ -524,7 +524,7 @@ def test_a_policy_learns_what_is_rewarded() -> None:
     assert feed.figures["score"] > first + 0.3
 
 
-def test_a_network_of_its_own_predicts_values_with_a_trunk_that_is_no_part_of_the_policy() -> None:
+def test_a_separate_value_network_has_a_trunk_that_is_no_part_of_the_policy() -> None:
     model = gpt()
     value = add_value_head(model, "network")["value"]
     assert isinstance(value, ScoreModel)

@@ -63,7 +63,7 @@ def gradients(task: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss.value, [p for p in task.players["model"].parameters() if p.requires_grad], allow_unused=True))
 
 
-def test_a_reward_model_starts_with_all_answers_equal_and_then_follows_bradley_and_terry() -> None:
+def test_a_reward_model_starts_with_equal_scores_and_follows_bradley_and_terry() -> None:
     task, batch = Reward({"model": ScoreModel(gpt()).double()}), pairs()
     (loss,) = task.losses(batch)
     assert float(loss.value.detach()) == pytest.approx(math.log(2))

@@ -28,6 +28,8 @@ from shoal.transports.request_rate import Rate, RateLimit
 from tests.support.postgres_server import PASSWORD, Database
 from tests.support.transport_harness import KEYS, LIMIT, PATIENCE_S, TOKEN, answering
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.mark.parametrize(
     ("settings", "keys", "scheme"),

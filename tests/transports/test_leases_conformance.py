@@ -12,6 +12,8 @@ from shoal.coordinator.units.leases import NO_RESULT_IN_TIME, PATIENCE_LEASES, R
 from tests.support.lease_backends import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
 from tests.support.postgres_server import Database, PostgresProcess
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def whole_board(postgres: PostgresProcess) -> Iterator[PostgresKeeper]:
@@ -277,7 +279,7 @@ def test_one_reliable_worker_gives_no_unit_up_that_another_could_try(crowd: Keep
     assert crowd.given_up() == {1: "broken"}, "b had the chance for long"
 
 
-def test_before_anybody_has_managed_a_unit_a_crowd_gives_none_up_for_some_leases_time(crowd: Keeper) -> None:
+def test_before_a_unit_was_ever_done_a_crowd_gives_none_up_for_some_leases(crowd: Keeper) -> None:
     crowd.issue(1, [1])
     assert [fails(crowd, worker) for worker in "abc"] == [True] * 3
     assert [fails(crowd, worker) for worker in "abc"] == [False] * 3, "all have tried it often enough, and wait for a lease's time"

@@ -17,19 +17,22 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Request, Unreachable
-from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk
+from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServer
 from shoal.transports.postgres import coordinator_connection as office
 from shoal.transports.postgres import reconnecting as line
-from shoal.transports.postgres.coordinator_connection import Deposed
-from shoal.transports.postgres.lease_client import Unit
-from shoal.transports.postgres.reconnecting import Line
-from shoal.transports.postgres.store import Journal
+from shoal.transports.postgres.coordinator_connection import CoordinatorReplaced
+from shoal.transports.postgres.lease_client import LeasedUnit
+from shoal.transports.postgres.reconnecting import ReconnectingConnection
+from shoal.transports.postgres.store import PostgresJournal
+from tests.support.eventually import eventually
 from tests.support.postgres_server import Database, PostgresProcess, running
-from tests.support.transport_harness import PATIENCE_S, Calling, answering, call_until_answered, eventually, take
+from tests.support.transport_harness import PATIENCE_S, Calling, answering, call_until_answered, take
+
+pytestmark = pytest.mark.whole
 
 LARGE = bytes(range(256)) * 12_000
 Serve = Callable[[], PostgresServer]
-Enter = Callable[[], UnitDesk]
+Enter = Callable[[], LeaseClient]
 
 
 @pytest.fixture
@@ -48,11 +51,11 @@ def serve(database: Database) -> Iterator[Serve]:
 
 @pytest.fixture
 def enter(database: Database) -> Iterator[Enter]:
-    made: list[UnitDesk] = []
+    made: list[LeaseClient] = []
 
-    def enter() -> UnitDesk:
-        made.append(UnitDesk(database.conninfo("coordinator"), poll_interval_s=1.0))
-        made[-1].enter(None, {})
+    def enter() -> LeaseClient:
+        made.append(LeaseClient(database.conninfo("coordinator"), poll_interval_s=1.0))
+        made[-1].join(None, {})
         return made[-1]
 
     yield enter
@@ -60,7 +63,7 @@ def enter(database: Database) -> Iterator[Enter]:
         desk.close()
 
 
-def claimed(desk: UnitDesk) -> Unit:
+def claimed(desk: LeaseClient) -> LeasedUnit:
     """A claim ends with any news: claim until there is a unit."""
     while not (units := desk.claim(1, PATIENCE_S)):
         pass
@@ -114,8 +117,8 @@ def test_one_that_fell_silent_elsewhere_is_replaced_and_cannot_go_on(
     with database.connect() as connection:
         connection.execute("UPDATE shoal.coordinator SET alive_at = now() - make_interval(secs => %s)", (PATIENCE_S + 1,))
     serve()
-    for forbidden in (lambda: old.issue(2, [], 10.0, 3), lambda: old.publish(1, "full", {}, []), lambda: Journal(old).begin()):
-        with pytest.raises(Deposed, match="taken over"):
+    for forbidden in (lambda: old.issue(2, [], 10.0, 3), lambda: old.publish(1, "full", {}, []), lambda: PostgresJournal(old).begin()):
+        with pytest.raises(CoordinatorReplaced, match="taken over"):
             forbidden()
     assert database.rows("SELECT iteration FROM shoal.iterations") == [(1,)]
 
@@ -124,8 +127,8 @@ def test_one_who_was_replaced_notices_although_nobody_asks_anything(database: Da
     old = serve()
     with database.connect() as connection:
         connection.execute("UPDATE shoal.coordinator SET id = gen_random_uuid()")  # as a successor does
-    assert old.deposed.wait(PATIENCE_S)
-    with pytest.raises(Deposed, match="taken over"):
+    assert old.replaced.wait(PATIENCE_S)
+    with pytest.raises(CoordinatorReplaced, match="taken over"):
         old.poll(PATIENCE_S)
 
 
@@ -155,11 +158,11 @@ def test_workers_go_on_over_new_connections(database: Database, serve: Serve, en
     assert len(take(server)) == 1
     assert server.poll(0) == []
     assert (server.table()["completed"], server.table()["claimed"]) == (1, 0)
-    desk.beat("working", {})
+    desk.heartbeat("working", {})
     cut_off(database)
     with pytest.raises(Unreachable):  # each sign of life is tried once
-        desk.beat("working", {})
-    desk.beat("working", {})
+        desk.heartbeat("working", {})
+    desk.heartbeat("working", {})
 
 
 def test_a_claim_that_waits_finds_its_way_back(database: Database, serve: Serve, enter: Enter) -> None:
@@ -175,7 +178,7 @@ def test_a_claim_that_waits_finds_its_way_back(database: Database, serve: Serve,
 
 def test_a_transaction_cut_off_is_done_once(database: Database, serve: Serve) -> None:
     server = serve()
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     tries: list[int] = []
 
@@ -188,12 +191,12 @@ def test_a_transaction_cut_off_is_done_once(database: Database, serve: Serve) ->
 
     server.carry_out(work)
     assert len(tries) == 2
-    assert [record for record, _ in Journal(server).recover(1)] == [{"n": 2}]
+    assert [record for record, _ in PostgresJournal(server).recover(1)] == [{"n": 2}]
 
 
 def test_a_commit_whose_answer_was_lost_counts_as_done(database: Database, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve()
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     tries: list[int] = []
 
@@ -213,7 +216,7 @@ def test_a_commit_whose_answer_was_lost_counts_as_done(database: Database, serve
     monkeypatch.setattr(psycopg.Transaction, "_exit_gen", commit_and_lose)
     server.carry_out(work)
     assert len(tries) == 1
-    assert [record for record, _ in Journal(server).recover(1)] == [{"n": 1}]
+    assert [record for record, _ in PostgresJournal(server).recover(1)] == [{"n": 1}]
 
 
 # --- the server crashes ---------------------------------------------------------------------------------------
@@ -230,8 +233,8 @@ def own_postgres() -> Iterator[PostgresProcess]:
 def test_a_run_survives_the_server(own_postgres: PostgresProcess, how: signal.Signals) -> None:
     database = Database(own_postgres)
     server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000)
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=0.2)
-    desk.enter("mia", {})
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=0.2)
+    desk.join("mia", {})
     client = PostgresClient(database.conninfo("student"), max_frame_bytes=10_000_000)
     server.open_run(Message({"config": "x"}), resume=False)
     with server.transaction():
@@ -278,9 +281,9 @@ def test_a_question_in_flight_is_lost_with_a_crash_and_said_so(own_postgres: Pos
 
 def test_nothing_relies_on_a_session(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """As through a transaction pooler: every statement outside a transaction finds another session, which has forgotten all of the last."""
-    connect = Line._connect
+    connect = ReconnectingConnection._connect
 
-    def forgetful(line: Line) -> psycopg.Connection[tuple[object, ...]]:
+    def forgetful(line: ReconnectingConnection) -> psycopg.Connection[tuple[object, ...]]:
         connection = connect(line)
         execute = connection.execute
 
@@ -292,19 +295,19 @@ def test_nothing_relies_on_a_session(database: Database, monkeypatch: pytest.Mon
         connection.execute = execute_and_forget  # type: ignore[method-assign]
         return connection
 
-    monkeypatch.setattr(Line, "_connect", forgetful)
+    monkeypatch.setattr(ReconnectingConnection, "_connect", forgetful)
     server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000, poll_interval_s=0.05)
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=0.05)
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=0.05)
     client = PostgresClient(database.conninfo("student"), max_frame_bytes=10_000_000, poll_interval_s=0.05)
-    desk.enter("mia", {})
+    desk.join("mia", {})
     server.open_run(Message({"a": 1}), resume=False)
     with server.transaction():
         server.publish(1, "full", {}, [LARGE])
         server.issue(1, [(0, 0, 1)], 100.0, 3)
-    assert desk.welcome().header == {"a": 1}
+    assert desk.read_run().header == {"a": 1}
     assert desk.submit(desk.claim(1, PATIENCE_S)[0], {}, [LARGE]) == "accepted"
     server.consume(*take(server))
-    desk.beat("working", {})
+    desk.heartbeat("working", {})
     with answering(server):
         assert client.call(Message({"b": 2}, (LARGE,)), PATIENCE_S).frames == (LARGE,)
     timer = threading.Timer(0.2, server.issue, (2, [(0, 0, 1)], 100.0, 3))
@@ -326,7 +329,7 @@ def test_claims_do_not_walk_through_the_dead_rows_that_a_long_transaction_keeps(
         server.issue(1, [(0, n, 1) for n in range(5000)], 100.0, 3)
         for _ in range(500):
             assert len(desk.claim(10, 0.0)) == 10
-        desk._line.run(lambda line: line.execute("SELECT pg_stat_force_next_flush()"), 1.0)
+        desk._connection.run(lambda line: line.execute("SELECT pg_stat_force_next_flush()"), 1.0)
         desk.claim(1, 0.0)
         read = "SELECT idx_tup_read FROM pg_stat_user_indexes WHERE schemaname = 'shoal' AND indexrelname = 'units_pending'"
         eventually(lambda: database.rows(read)[0][0] >= 5000)
@@ -340,7 +343,7 @@ def test_a_stuck_upload_does_not_hold_up_the_coordinator(database: Database, ser
     (unit,) = desk.claim(1, 0.0)
     with database.connect("student") as stuck:
         stuck.execute("BEGIN")
-        stuck.execute("SELECT shoal.held(%s, %s)", (unit.id, unit.lease))
+        stuck.execute("SELECT shoal.is_lease_valid(%s, %s)", (unit.id, unit.lease))
         stuck.execute("SELECT shoal.put_part(gen_random_uuid(), 0, %s)", (bytes(100_000),))
         stuck.execute("SET LOCAL idle_in_transaction_session_timeout = 0")  # it is not ended meanwhile, however slow this machine is
         began = time.monotonic()
@@ -356,15 +359,15 @@ def test_who_tries_in_vain_hears_of_it_meanwhile(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     told: list[str] = []
-    desk = UnitDesk(f"postgresql://eve@127.0.0.1:{port}/school", poll_interval_s=1.0, patience_s=1.5, tell=told.append)
+    desk = LeaseClient(f"postgresql://eve@127.0.0.1:{port}/school", poll_interval_s=1.0, patience_s=1.5, warn=told.append)
 
     def pause(seconds: float) -> bool:
         now[0] += seconds
         return False
 
-    monkeypatch.setattr(desk._line.hung_up, "wait", pause)
+    monkeypatch.setattr(desk._connection.stopped, "wait", pause)
     with pytest.raises(Unreachable, match="no PostgreSQL answers"):
-        desk.welcome(1.5)
+        desk.read_run(1.5)
     desk.close()
     assert [text.partition(" at ")[0] for text in told] == ["no PostgreSQL answers"]
     assert told[0].endswith("Trying again")

@@ -11,9 +11,11 @@ from shoal.transports import Message, Unreachable
 from shoal.transports.postgres import PostgresClient, PostgresServer
 from shoal.transports.postgres import reconnecting as line
 from shoal.transports.postgres import requests as mailbox
-from shoal.transports.postgres.store import Journal
+from shoal.transports.postgres.store import PostgresJournal
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S, Calling, answering, take
+
+pytestmark = pytest.mark.whole
 
 LARGE = bytes(range(256)) * 12_000
 
@@ -47,13 +49,13 @@ def test_a_frame_that_many_are_answered_with_is_stored_once(
     for request in take(server, 3):
         server.reply(request, Message({}, (weights, b"buffers", weights)))
     assert [call.answer().frames for call in calls] == [(LARGE, b"buffers", LARGE)] * 3
-    assert count(database, "flyers") == 2
+    assert count(database, "published_frames") == 2
     with answering(server, lambda request: Message({})):
         for client in clients:
             client.call(Message({}), PATIENCE_S)
-    server._flyers.clear()
-    server.carry_out(server.drop_flyers)
-    assert (count(database, "flyers"), count(database, "flyer_parts")) == (0, 0)
+    server._published_frames.clear()
+    server.carry_out(server.drop_unused_frames)
+    assert (count(database, "published_frames"), count(database, "published_parts")) == (0, 0)
 
 
 def test_nothing_is_left_of_what_was_answered_abandoned_or_hung_up(
@@ -86,13 +88,13 @@ def test_answers_that_nobody_fetched_are_thrown_away(
     assert count(database, "replies") == 1
     monkeypatch.setattr(mailbox, "_ABANDONED_S", 0.0)
     server._tidied_at = time.monotonic() - 60.0
-    server._flyers.clear()
+    server._published_frames.clear()
     server.poll(0)
-    assert (count(database, "replies"), count(database, "flyers")) == (0, 0)
+    assert (count(database, "replies"), count(database, "published_frames")) == (0, 0)
 
 
 def test_an_answer_comes_with_the_transaction_or_not_at_all(server: PostgresServer, clients: list[PostgresClient]) -> None:
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     call = Calling(clients[0], Message({"seq": 1}, (LARGE,)))
     (request,) = take(server)
@@ -105,13 +107,13 @@ def test_an_answer_comes_with_the_transaction_or_not_at_all(server: PostgresServ
 
     with pytest.raises(OSError):  # noqa: PT011
         fail_after_the_reply()
-    assert list(Journal(server).recover(1)) == []
+    assert list(PostgresJournal(server).recover(1)) == []
     assert server.poll(0) == []
     with server.transaction():
         journal.append({"seq": 1}, request.message.frames)
         server.reply(request, Message({"confirmed": True}, (LARGE,)))
     assert call.answer().header == {"confirmed": True}
-    ((record, frames),) = Journal(server).recover(1)
+    ((record, frames),) = PostgresJournal(server).recover(1)
     assert (record, bytes(frames[0])) == ({"seq": 1}, LARGE)
 
 

@@ -11,16 +11,31 @@ from psycopg import errors
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Unreachable
-from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServer, schema
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S
 
+pytestmark = pytest.mark.whole
+
 TABLES = (
-    *("roles", "coordinator", "run", "facts", "blobs", "parts", "flyers", "flyer_parts", "requests", "replies", "workers", "iterations"),
-    *("units", "tallies", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),
-    *("student_functions", "standings", "failures", "notes", "uploads", "pieces", "tellings"),
+    *(
+        "roles",
+        "coordinator",
+        "run",
+        "facts",
+        "blobs",
+        "parts",
+        "published_frames",
+        "published_parts",
+        "requests",
+        "replies",
+        "workers",
+        "iterations",
+    ),
+    *("units", "unit_totals", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),
+    *("student_functions", "standings", "failures", "notes", "uploads", "pieces", "note_times"),
 )
-VIEWS = ("worker_list", "unit_counts", "progress", "at_work")
+VIEWS = ("worker_list", "unit_counts", "progress", "active_roles", "current_iteration")
 
 
 @pytest.fixture
@@ -65,8 +80,8 @@ OTHER_THINGS = (
     "CREATE ROLE mine",
     "CREATE DATABASE mine",
     "DROP SCHEMA shoal CASCADE",
-    "SELECT nextval('shoal.places')",
-    "SELECT setval('shoal.places', 1)",
+    "SELECT nextval('shoal.unit_queue')",
+    "SELECT setval('shoal.unit_queue', 1)",
     "SELECT lo_create(0)",
     "SELECT pg_read_file('postgresql.conf')",
     "COPY (SELECT 1) TO PROGRAM 'true'",
@@ -86,10 +101,19 @@ def test_a_student_calls_what_it_needs_and_no_other_function(database: Database,
     functions = {name for (name,) in database.rows("SELECT proname FROM pg_proc WHERE pronamespace = 'shoal'::regnamespace")}
     allowed = "SELECT proname FROM pg_proc WHERE pronamespace = 'shoal'::regnamespace AND has_function_privilege('student', oid, 'EXECUTE')"
     assert {name for (name,) in database.rows(allowed)} == set(schema.STUDENTS_FUNCTIONS)
-    assert {"own", "release", "put_back", "reclaim", "put_back_all", "worker_of", "abandon", "orphans"} < functions
-    refused(student, "SELECT shoal.release('{}')")
-    refused(student, "SELECT shoal.own('{}', '{}')")
-    refused(student, "SELECT shoal.put_back(1, '', true)")
+    assert {
+        "attach_frames",
+        "release_frames",
+        "requeue_unit",
+        "requeue_expired",
+        "requeue_units_of",
+        "worker_with_secret",
+        "drop_requests",
+        "orphans",
+    } < functions
+    refused(student, "SELECT shoal.release_frames('{}')")
+    refused(student, "SELECT shoal.attach_frames('{}', '{}')")
+    refused(student, "SELECT shoal.requeue_unit(1, '', true)")
     refused(student, "SELECT * FROM shoal.orphans()")
 
 
@@ -101,14 +125,14 @@ def test_functions_with_the_owners_rights_choose_their_own_schema(database: Data
 
 def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) -> None:
     server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1000)
-    mine, other = (UnitDesk(database.conninfo("student"), poll_interval_s=1.0) for _ in range(2))
-    mine.enter("mine", {})
-    other.enter("other", {})
+    mine, other = (LeaseClient(database.conninfo("student"), poll_interval_s=1.0) for _ in range(2))
+    mine.join("mine", {})
+    other.join("other", {})
     server.issue(1, [(0, 0, 1)], 100.0, 3)
     (unit,) = mine.claim(1, 0.0)
     guess = unit._replace(lease=uuid.uuid4())
-    other.give_back(guess)
-    other.fail(guess, "")
+    other.return_unit(guess)
+    other.fail_unit(guess, "")
     assert other.submit(guess, {}, [b"x"]) == "late"
     assert mine.submit(unit, {}, [b"mine"]) == "accepted"
     ((blob,),) = database.rows("SELECT id FROM shoal.blobs")
@@ -116,10 +140,10 @@ def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) 
         with pytest.raises(errors.UniqueViolation):
             student.execute("SELECT shoal.put_part(%s, 0, 'more')", (blob,))
         with pytest.raises(errors.UniqueViolation):
-            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, '', %s, '{4}')", ([blob],))
+            student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, '', %s, '{4}')", ([blob],))
         with pytest.raises(errors.ForeignKeyViolation):
             student.execute("SELECT shoal.put_part(gen_random_uuid(), 0, 'nobody owns this')")
-        assert student.execute("SELECT * FROM shoal.answer(gen_random_uuid(), 1)").fetchall() == []
+        assert student.execute("SELECT * FROM shoal.read_reply(gen_random_uuid(), 1)").fetchall() == []
     for desk in (mine, other):
         desk.close()
     server.close()
@@ -127,8 +151,8 @@ def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) 
 
 def test_what_is_too_large_or_not_as_announced_is_not_taken(database: Database) -> None:
     server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1000)
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=1.0)
-    desk.enter(None, {})
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=1.0)
+    desk.join(None, {})
     server.issue(1, [(0, 0, 1)], 100.0, 3)
     (unit,) = desk.claim(1, 0.0)
     with pytest.raises(Refused, match="too large"):
@@ -136,7 +160,7 @@ def test_what_is_too_large_or_not_as_announced_is_not_taken(database: Database) 
     with pytest.raises(ShoalError):
         desk.submit(unit, {}, [b""] * 17)
     with database.connect("student") as student, pytest.raises(psycopg.Error, match="not the one announced"):
-        student.execute("SELECT shoal.ask(gen_random_uuid(), 1, '', ARRAY[gen_random_uuid()], '{4}')")
+        student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, '', ARRAY[gen_random_uuid()], '{4}')")
     with database.connect("student") as student, pytest.raises(psycopg.Error, match="too large"):
         student.execute("SELECT shoal.put_part(gen_random_uuid(), 0, %s)", (bytes(5_000_000),))
     assert database.rows("SELECT count(*) FROM shoal.parts") == [(0,)]
@@ -167,7 +191,7 @@ def test_a_role_of_another_kind_loses_what_it_could(database: Database) -> None:
         schema.grant(owner, "student", None, "reader")
         with database.connect("student") as connection:
             connection.execute("SELECT * FROM shoal.metrics")
-            refused(connection, "SELECT shoal.limits()")
+            refused(connection, "SELECT shoal.message_limits()")
         schema.grant(owner, "student", None, "student")
         with pytest.raises(ShoalError, match="no kind of role"):
             schema.grant(owner, "student", None, "teacher")
@@ -186,16 +210,16 @@ def test_a_wrong_password_is_refused_and_a_missing_server_is_not(database: Datab
             client.call(Message({}), PATIENCE_S)
         assert "correct-horse" not in str(problem.value)
         client.close()
-    desk = UnitDesk("postgresql://student:pw@127.0.0.1:1/none", poll_interval_s=1.0, patience_s=0.2)
+    desk = LeaseClient("postgresql://student:pw@127.0.0.1:1/none", poll_interval_s=1.0, patience_s=0.2)
     with pytest.raises(Unreachable, match="no PostgreSQL answers at"):
-        desk.enter(None, {})
+        desk.join(None, {})
     desk.close()
 
 
 def test_who_may_not_is_told_whom_to_ask(database: Database) -> None:
-    desk = UnitDesk(database.conninfo("reader"), poll_interval_s=1.0)
+    desk = LeaseClient(database.conninfo("reader"), poll_interval_s=1.0)
     with pytest.raises(Refused, match="shoal db grant"):
-        desk.enter(None, {})
+        desk.join(None, {})
     desk.close()
     with pytest.raises(Refused, match="shoal db grant"):
         PostgresServer(database.conninfo("student"), max_frame_bytes=1000)

@@ -9,8 +9,10 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message
-from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from tests.support.postgres_server import Database, PostgresProcess
+
+pytestmark = pytest.mark.whole
 
 
 def test_several_may_prepare_a_database_at_once(postgres: PostgresProcess) -> None:
@@ -73,8 +75,8 @@ def test_a_database_is_described_and_emptied(database: Database) -> None:
     server.set_fact("name", "faces")
     server.issue(4, [(0, 0, 1), (0, 1, 1)], 10.0, 1)
     server.publish(3, "full", {}, [bytes(50_000)])
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=1.0)
-    desk.enter("mia", {})
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=1.0)
+    desk.join("mia", {})
     with database.connect() as connection:
         found = schema.describe(connection)
         assert (found["schema_version"], found["facts"], found["workers"], found["orphans"]) == (
@@ -86,11 +88,11 @@ def test_a_database_is_described_and_emptied(database: Database) -> None:
         assert (found["run"]["iteration"], found["run"]["version"]) == (4, 3)
         assert found["units"] == {"pending": 2, "issued": 2, "dropped": 0}
         assert found["roles"] == {kind: kind for kind in schema.KINDS}
-        assert found["bytes"]["flyer_parts"] > 50_000
+        assert found["bytes"]["published_parts"] > 50_000
         server.close()
         schema.reset(connection)
         found = schema.describe(connection)
         assert (found["run"], found["workers"], found["roles"]) == (None, {}, {kind: kind for kind in schema.KINDS})
     with pytest.raises(ShoalError, match="holds no run yet"):
-        desk.welcome()
+        desk.read_run()
     desk.close()

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from shoal.errors import ShoalError
-from shoal.transports.postgres import PostgresServer, UnitDesk
-from shoal.transports.postgres.store import Journal, Ledger, Snapshots
+from shoal.transports.postgres import LeaseClient, PostgresServer
+from shoal.transports.postgres.store import PostgresJournal, PostgresLedger, PostgresSnapshots
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import take
+
+pytestmark = pytest.mark.whole
 
 LARGE = bytes(range(256)) * 12_000
 
@@ -31,8 +33,8 @@ def reopened(database: Database, server: PostgresServer) -> PostgresServer:
 
 def delivered(database: Database, server: PostgresServer, count: int) -> None:
     """So many results of units."""
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=5.0)
-    desk.enter(None, {})
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=5.0)
+    desk.join(None, {})
     server.issue(1, [(0, n, 1) for n in range(count)], 100.0, 3)
     for unit in desk.claim(count, 0.0):
         assert desk.submit(unit, {}, [LARGE, b"buffers"]) == "accepted"
@@ -40,11 +42,11 @@ def delivered(database: Database, server: PostgresServer, count: int) -> None:
 
 
 def photograph(server: PostgresServer, number: int, keep_last: int = 1) -> None:
-    Snapshots(server, keep_last).copied(number, {}, {})()
+    PostgresSnapshots(server, keep_last).copied(number, {}, {})()
 
 
 def test_records_come_back_in_order(database: Database, server: PostgresServer) -> None:
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     assert journal.begin() == 1
     records = [({"kind": "accepted", "n": n, "raw": b"\0"}, (bytes([n]) * 1000, b"")) for n in range(3)]
     for record, frames in records[:2]:
@@ -52,15 +54,15 @@ def test_records_come_back_in_order(database: Database, server: PostgresServer) 
     assert journal.begin([records[2]]) == 2
     assert (journal.records_since_snapshot, journal.bytes_since_snapshot > 1000) == (1, True)
     again = reopened(database, server)
-    journal = Journal(again)
+    journal = PostgresJournal(again)
     found = [(record, tuple(map(bytes, frames))) for record, frames in journal.recover(1)]
     assert found == records
     assert journal.records_since_snapshot == 3
     journal.append({"kind": "after"})
     photograph(again, 2)
-    assert [record for record, _ in Journal(again).recover(2)] == [records[2][0], {"kind": "after"}]
+    assert [record for record, _ in PostgresJournal(again).recover(2)] == [records[2][0], {"kind": "after"}]
     with pytest.raises(ShoalError, match="snapshot 1 is missing"):
-        list(Journal(again).recover(1))
+        list(PostgresJournal(again).recover(1))
     photograph(again, 3)
     again.close()
     assert database.rows("SELECT count(*) FROM shoal.records") == [(0,)]
@@ -69,7 +71,7 @@ def test_records_come_back_in_order(database: Database, server: PostgresServer) 
 
 def test_frames_of_a_request_are_not_written_again(database: Database, server: PostgresServer) -> None:
     delivered(database, server, 1)
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     (request,) = take(server)
     with server.transaction():
@@ -82,7 +84,7 @@ def test_frames_of_a_request_are_not_written_again(database: Database, server: P
     assert database.rows(held) == [(2, 7), (2, len(LARGE))]
     photograph(server, 2)
     assert database.rows(held) == [(1, 7), (1, len(LARGE))]
-    ((_, frames),) = Journal(server).recover(2)
+    ((_, frames),) = PostgresJournal(server).recover(2)
     assert tuple(map(bytes, frames)) == (LARGE, b"buffers")
     journal.begin([({"n": 1}, frames)])  # as a coordinator that came back would
     assert database.rows(held) == [(2, 7), (2, len(LARGE))]
@@ -90,7 +92,7 @@ def test_frames_of_a_request_are_not_written_again(database: Database, server: P
 
 def test_what_was_recorded_is_not_delivered_again_and_the_rest_is(database: Database, server: PostgresServer) -> None:
     delivered(database, server, 2)
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     first, second = take(server, 2)
     with server.transaction():
@@ -106,13 +108,13 @@ def test_what_was_recorded_is_not_delivered_again_and_the_rest_is(database: Data
     with pytest.raises(KeyboardInterrupt):
         die_before_the_end()
     again = reopened(database, server)
-    assert [record["seq"] for record, _ in Journal(again).recover(1)] == [first.number]
+    assert [record["seq"] for record, _ in PostgresJournal(again).recover(1)] == [first.number]
     assert [request.number for request in take(again)] == [second.number]
     again.close()
 
 
 def test_the_ledger_is_cut_and_written_again(server: PostgresServer) -> None:
-    ledger = Ledger(server)
+    ledger = PostgresLedger(server)
     for version in range(5):
         ledger.append({"version": version})
     ledger.cut(3)
@@ -124,7 +126,7 @@ def test_the_ledger_is_cut_and_written_again(server: PostgresServer) -> None:
 
 
 def test_snapshots_hold_weights_and_state(database: Database, server: PostgresServer) -> None:
-    snapshots = Snapshots(server, 2)
+    snapshots = PostgresSnapshots(server, 2)
     assert snapshots.newest(pytest.fail) is None
     for step in (1, 2, 3):
         weights = torch.full((300, 1000), float(step))

@@ -11,10 +11,13 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Request
-from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
+from shoal.transports.postgres import LeaseClient, LeasedUnit, PostgresServer
 from shoal.transports.postgres.coordinator_connection import VACUUM_BYTES
+from tests.support.eventually import eventually
 from tests.support.postgres_server import Database
-from tests.support.transport_harness import PATIENCE_S, eventually, take
+from tests.support.transport_harness import PATIENCE_S, take
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 10_000_000
 LARGE = bytes(range(256)) * 12_000
@@ -30,13 +33,13 @@ def server(database: Database) -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def enter(database: Database, server: PostgresServer) -> Iterator[Callable[..., UnitDesk]]:
-    desks: list[UnitDesk] = []
+def enter(database: Database, server: PostgresServer) -> Iterator[Callable[..., LeaseClient]]:
+    desks: list[LeaseClient] = []
 
-    def enter(name: str | None = None) -> UnitDesk:
-        desk = UnitDesk(database.conninfo("coordinator"), poll_interval_s=PATIENCE_S)  # a student may hold less
+    def enter(name: str | None = None) -> LeaseClient:
+        desk = LeaseClient(database.conninfo("coordinator"), poll_interval_s=PATIENCE_S)  # a student may hold less
         desks.append(desk)
-        desk.enter(name, {"host": "laptop"})
+        desk.join(name, {"host": "laptop"})
         return desk
 
     yield enter
@@ -74,7 +77,7 @@ def blobs(database: Database) -> int:
 # --- the straight way -----------------------------------------------------------------------------------
 
 
-def test_a_result_reaches_the_coordinator_as_it_was(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_result_reaches_the_coordinator_as_it_was(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter("zoe")
     issue(server, 7, 2)
     first, second = desk.claim(5, PATIENCE_S)
@@ -89,16 +92,16 @@ def test_a_result_reaches_the_coordinator_as_it_was(server: PostgresServer, ente
     assert server.poll(0) == []
 
 
-def test_units_come_in_the_order_they_were_issued(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_units_come_in_the_order_they_were_issued(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     issue(server, 1, 10)
     assert [unit.start for _ in range(4) for unit in desk.claim(3, 0.0)] == [10 * n for n in range(10)]
     assert desk.claim(3, 0.0) == []
 
 
-def test_two_claimers_never_get_the_same_unit(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_two_claimers_never_get_the_same_unit(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     issue(server, 1, 2000)
-    found: list[list[Unit]] = [[] for _ in range(6)]
+    found: list[list[LeasedUnit]] = [[] for _ in range(6)]
     desks = [enter() for _ in found]
 
     def work(n: int) -> None:
@@ -115,7 +118,7 @@ def test_two_claimers_never_get_the_same_unit(server: PostgresServer, enter: Cal
     assert adds_up(server) == {"claimed": 2000}
 
 
-def test_a_claim_waits_for_work_and_hears_of_it_at_once(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_claim_waits_for_work_and_hears_of_it_at_once(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     timer = threading.Timer(0.1, issue, (server, 1, 1))
     timer.start()
@@ -125,7 +128,7 @@ def test_a_claim_waits_for_work_and_hears_of_it_at_once(server: PostgresServer, 
     timer.join()
 
 
-def test_wake_ends_a_claim(enter: Callable[..., UnitDesk]) -> None:
+def test_wake_ends_a_claim(enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     timer = threading.Timer(0.1, desk.wake)
     timer.start()
@@ -139,7 +142,7 @@ def test_wake_ends_a_claim(enter: Callable[..., UnitDesk]) -> None:
 
 
 def test_an_expired_claim_goes_to_anybody_and_fails_in_the_end(
-    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     slow, other = enter("slow"), enter("other")
     issue(server, 1, 1, max_retries=3)
@@ -163,7 +166,7 @@ def test_an_expired_claim_goes_to_anybody_and_fails_in_the_end(
     assert {row["name"]: row["failed"] for row in server.workers()} == {"slow": 1, "other": 2}
 
 
-def test_who_waits_gets_what_expires(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_who_waits_gets_what_expires(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     """Nobody polls for minutes, and no notification tells of a lease that ends."""
     issue(server, 1, 1, lease_timeout_s=0.3)
     began = time.monotonic()
@@ -173,43 +176,43 @@ def test_who_waits_gets_what_expires(server: PostgresServer, enter: Callable[...
 
 
 @pytest.mark.parametrize("state", ["computing", "sending"])
-def test_a_unit_that_takes_longer_than_its_lease_is_accepted_from_a_worker_that_is_seen_at_it(
-    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk], state: str
+def test_a_unit_that_outlasts_its_lease_is_accepted_from_a_worker_that_renews_it(
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient], state: str
 ) -> None:
     slow, other = enter("slow"), enter("other")
     issue(server, 1, 1, lease_timeout_s=100.0)
     (unit,) = slow.claim(1, 0.0)
     for _ in range(4):
         pass_time(database, 60.0)
-        slow.beat(state, {})
-        other.beat(state, {})
+        slow.heartbeat(state, {})
+        other.heartbeat(state, {})
         assert other.claim(1, 0.0) == []
     assert slow.submit(unit, {}, [LARGE]) == "accepted"
     assert adds_up(server) == {"completed": 1}
 
 
 def test_a_worker_that_is_alive_and_does_something_else_loses_its_lease(
-    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     idle, other = enter("idle"), enter("other")
     issue(server, 1, 1, lease_timeout_s=100.0)
     (unit,) = idle.claim(1, 0.0)
     pass_time(database, 60.0)
-    idle.beat("waiting", {})
+    idle.heartbeat("waiting", {})
     pass_time(database, 60.0)
     assert other.claim(1, 0.0)[0].attempts == 1
     assert idle.submit(unit, {}, [b"x"]) == "late"
 
 
 def test_signs_of_life_and_results_of_the_same_worker_do_not_wait_for_each_other(
-    server: PostgresServer, enter: Callable[..., UnitDesk]
+    server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     desk, over = enter(), threading.Event()
     issue(server, 1, 200)
 
     def beat() -> None:
         while not over.is_set():
-            desk.beat("computing", {})
+            desk.heartbeat("computing", {})
 
     with ThreadPoolExecutor(1) as pool:
         beating = pool.submit(beat)
@@ -219,8 +222,8 @@ def test_signs_of_life_and_results_of_the_same_worker_do_not_wait_for_each_other
     assert outcomes == {"accepted"}
 
 
-def test_a_result_that_cannot_be_used_is_an_attempt_though_the_next_iteration_has_begun(
-    server: PostgresServer, enter: Callable[..., UnitDesk]
+def test_an_unusable_result_is_an_attempt_though_the_next_iteration_has_begun(
+    server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     """Where a rule waits for results of more workers, results of one iteration may be looked at in the next."""
     desk = enter()
@@ -241,7 +244,7 @@ def test_a_result_that_cannot_be_used_is_an_attempt_though_the_next_iteration_ha
     assert adds_up(server) == {"failed": 1}
 
 
-def test_a_late_result_is_dropped_and_counted(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_late_result_is_dropped_and_counted(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     slow, quick = enter("slow"), enter("quick")
     issue(server, 1, 1)
     (unit,) = slow.claim(1, 0.0)
@@ -256,7 +259,7 @@ def test_a_late_result_is_dropped_and_counted(database: Database, server: Postgr
 
 
 def test_a_result_after_its_deadline_is_late_though_nobody_took_the_unit(
-    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     desk = enter()
     issue(server, 1, 1)
@@ -269,7 +272,7 @@ def test_a_result_after_its_deadline_is_late_though_nobody_took_the_unit(
 
 
 def test_a_result_that_comes_when_a_round_has_enough_is_late(
-    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     desk = enter()
     server.issue(1, [(0, start, 1) for start in range(4)], 60.0, 3, quorum=2)
@@ -286,12 +289,12 @@ def test_a_result_that_comes_when_a_round_has_enough_is_late(
 
 
 def test_of_results_that_come_at_once_a_round_takes_as_many_as_it_needs(
-    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
     desks = [enter() for _ in range(4)]
     start = threading.Barrier(len(desks))
 
-    def submit(desk: UnitDesk, unit: Unit) -> str:
+    def submit(desk: LeaseClient, unit: LeasedUnit) -> str:
         start.wait(PATIENCE_S)
         return desk.submit(unit, {}, [b"x"])
 
@@ -307,7 +310,7 @@ def test_of_results_that_come_at_once_a_round_takes_as_many_as_it_needs(
             server.consume(request)
 
 
-def test_a_new_iteration_cancels_what_is_left(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_new_iteration_cancels_what_is_left(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     issue(server, 1, 5)
     units = desk.claim(3, 0.0)
@@ -323,24 +326,24 @@ def test_a_new_iteration_cancels_what_is_left(database: Database, server: Postgr
     assert adds_up(server) == {"completed": 1, "cancelled": 5, "pending": 1, "dropped": 3}
 
 
-def test_a_unit_given_back_is_no_attempt_and_one_that_failed_is(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_unit_given_back_is_no_attempt_and_one_that_failed_is(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     issue(server, 1, 1, max_retries=2)
     (unit,) = desk.claim(1, 0.0)
-    desk.give_back(unit)
+    desk.return_unit(unit)
     (unit,) = desk.claim(1, 0.0)
     assert unit.attempts == 0
-    desk.fail(unit, "out of memory")
-    desk.fail(unit, "the lease is no longer held: without effect")
+    desk.fail_unit(unit, "out of memory")
+    desk.fail_unit(unit, "the lease is no longer held: without effect")
     (unit,) = desk.claim(1, 0.0)
     assert unit.attempts == 1
-    desk.fail(unit, "out of memory")
+    desk.fail_unit(unit, "out of memory")
     assert desk.claim(1, 0.0) == []
     assert take(server)[0].message.header["reason"] == "out of memory"
     assert adds_up(server) == {"failed": 1}
 
 
-def test_who_leaves_gives_back_what_it_holds(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_who_leaves_gives_back_what_it_holds(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk, other = enter("ann"), enter("bob")
     issue(server, 1, 3)
     held = desk.claim(2, 0.0)
@@ -351,7 +354,9 @@ def test_who_leaves_gives_back_what_it_holds(server: PostgresServer, enter: Call
     assert {row["name"]: (row["state"], row["alive"]) for row in server.workers()} == {"ann": ("left", False), "bob": ("joined", True)}
 
 
-def test_a_lease_asked_for_again_brings_the_same_units(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_lease_asked_for_again_brings_the_same_units(
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
+) -> None:
     """The answer to a claim was lost with the connection."""
     desk = enter()
     issue(server, 1, 4)
@@ -366,7 +371,7 @@ def test_a_lease_asked_for_again_brings_the_same_units(database: Database, serve
 # --- who takes part ---------------------------------------------------------------------------------------
 
 
-def test_names(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_names(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     enter(), enter(), enter("mia"), enter("mia")
     assert [row["name"] for row in server.workers()] == ["worker-1", "worker-2", "mia", "mia-2"]
     with pytest.raises(Refused, match="a name has"):
@@ -377,7 +382,7 @@ def test_names(database: Database, server: PostgresServer, enter: Callable[..., 
     assert [row["completed"] for row in server.workers() if row["name"] == "mia"] == [5]
 
 
-def test_who_lost_its_name_is_told(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_who_lost_its_name_is_told(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     old = enter("mia")
     issue(server, 1, 1)
     (unit,) = old.claim(1, 0.0)
@@ -385,14 +390,14 @@ def test_who_lost_its_name_is_told(database: Database, server: PostgresServer, e
         connection.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 hour'")
     new = enter("mia")
     assert new.claim(1, 0.0)[0].id == unit.id
-    for call in (lambda: old.beat("working", {}), lambda: old.claim(1, 0.0), lambda: old.submit(unit, {}, [LARGE])):
+    for call in (lambda: old.heartbeat("working", {}), lambda: old.claim(1, 0.0), lambda: old.submit(unit, {}, [LARGE])):
         with pytest.raises(Refused, match="not known here"):
             call()
     assert blobs(database) == 0
 
 
-def test_signs_of_life_are_seen(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
-    enter("mia").beat("computing", {"images_per_s": 12.5, "loss": float("nan")})
+def test_signs_of_life_are_seen(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
+    enter("mia").heartbeat("computing", {"images_per_s": 12.5, "loss": float("nan")})
     (row,) = server.workers()
     assert (row["state"], row["figures"], row["about"]) == ("computing", {"images_per_s": 12.5}, {"host": "laptop"})
 
@@ -400,21 +405,21 @@ def test_signs_of_life_are_seen(server: PostgresServer, enter: Callable[..., Uni
 # --- the run and its weights ----------------------------------------------------------------------------
 
 
-def test_a_run_is_described_once(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_run_is_described_once(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     with pytest.raises(ShoalError, match="holds no run yet"):
-        desk.welcome()
+        desk.read_run()
     with pytest.raises(ShoalError, match="no run to go on with"):
         server.open_run(Message({}), resume=True)
     server.open_run(Message({"config": "text"}, (LARGE, b"")), resume=False)
-    welcome = desk.welcome()
+    welcome = desk.read_run()
     assert (welcome.header, tuple(map(bytes, welcome.frames))) == ({"config": "text"}, (LARGE, b""))
     with pytest.raises(ShoalError, match="another run"):
         server.open_run(Message({"config": "other"}), resume=False)
     assert server.open_run(Message({"config": "other"}), resume=True).header == {"config": "text"}
 
 
-def test_weights_lead_to_the_newest(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_weights_lead_to_the_newest(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     assert desk.weights(-1) is None
     server.publish(0, "full", {"a": 0}, [LARGE, b"buffers"])
@@ -428,10 +433,10 @@ def test_weights_lead_to_the_newest(database: Database, server: PostgresServer, 
     server.publish(2, "difference", {"base": 1}, [b"more"])
     assert [w.kind for w in (desk.weights(0), desk.weights(1)) if w] == ["full", "difference"]
     assert database.rows("SELECT version, kind FROM shoal.weights ORDER BY 1, 2") == [(2, "difference"), (2, "full")]
-    server._flyers.clear()
+    server._published_frames.clear()
     with server.transaction():
-        server.drop_flyers()
-    assert database.rows("SELECT count(*) FROM shoal.flyers") == [(2,)]
+        server.drop_unused_frames()
+    assert database.rows("SELECT count(*) FROM shoal.published_frames") == [(2,)]
 
 
 def test_people_see_figures_and_the_last_picture(database: Database, server: PostgresServer) -> None:
@@ -448,7 +453,9 @@ def test_people_see_figures_and_the_last_picture(database: Database, server: Pos
 # --- the coordinator comes back ---------------------------------------------------------------------------
 
 
-def test_a_restart_delivers_again_what_was_not_consumed(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_a_restart_delivers_again_what_was_not_consumed(
+    database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
+) -> None:
     desk = enter("zoe")
     issue(server, 1, 3)
     for unit in desk.claim(3, 0.0):
@@ -466,7 +473,7 @@ def test_a_restart_delivers_again_what_was_not_consumed(database: Database, serv
     assert blobs(database) == 0
 
 
-def test_all_of_a_transaction_or_nothing(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_all_of_a_transaction_or_nothing(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     issue(server, 1, 1)
     desk.submit(desk.claim(1, 0.0)[0], {}, [LARGE])
@@ -492,7 +499,7 @@ def test_all_of_a_transaction_or_nothing(database: Database, server: PostgresSer
 
 
 @pytest.mark.long
-def test_growth_is_bounded(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+def test_growth_is_bounded(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     """Four hundred iterations write 400 MB, and the database never takes near that room, however fast they come."""
     desk = enter()
     frame, sizes = bytes(500_000), []

@@ -11,6 +11,7 @@ from shoal.transports import Client, Message, Refused, Request, Server, Unreacha
 from shoal.transports.request_rate import Rate
 from shoal.transports.wire import HEADER_BYTES, Malformed
 from shoal.transports.xmlrpc import XmlRpcServer
+from tests.support.eventually import eventually
 from tests.support.transport_harness import (
     KEYS,
     KINDS,
@@ -21,10 +22,11 @@ from tests.support.transport_harness import (
     answering,
     call_until_answered,
     echo,
-    eventually,
     resident_bytes,
     take,
 )
+
+pytestmark = pytest.mark.whole
 
 HEADER = {
     "kind": "contribute",

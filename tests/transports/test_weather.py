@@ -13,14 +13,17 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Unreachable, addresses
-from shoal.transports.netem import PROFILES, Profile, Proxy, profile
-from shoal.transports.netem.streams import Lane, Stream
+from shoal.transports.netem import PROFILES, LinkProfile, NetemProxy, profile
+from shoal.transports.netem.streams import DelayedStream, LinkDirection
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
-from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, eventually, take
+from tests.support.eventually import eventually
+from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, take
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 10_000_000
-CLEAR = Profile(round_trip_ms=2, jitter_ms=0, loss=0, mbit_per_s=1000)
+CLEAR = LinkProfile(round_trip_ms=2, jitter_ms=0, loss=0, mbit_per_s=1000)
 
 
 @pytest.fixture
@@ -31,8 +34,8 @@ def server() -> Iterator[ZmqServer]:
 
 
 @contextlib.contextmanager
-def client_through(server: ZmqServer, weather: Profile, seed: int = 0) -> Iterator[tuple[ZmqClient, Proxy]]:
-    proxy = Proxy(server.address, weather, seed)
+def client_through(server: ZmqServer, weather: LinkProfile, seed: int = 0) -> Iterator[tuple[ZmqClient, NetemProxy]]:
+    proxy = NetemProxy(server.address, weather, seed)
     client = ZmqClient(proxy.address, token=TOKEN, server_key=KEYS.public, max_frame_bytes=LIMIT)
     try:
         yield client, proxy
@@ -81,20 +84,20 @@ def test_a_round_trip_by_satellite(server: ZmqServer) -> None:
 
 
 def test_the_rate_is_capped_in_each_direction(server: ZmqServer) -> None:
-    narrow = Profile(round_trip_ms=10, jitter_ms=0, loss=0, mbit_per_s=8)
+    narrow = LinkProfile(round_trip_ms=10, jitter_ms=0, loss=0, mbit_per_s=8)
     frame = bytes(800_000)
     with answering(server, lambda request: Message({}, (frame,) if request.message.header else ())):
         with client_through(server, narrow) as (client, _):
             client.call(Message({}), PATIENCE_S)
             up = trips_until(0.8 * 4, client, Message({}, (frame,)))
             down = trips_until(0.8 * 4, client, Message({"want": 1}))
-    assert Lane(narrow).carry(len(frame), 0.0) == pytest.approx(0.8)
+    assert LinkDirection(narrow).carry(len(frame), 0.0) == pytest.approx(0.8)
     assert min(up + down) > 0.8 * 0.7
 
 
 def test_connections_share_the_link(server: ZmqServer) -> None:
-    narrow = Profile(round_trip_ms=2, jitter_ms=0, loss=0, mbit_per_s=8)
-    proxy = Proxy(server.address, narrow)
+    narrow = LinkProfile(round_trip_ms=2, jitter_ms=0, loss=0, mbit_per_s=8)
+    proxy = NetemProxy(server.address, narrow)
     clients = [ZmqClient(proxy.address, token=TOKEN, server_key=KEYS.public, max_frame_bytes=LIMIT) for _ in range(2)]
     with answering(server, lambda request: Message({})):
         for client in clients:
@@ -109,7 +112,7 @@ def test_connections_share_the_link(server: ZmqServer) -> None:
 
 
 def test_bytes_stay_in_order_in_the_worst_weather(server: ZmqServer) -> None:
-    wild = Profile(round_trip_ms=20, jitter_ms=20, loss=0.05, mbit_per_s=50, reset_chance=0)
+    wild = LinkProfile(round_trip_ms=20, jitter_ms=20, loss=0.05, mbit_per_s=50, reset_chance=0)
     content = random.Random(1).randbytes(60_000)
     with answering(server), client_through(server, wild, seed=3) as (client, _):
         assert client.call(Message({}, (content,)), PATIENCE_S).frames[0] == content
@@ -129,7 +132,7 @@ def test_a_loss_may_end_a_connection_and_the_client_goes_on(server: ZmqServer) -
 
 
 def test_an_outage_is_silence() -> None:
-    weather = Profile(80, 40, 0.05, 5, outage_s=2, outage_every_s=7)
+    weather = LinkProfile(80, 40, 0.05, 5, outage_s=2, outage_every_s=7)
     assert [weather.after_outage(moment) for moment in (0.0, 4.9, 5.0, 6.9, 7.0, 12.5)] == [0.0, 4.9, 7.0, 7.0, 7.0, 14.0]
     assert CLEAR.after_outage(123.0) == 123.0
 
@@ -169,7 +172,7 @@ def test_reset_all(server: ZmqServer) -> None:
 
 def test_http_has_weather_too() -> None:
     server = XmlRpcServer("127.0.0.1", 0, token=TOKEN, max_frame_bytes=LIMIT)
-    proxy = Proxy(server.address, Profile(round_trip_ms=200, jitter_ms=0, loss=0, mbit_per_s=100))
+    proxy = NetemProxy(server.address, LinkProfile(round_trip_ms=200, jitter_ms=0, loss=0, mbit_per_s=100))
     client = XmlRpcClient(proxy.address, token=TOKEN, max_frame_bytes=LIMIT)
     with answering(server):
         client.call(Message({}), PATIENCE_S)
@@ -187,7 +190,7 @@ def test_http_has_weather_too() -> None:
 def arrivals(seed: int) -> list[float]:
     """When pieces of a stream arrive, read at fixed moments."""
     near, source = socket.socketpair()
-    stream = Stream(source, source, Lane(PROFILES["cellular"]._replace(reset_chance=0)), random.Random(seed))
+    stream = DelayedStream(source, source, LinkDirection(PROFILES["cellular"]._replace(reset_chance=0)), random.Random(seed))
     found = []
     with near, source:
         for piece in range(200):
@@ -205,7 +208,7 @@ def test_the_same_seed_gives_the_same_weather() -> None:
 def test_a_reader_that_stops_stops_the_writer() -> None:
     """What waits in the proxy is bounded, so a fast sender feels a slow receiver."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        proxy = Proxy(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLEAR)
+        proxy = NetemProxy(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLEAR)
         place = addresses.parse(proxy.address)
         with socket.create_connection((place.host, place.port)) as writer:
             reader, _ = listener.accept()
@@ -221,7 +224,7 @@ def test_a_reader_that_stops_stops_the_writer() -> None:
 
 def test_ends_of_streams_get_through() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        proxy = Proxy(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLEAR)
+        proxy = NetemProxy(f"tcp://127.0.0.1:{listener.getsockname()[1]}", CLEAR)
         place = addresses.parse(proxy.address)
         with socket.create_connection((place.host, place.port), timeout=PATIENCE_S) as near:
             far, _ = listener.accept()
@@ -237,7 +240,7 @@ def test_ends_of_streams_get_through() -> None:
 
 def test_nothing_is_left_when_it_closes() -> None:
     before = set(threading.enumerate())  # some of an earlier test's may end meanwhile
-    proxy = Proxy("tcp://127.0.0.1:9", CLEAR)
+    proxy = NetemProxy("tcp://127.0.0.1:9", CLEAR)
     place = addresses.parse(proxy.address)
     with socket.create_connection((place.host, place.port), timeout=PATIENCE_S) as line:
         with contextlib.suppress(ConnectionError):

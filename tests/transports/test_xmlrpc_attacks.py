@@ -14,14 +14,17 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, addresses
-from shoal.transports.connection_limits import STRANGERS_S, Places
-from shoal.transports.metrics_page import ScrapedPage
+from shoal.transports.connection_limits import AUTHENTICATION_S, ConnectionLimiter
+from shoal.transports.metrics_page import MetricsPage
 from shoal.transports.wire import Limits, Malformed, encode
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.xmlrpc.encoding import pack, unpack
 from shoal.transports.xmlrpc.server import MOST_CONNECTIONS
 from tests.support import malformed_messages
-from tests.support.transport_harness import PATIENCE_S, TOKEN, answering, eventually, resident_bytes
+from tests.support.eventually import eventually
+from tests.support.transport_harness import PATIENCE_S, TOKEN, answering, resident_bytes
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 100_000
 BOMB = b"""<?xml version="1.0"?><!DOCTYPE b [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>
@@ -164,7 +167,7 @@ def test_strangers_who_take_all_places_keep_no_worker_out(
     server: XmlRpcServer, sources: list[str], words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "shoal.transports.connection_limits.STRANGERS_S", PATIENCE_S
+        "shoal.transports.connection_limits.AUTHENTICATION_S", PATIENCE_S
     )  # else the first leave of themselves, where coming takes long
     worker = XmlRpcClient(server.address, token=TOKEN, max_frame_bytes=LIMIT)
     assert worker.call(Message({"first": "here"}), PATIENCE_S).header["echo"] == {"first": "here"}
@@ -178,31 +181,31 @@ def test_strangers_who_take_all_places_keep_no_worker_out(
 
 
 def test_one_address_leaves_places_to_others_also_with_the_token() -> None:
-    places, lines = Places(8), [socket.socket() for _ in range(10)]
+    limiter, lines = ConnectionLimiter[socket.socket](8), [socket.socket() for _ in range(10)]
     for number in range(6):
-        assert places.take(lines[number], "school", float(number)) == (True, None)
-        places.hear(lines[number], is_busy=True)
-    assert places.take(lines[6], "school", 6.0) == (False, None), "all of them wait for answers"
-    assert places.take(lines[6], "elsewhere", 6.0) == (True, None)
-    assert places.take(lines[7], "elsewhere", 7.0) == (True, None)
-    places.hear(lines[7], is_busy=False)
-    assert places.take(lines[8], "third", 8.0) == (True, lines[6]), "the one who has not shown the token"
-    places.hear(lines[8], is_busy=False)
-    assert places.take(lines[9], "third", 9.0) == (True, lines[7]), "then the one who was silent for longest, and waits for nothing"
+        assert limiter.add(lines[number], "school", float(number)) == (True, None)
+        limiter.mark_authenticated(lines[number], is_busy=True)
+    assert limiter.add(lines[6], "school", 6.0) == (False, None), "all of them wait for answers"
+    assert limiter.add(lines[6], "elsewhere", 6.0) == (True, None)
+    assert limiter.add(lines[7], "elsewhere", 7.0) == (True, None)
+    limiter.mark_authenticated(lines[7], is_busy=False)
+    assert limiter.add(lines[8], "third", 8.0) == (True, lines[6]), "the one who has not shown the token"
+    limiter.mark_authenticated(lines[8], is_busy=False)
+    assert limiter.add(lines[9], "third", 9.0) == (True, lines[7]), "then the one who was silent for longest, and waits for nothing"
     for line in lines:
-        places.leave(line)
+        limiter.remove(line)
         line.close()
-    assert places.all() == []
+    assert limiter.all() == []
 
 
 def test_a_stranger_has_a_moment_to_show_the_token() -> None:
-    places = Places(8)
+    limiter = ConnectionLimiter[socket.socket](8)
     with socket.socket() as stranger, socket.socket() as worker:
-        places.take(stranger, "a", 0.0)
-        places.take(worker, "a", 0.0)
-        places.hear(worker, is_busy=False)
-        assert places.slow_strangers(STRANGERS_S) == []
-        assert places.slow_strangers(STRANGERS_S + 1) == [stranger]
+        limiter.add(stranger, "a", 0.0)
+        limiter.add(worker, "a", 0.0)
+        limiter.mark_authenticated(worker, is_busy=False)
+        assert limiter.overdue(AUTHENTICATION_S) == []
+        assert limiter.overdue(AUTHENTICATION_S + 1) == [stranger]
 
 
 def test_many_words_before_a_question_are_not_kept(server: XmlRpcServer) -> None:
@@ -231,7 +234,7 @@ def test_a_port_in_use_is_said_plainly(server: XmlRpcServer) -> None:
 
 
 def test_strangers_who_take_all_places_keep_nobody_from_the_figures() -> None:
-    page = ScrapedPage("127.0.0.1", 0, TOKEN, lambda: "figures 1\n")
+    page = MetricsPage("127.0.0.1", 0, TOKEN, lambda: "figures 1\n")
     place = addresses.parse(page.address)
     with contextlib.ExitStack() as held:
         lines = [held.enter_context(socket.create_connection((place.host, place.port), PATIENCE_S)) for _ in range(50)]

@@ -20,8 +20,11 @@ from shoal.transports.request_rate import Rate
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.transports.zeromq.sockets import in_pieces
 from tests.support import malformed_messages
+from tests.support.eventually import eventually
 from tests.support.raw_zmtp import command, frame, plain_peer
-from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, answering, eventually, resident_bytes
+from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, answering, resident_bytes
+
+pytestmark = pytest.mark.whole
 
 LIMIT = 1_000_000
 

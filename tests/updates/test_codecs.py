@@ -107,7 +107,7 @@ def test_out_is_filled_and_differences_are_added(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=named)
-def test_with_error_feedback_the_sum_of_what_arrives_follows_the_sum_of_what_was_sent(codec: Codec) -> None:
+def test_with_error_feedback_the_sum_that_arrives_follows_the_sum_that_was_sent(codec: Codec) -> None:
     size, steps = 3000, 60
     residual = residual_for(codec, size)
     assert residual is not None

@@ -19,6 +19,8 @@ from shoal.launch.dashboard_process import dashboard
 from shoal.reporters.progress import JsonLines, progress_for
 from tests.support.processes import HANG_S
 
+pytestmark = pytest.mark.whole
+
 
 def write_run(path: Path, loss: float, seed: int) -> Path:
     path.mkdir(parents=True)
@@ -53,7 +55,7 @@ def test_the_doctor_tells_what_works_and_what_to_do(tmp_path: Path, monkeypatch:
     said = capsys.readouterr().out
     assert "set the clock" in said
     assert "ZeroDivisionError" in said
-    assert "2 of these must be mended" in said
+    assert "2 of these must be fixed" in said
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def joined(line: Line) -> Any:
     return courier
 
 
-def test_what_is_wanted_soon_is_posted_and_its_answer_waited_for_by_the_one_who_asked() -> None:
+def test_an_urgent_request_is_posted_and_its_answer_waited_for_by_the_caller() -> None:
     line = Posting(CoordinatorAnswer(WELCOME, ()), weights(1, 0.0), CoordinatorAnswer(RECEIPT, ()), CoordinatorAnswer(RECEIPT, ()))
     courier = joined(line)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_a_sign_of_life_goes_its_own_way() -> None:
     courier.close()
 
 
-def test_what_the_coordinator_says_with_an_answer_to_a_sign_of_life_is_told_once_and_steers_no_terminal() -> None:
+def test_a_message_in_a_heartbeat_answer_is_shown_once_and_steers_no_terminal() -> None:
     told: list[str] = []
     courier = courier_of(Line(scripted(iter([CoordinatorAnswer(WELCOME, ())]))), told.append)
     courier.exchange()

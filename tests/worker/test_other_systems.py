@@ -6,7 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import HANG_S, Command, processes_in
+
+pytestmark = pytest.mark.whole
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "shoal"
 MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}

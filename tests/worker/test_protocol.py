@@ -66,7 +66,7 @@ def test_what_was_not_answered_is_asked_again_under_a_new_number() -> None:
     for pause in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0):
         retry = protocol.on_no_answer(1.0, "gone")
         assert retry.pause_s == pause
-        assert bool(retry.word) == (pause >= 0.4)
+        assert bool(retry.message) == (pause >= 0.4)
         numbers.append(asked(protocol).number)
     assert numbers == sorted(set(numbers))
     protocol.on_answer(receipt("accepted"))
@@ -102,12 +102,12 @@ def test_all_weights_have_time_to_come_over_a_slow_link() -> None:
     question = protocol.next_request(0.0)
     assert question is not None
     assert question.timeout_s > 4 * 10_000_000 / (10e6 / 8)  # 10 Mbit/s
-    fresh = WorkerSession(None, {}, PROTOCOL, "i", patience_s=0.2).question(0.0)
+    fresh = WorkerSession(None, {}, PROTOCOL, "i", patience_s=0.2).next_request(0.0)
     assert fresh is not None
     assert fresh.timeout_s == 0.2 < ANSWER_S, "nothing large comes with a welcome, and a short patience is short"
 
 
-def test_a_coordinator_that_forgot_the_session_is_joined_again_and_gets_what_it_has_not_taken() -> None:
+def test_a_coordinator_that_forgot_the_session_is_joined_again_and_sent_the_rest() -> None:
     protocol = joined()
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
@@ -181,7 +181,7 @@ def test_a_worker_waits_for_its_round_without_sending_again_unless_it_is_to_stop
     assert first.status == "accepted"
 
 
-def test_the_next_round_is_the_one_after_unless_it_was_not_taken_and_never_a_closed_one() -> None:
+def test_the_next_round_follows_the_last_one_taken_and_is_never_a_closed_one() -> None:
     for status, open_round, expected in (("accepted", 3, 4), ("accepted", 9, 9), ("late", 5, 5), ("stale", 3, 3), ("ahead", 2, 2)):
         protocol = joined()
         protocol.contribute(MADE, (), pulls=True)

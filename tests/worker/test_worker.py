@@ -68,7 +68,7 @@ def test_no_worker_looks_further_than_the_way_is_straight(monkeypatch: pytest.Mo
     assert taken_at(40, look_ahead=True)[-1] == pytest.approx(3 * 39 + 1, abs=0.01)
 
 
-def test_a_worker_that_was_forgotten_takes_the_place_it_is_given_and_throws_away_what_belongs_to_others() -> None:
+def test_a_forgotten_worker_takes_its_new_place_and_discards_data_of_others() -> None:
     answers, feeds = marching(3), list[Feed]()
 
     def forgetful(header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
@@ -242,7 +242,7 @@ def test_a_gradient_that_is_not_finite_never_overwrites_one_that_is_under_way() 
         ranks=1,
         server_step=0.0,
         weights=SimpleNamespace(version=0),
-        outgoing=UpdateEncoder(engine, Updates()),  # type: ignore[arg-type]
+        encoder=UpdateEncoder(engine, Updates()),  # type: ignore[arg-type]
     )
     producer = GradientProducer(surroundings, own_steps=True)
     first = producer.make()

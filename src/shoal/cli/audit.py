@@ -23,14 +23,14 @@ _LONGEST_LINE = 10_000
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("shoal audit", description="Check that nothing a coordinator confirmed was lost, or counted twice.")
+    parser = argparse.ArgumentParser("shoal audit", description="Check that no confirmed contribution was lost or counted twice.")
     parser.add_argument("run", metavar="RUN", help="the run's folder, on the machine that coordinated it")
     parser.add_argument(
         "--receipts",
         action="append",
         default=[],
         metavar="PATH",
-        help="receipts of workers elsewhere: a file or a folder (may be repeated)",
+        help="receipts of workers on other machines: a file or a folder (may be repeated)",
     )
     parser.add_argument("--relay", action="append", default=[], metavar="DIR", help="the folder of a relay of this run (may be repeated)")
     parser.add_argument(
@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="make the answers of N units again, with the weights of the run's checkpoints (strategy rollouts)",
+        help="generate the answers of N units again with the weights of the run's checkpoints (strategy rollouts)",
     )
     arguments = parser.parse_args(argv)
     folder = Path(arguments.run)
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 
 
 def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
-    """What is wrong with answers that workers gave, as far as they can be made again here."""
+    """Violations in answers of workers, found by generating them again."""
     if most <= 0:
         return []
     from shoal.runs.rlhf.regenerate import regenerate
@@ -66,7 +66,7 @@ def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
 
 
 def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
-    """What a relay passed on to the run and is not there. The relay is read first: what it tells of is then in what is read after it."""
+    """Contributions that a relay sent and the run lacks. The relay is read first, so that the run's files are newer."""
     from shoal.coordinator.audit.run import missing_above
 
     found: list[str] = []
@@ -76,8 +76,8 @@ def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
 
 
 def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
-    """What an audit finds, and whether the run goes on. Files of a run that goes on change while they are read: there only what is found
-    again and again is wrong."""
+    """The report of an audit, and whether the run is still running. Files of a running run change while they are read, so only violations
+    that every repetition finds are kept."""
     report, running = _audit(folder, settings, claims)
     for _ in range(_MORE_LOOKS):
         if not (running and report.violations):
@@ -125,12 +125,12 @@ def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Pa
         silence_s = _SILENT_HEARTBEATS * float(_at(settings, "coordinator", "heartbeat_interval_s") or 5.0)
         last = seen.coordinator_seen_at if seen is not None else None
         running = seen is not None and last is not None and (seen.now - last).total_seconds() < silence_s
-        evidence = gather_receipts(own, claims, violations)  # before the rest, which then has all that they tell of
+        evidence = gather_receipts(own, claims, violations)  # first, so that the rest is newer
         return gather_from(evidence, *trail(connection), violations), running
 
 
 def _says_complete(folder: Path, settings: Any) -> bool:
-    """Whether the run says that it has done all of its epochs, and not only the steps that it was to take at most."""
+    """Whether the run reports that it completed all epochs, not only training.max_steps."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -151,12 +151,12 @@ def _verdict(violations: list[str], running: bool) -> int:
 
 
 def in_database(folder: Path) -> bool:
-    """Whether a run's folder says that its coordinator keeps its state in a database."""
+    """Whether the coordinator of a run keeps its state in a database."""
     return (folder / "config.yaml").exists() and _at(_settings(folder), "transport", "kind") == "postgres"
 
 
 def state_of(folder: Path) -> Path:
-    """Where the coordinator of a run keeps its state."""
+    """Folder of the coordinator's state."""
     return _state_of(folder, _settings(folder))
 
 
@@ -179,7 +179,7 @@ def _at(settings: Any, section: str, key: str) -> Any:
 
 
 def _leases_units(settings: Any) -> bool:
-    """Whether the run's strategy leases units of the data; one of a plugin that is not here counts as one that does not."""
+    """Whether the run's strategy leases units; a plugin's strategy that is not loaded counts as one that does not."""
     return getattr(Strategy.kinds.get(_at(settings, "strategy", "kind")), "leases_units", False)
 
 
@@ -192,7 +192,7 @@ def _receipts(given: Path) -> list[Path]:
 
 
 def _has_receipts(path: Path) -> bool:
-    """Whatever it is called. Among receipts there may be logs of the same workers."""
+    """Whether a file holds receipts; other files in the folder may be logs of the same workers."""
     if path.suffix == ".jsonl":
         return True
     try:

@@ -1,4 +1,4 @@
-"""`shoal completion`: shells complete commands and options. What there is they ask the commands themselves, so nothing is listed twice."""
+"""`shoal completion`: shell completion. Options are read from the commands' own help."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         return 0
     parser = argparse.ArgumentParser(
         "shoal completion",
-        description="Print what a shell needs to complete `shoal` commands.",
+        description="Print a completion script for your shell.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 
 def words(typed: list[str]) -> list[str]:
-    """What may stand in the place of the last word."""
+    """Completions of the last word."""
     if len(typed) <= 1:
         found = [*COMMANDS, "--help", "--version"]
     elif typed[0] not in COMMANDS:
@@ -76,7 +76,7 @@ def _help(command: str) -> str:
 
 
 def _subcommands(command: str) -> list[str]:
-    """The commands of a command: those that its help lists, or its first choice (`{bash,zsh,fish}`)."""
+    """Subcommands of a command: those that its help lists, or its first choice (`{bash,zsh,fish}`)."""
     _, title, listed = _help(command).partition("\ncommands:\n")
     if title:
         return re.findall(r"^  ([a-z][\w-]*)", listed, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`shoal config`: everything about configurations, without starting anything."""
+"""`shoal config`: check, show, explain, compare and migrate configurations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ HELP = """\
 usage: shoal config COMMAND …
 
 commands:
-  check FILE…          is it good? every problem at once (--format text|json|github)
-  show FILE…           every setting, resolved (--origin: and where it comes from; --format yaml|json)
-  explain PATH FILE…   one setting: who set it, whom they overrode, what it means
-  diff A… -- B…        what differs between two configurations
-  schema               JSON Schema of a native file, for editors
-  migrate FILE         a dialect file in Shoal's own words (--output FILE)
+  check FILE…          report every problem of a configuration (--format text|json|github)
+  show FILE…           print every setting (--origin: with its origin; --format yaml|json)
+  explain PATH FILE…   one setting: its origin, the values it overrides, its meaning
+  diff A… -- B…        the differences between two configurations
+  schema               print the JSON Schema of a native file, for editors
+  migrate FILE         rewrite a dialect file with Shoal's keys (--output FILE)
 
-`shoal config COMMAND --help` tells more.
+`shoal config COMMAND --help` explains each command.
 """
 
 
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
 
 def check(argv: list[str]) -> int:
     parser = make_parser(
-        "config check", "Check a configuration: everything that `shoal train` would refuse, at once; exit code 2 if it would."
+        "config check", "Check a configuration and report every problem at once; exit code 2 if `shoal train` would refuse it."
     )
     parser.add_argument("--format", choices=("text", "json", "github"), default="text")
     arguments, overrides = parse(parser, argv)
@@ -68,7 +68,7 @@ def show(argv: list[str]) -> int:
     from shoal.config.show import show as text
 
     parser = make_parser("config show", "Print every setting of a configuration, secrets masked.")
-    parser.add_argument("--origin", action="store_true", help="and where each comes from")
+    parser.add_argument("--origin", action="store_true", help="also print the origin of each")
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml")
     arguments, overrides = parse(parser, argv)
     loaded = require(load(arguments, overrides))
@@ -82,8 +82,8 @@ def explain(argv: list[str]) -> int:
     from shoal.config.show import explain as text
     from shoal.config.show import find_setting
 
-    parser = make_parser("config explain", "Tell where the value of one setting comes from.", files="")
-    parser.add_argument("path", metavar="PATH", help="a setting: its path in Shoal's words or in the files'")
+    parser = make_parser("config explain", "Explain one setting: its value, origin and meaning.", files="")
+    parser.add_argument("path", metavar="PATH", help="a setting, by its path in Shoal's spelling or in that of the files")
     parser.add_argument("files", nargs="*", metavar="FILE")
     arguments, overrides = parse(parser, argv)
     loaded = require(load(arguments, overrides))
@@ -128,7 +128,7 @@ def migrate(argv: list[str]) -> int:
     from shoal.config.dialects import NAMES
     from shoal.config.migrate import migrate as text
 
-    parser = argparse.ArgumentParser("shoal config migrate", description="Rewrite a dialect file in Shoal's own words, comments kept.")
+    parser = argparse.ArgumentParser("shoal config migrate", description="Rewrite a dialect file with Shoal's keys; comments are kept.")
     parser.add_argument("file", metavar="FILE", help="a file or a preset")
     parser.add_argument("--output", "-o", metavar="FILE", help="where to write it (default: standard output)")
     parser.add_argument("--dialect", choices=NAMES)

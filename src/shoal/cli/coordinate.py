@@ -1,4 +1,4 @@
-"""`shoal coordinate`: hold the weights of a run that workers elsewhere train."""
+"""`shoal coordinate`: run the coordinator for workers on other machines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from shoal.cli.options import make_parser, parse
 
 
 def run(argv: list[str]) -> int:
-    parser = make_parser("coordinate", "Coordinate a run: print the command that workers join with, and wait for them.")
+    parser = make_parser("coordinate", "Start a coordinator, print the command with which workers join, and wait for them.")
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
+    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir, or the newest run with these settings")
     parser.add_argument("--workers", type=int, metavar="N", help="also start N workers here (default: 1 if coordinator.trains, else none)")
-    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
     parser.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     arguments, overrides = parse(parser, argv)
     from shoal.cli.run_command import carry_out, planned

@@ -1,4 +1,4 @@
-"""`shoal db`: the PostgreSQL database of a run: parser, looked into, wiped, and opened for students."""
+"""`shoal db`: create, inspect, empty and share the PostgreSQL database of a run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ HELP = """\
 usage: shoal db COMMAND …
 
 commands:
-  init WHERE               make the database and its tables, or bring them up to date
-  status WHERE             what is in it (--json)
-  reset WHERE              delete the run that is in it (asks first; --yes does not)
-  grant KIND NAME WHERE    let somebody in: a student works, a reader looks, a coordinator runs it, a class makes students
-  revoke NAME WHERE        shut somebody out
+  init WHERE               create the database and its tables, or update them
+  status WHERE             show its contents (--json)
+  reset WHERE              delete its run (asks first; --yes does not)
+  grant KIND NAME WHERE    create a role: student, reader, coordinator or class
+  revoke NAME WHERE        remove a role's access
 
 WHERE is a configuration whose transport is postgres, the folder of a run, or an address: postgresql://user@host:5432/shoal
 
-`shoal db COMMAND --help` tells more.
+`shoal db COMMAND --help` explains each command.
 """
 KINDS = {
     "student": "take work, read weights and hand in results",
@@ -48,15 +48,15 @@ _MOST_TABLES = 5
 
 
 class DatabaseLocation(NamedTuple):
-    """A database, and how other machines reach it."""
+    """A database, with the address for other machines."""
 
     access: Access
     host: str
     options: str
     port: int = 0
-    """The port that other machines use, where that is another one."""
+    """Port for other machines, if it differs; 0: the same."""
     pin: str | None = None
-    """What the certificate of a run's own server is known by."""
+    """Fingerprint of the certificate of a run's embedded server."""
 
 
 def run(argv: list[str]) -> int:
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
 
 
 def init(argv: list[str]) -> int:
-    parser = make_parser("db init", "Make the database and its tables, or bring them up to date.")
+    parser = make_parser("db init", "Create the database and its tables, or update them.")
     with database_location(*parse(parser, argv)) as place:
         from shoal.transports.postgres import schema
         from shoal.transports.postgres.access import create_database
@@ -86,7 +86,7 @@ def init(argv: list[str]) -> int:
 
 
 def status(argv: list[str]) -> int:
-    parser = make_parser("db status", "Tell what is in the database.")
+    parser = make_parser("db status", "Show the contents of the database.")
     parser.add_argument("--json", action="store_true", help="as JSON")
     arguments, overrides = parse(parser, argv)
     with database_location(arguments, overrides) as place, connected(place.access) as connection:
@@ -101,7 +101,7 @@ def status(argv: list[str]) -> int:
 
 
 def reset(argv: list[str]) -> int:
-    parser = make_parser("db reset", "Delete the run in the database, with its weights, work and figures. Roles stay.")
+    parser = make_parser("db reset", "Delete the run in the database with its weights, units and metrics. Roles stay.")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     arguments, overrides = parse(parser, argv)
     with database_location(arguments, overrides) as place, connected(place.access) as connection:
@@ -115,13 +115,15 @@ def reset(argv: list[str]) -> int:
 
 
 def grant(argv: list[str]) -> int:
-    parser = make_parser("db grant", "Let somebody in, with a role that may do no more than its kind needs.", files="")
+    parser = make_parser("db grant", "Create a role for one person, with the permissions of its kind.", files="")
     parser.add_argument("kind", choices=KINDS, help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()))
     parser.add_argument(
-        "name", metavar="NAME", help="the role, one for each person; of kind class: one for all, whose token makes a role for each"
+        "name",
+        metavar="NAME",
+        help="the role, one for each person; a role of kind class is shared: its token creates a role for each student",
     )
     parser.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
-    parser.add_argument("--password", help="the role's password (default: a new one is made, and shown once)")
+    parser.add_argument("--password", help="the role's password (default: a new one, which is shown once)")
     arguments, overrides = parse(parser, argv)
     with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
@@ -134,9 +136,7 @@ def grant(argv: list[str]) -> int:
 
 
 def revoke(argv: list[str]) -> int:
-    parser = make_parser(
-        "db revoke", "Shut somebody out who was let in. Who is at work is thrown out; what they handed in stays.", files=""
-    )
+    parser = make_parser("db revoke", "Remove a role's access. Its connections end; its results stay.", files="")
     parser.add_argument("name", metavar="NAME", help="the role, as it was granted")
     parser.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
     arguments, overrides = parse(parser, argv)
@@ -169,7 +169,7 @@ def _tell_granted(arguments: argparse.Namespace, place: DatabaseLocation, passwo
 
 @contextmanager
 def database_location(arguments: argparse.Namespace, overrides: list[Override]) -> Iterator[DatabaseLocation]:
-    """The database that is meant. One in a run's folder is started for as long as it takes, if it does not run."""
+    """The database that the arguments name. An embedded server that does not run is started meanwhile."""
     meant = _meant(arguments, overrides)
     if isinstance(meant, Access):
         yield DatabaseLocation(meant, _seen_from_elsewhere(meant.host), meant.options)
@@ -191,7 +191,7 @@ def _of_run(folder: Path, access: Access, listening: str) -> DatabaseLocation:
 
 
 def _meant(arguments: argparse.Namespace, overrides: list[Override]) -> Access | Path:
-    """A database on a server, or the folder of a run that has a server of its own."""
+    """The address of a database, or the folder of a run with an embedded server."""
     alone = arguments.files[0] if len(arguments.files) == 1 else ""
     if is_address(alone):
         from shoal.config.environment import database_password
@@ -222,13 +222,13 @@ def _newest(output_dir: str) -> Path:
 
 
 def _seen_from_elsewhere(host: str) -> str:
-    """What to tell others: this machine's address in the network rather than `localhost`."""
+    """The host for other machines: this machine's network address instead of `localhost`."""
     return local_addresses()[0] if host.startswith("/") or is_loopback(host) else host
 
 
 @contextmanager
 def connected(access: Access) -> Iterator[Connection]:
-    """A connection; what the database refuses is told in one line."""
+    """A connection; errors of the database become a ShoalError of one line."""
     from shoal.transports.postgres.access import Error, connect, explained
 
     with connect(access) as connection:
@@ -265,7 +265,7 @@ def _rows(access: Access, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "database", access.shown
     yield "schema", str(found["schema_version"])
     yield "run", "none yet" if found["run"] is None else _listed(found["run"])
-    facts = {name: value for name, value in found["facts"].items() if name != "members"}  # who they are is for `shoal status`
+    facts = {name: value for name, value in found["facts"].items() if name != "members"}  # `shoal status` shows the members
     for name, items in (("facts", facts), *((name, found[name]) for name in ("units", "workers", "roles"))):
         yield name, _listed(items) or "none"
     largest = sorted(found["bytes"].items(), key=lambda item: -item[1])[:_MOST_TABLES]

@@ -1,4 +1,4 @@
-"""`shoal demo`: see the main job done on this machine, in a bounded time: training together while machines come, go and die."""
+"""`shoal demo`: workers train together on this machine while some are killed and others join, in a bounded time."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 SECONDS = 20.0
 _LOOK_S, _TELL_S = 0.1, 2.5
 _BEGIN_S = 60.0
-"""How long workers may take until their first update has counted; on a slow machine they load for a while."""
+"""Time limit for the first update; on a slow machine workers take a while to load."""
 _USUAL_START_S, _LEAST_S = 20.0, 10.0
-"""Where the start takes longer than usual, so much less is trained, but never less than this: a demo has an end on a slow machine, too."""
+"""A start that takes longer than usual shortens the training, down to this minimum, so that the demo ends on slow machines."""
 _AFTER_S = 15.0
-"""How long to wait, when time is up, until the run is seen to go on after the last thing that befell it, with all who joined."""
+"""Extra time until the run is seen to continue after the last event, with all workers."""
 _ALONE_S = 10.0
 _FOREWORD = """\
-Everything below runs on this machine, and takes about {seconds:.0f} seconds and a start.
-What it writes is in {folder}
+Everything below runs on this machine and takes about {seconds:.0f} seconds plus the start.
+Files are written to {folder}
 """
 
 
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "shoal demo",
-        description="Train together on built-in data while machines come, go and die, and prove that nothing was lost. Without a name: "
-        "three workers and a table of digits.",
+        description="Train on built-in data with several workers, some of which are killed, and check that nothing was lost. Without a "
+        "name: three workers learn to read digits.",
     )
     parser.add_argument(
         "scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}"
@@ -70,7 +70,7 @@ def _names() -> list[str]:
 
 
 def _together(scene: Scene, folder: Path, seconds: float) -> None:
-    """Train together for a while, prove that nothing was lost, show what was learned."""
+    """Train with workers, audit the run, show the trained model."""
     require(scene.needs, scene.extra)
     from shoal.launch.demo_processes import DemoProcesses
 
@@ -86,7 +86,7 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
         seen = _play(scene, stage, seconds, began)
         _say(began, "time is up: the coordinator saves and ends, and the workers leave")
         stage.stop()
-    print("\nWas anything lost, or counted twice? shoal audit looks into what every worker and the coordinator wrote down:")
+    print("\nWas anything lost or counted twice? shoal audit checks the records of the coordinator and of every worker:")
     _audit(folder / "run")
     if scene.compares:
         _compare(scene, folder, seen)
@@ -97,18 +97,18 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
 
 
 def _play(scene: Scene, stage: DemoProcesses, seconds: float, began: float) -> DemoProgress:
-    """Let the time pass, and everything happen that is to happen; how far the run came."""
+    """Wait until the time is up and trigger the scene's events; returns the run's progress."""
     _first_update(stage)
-    start, told, waiting = time.monotonic(), 0.0, list(scene.happenings)
+    start, reported, waiting = time.monotonic(), 0.0, list(scene.happenings)
     seconds = max(_LEAST_S, seconds - max(0.0, start - began - _USUAL_START_S))
     back = 0
     while (elapsed := time.monotonic() - start) < seconds or waiting or (elapsed < seconds + _AFTER_S and not _goes_on(stage, back)):
         if waiting and elapsed >= waiting[0].share * seconds:
             _happen(waiting.pop(0), scene, stage, began)
-            told, back = time.monotonic(), stage.seen().version
-        elif time.monotonic() - told > _TELL_S:
+            reported, back = time.monotonic(), stage.seen().version
+        elif time.monotonic() - reported > _TELL_S:
             _tell_progress(stage.seen(), began)
-            told = time.monotonic()
+            reported = time.monotonic()
         if stage.ended():
             break
         time.sleep(_LOOK_S)
@@ -116,7 +116,7 @@ def _play(scene: Scene, stage: DemoProcesses, seconds: float, began: float) -> D
 
 
 def _goes_on(stage: DemoProcesses, back: int) -> bool:
-    """Whether the run has come further than it was, and all who joined have a part in it: who came late may still be loading."""
+    """Whether the run has progressed and all workers take part; a late one may still be loading."""
     return stage.seen().version > back and all(stage.takes_part(name) for name in stage.workers)
 
 
@@ -139,7 +139,7 @@ def _happen(happening: DemoEvent, scene: Scene, stage: DemoProcesses, began: flo
     else:
         stage.crash()
         stage.come_back()
-        _say(began, "  it is back, with the very weights it last confirmed; the workers find it again")
+        _say(began, "  it is back with the weights that it last confirmed; the workers reconnect")
 
 
 def _tell_progress(seen: DemoProgress, began: float) -> None:
@@ -159,27 +159,27 @@ def _audit(folder: Path) -> None:
     from shoal.cli import audit
 
     if audit.run([str(folder)]):
-        raise ShoalError(f"the audit of {folder} failed: this must not be; please tell us, with the folder")
+        raise ShoalError(f"the audit of {folder} failed. Please report this, with the folder")
 
 
 # --- beside one process ----------------------------------------------------------------------------------
 
 
 def _compare(scene: Scene, folder: Path, seen: DemoProgress) -> None:
-    """Hold the run against one process that learned from as many samples."""
-    from shoal.cli.eval import judged
+    """Compare the run with one process that learned from as many samples."""
+    from shoal.cli.eval import evaluate
 
-    name, together = scene.compares, judged(str(folder / "run")).metrics
+    name, together = scene.compares, evaluate(str(folder / "run")).metrics
     print(f"\nOne process learns from as many samples ({seen.samples:,}), undisturbed …", flush=True)
     samples = _alone(scene, folder / "alone", seen.samples)
     short = f", {samples:,} samples, for which its time was enough" if samples < 0.9 * seen.samples else ""
-    alone = judged(str(folder / "alone")).metrics
+    alone = evaluate(str(folder / "alone")).metrics
     print(f"  {name} of one process     {alone[name]:.3f}{short}")
     print(f"  {name} of these workers   {together[name]:.3f}")
 
 
 def _alone(scene: Scene, folder: Path, samples: int) -> int:
-    """Train in this process, for some seconds at most; the samples that it learned from."""
+    """Train in this process for at most `_ALONE_S` seconds; returns the number of samples."""
     from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
     from shoal.launch.start import start_run
     from shoal.launch.start_mode import StartOptions, plan_start
@@ -216,12 +216,12 @@ def _point_onwards() -> None:
     }
     for who, what in rows.items():
         print(f"  {who:<46} {what}")
-    if shutil.which("shoal") is None:  # `make demo` has installed it where this terminal does not look
+    if shutil.which("shoal") is None:  # `make demo` installs into a virtual environment that is not active
         print(f"\nTo type shoal in this terminal, once:  {activation(Path(sys.prefix), Path.cwd(), windows=os.name == 'nt')}")
     sys.stdout.flush()
 
 
 def activation(environment: Path, here: Path, *, windows: bool) -> str:
-    """What puts the programs of a virtual environment within reach of a shell."""
+    """The shell command that activates a virtual environment."""
     shown = environment.relative_to(here) if environment.is_relative_to(here) else environment
     return str(shown / "Scripts" / "activate") if windows else f". {shown}/bin/activate"

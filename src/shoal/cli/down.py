@@ -1,4 +1,4 @@
-"""`shoal down`: end a fleet that `shoal up` started; the run is saved, and can go on."""
+"""`shoal down`: saves and ends a run that `shoal up` started."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _PATIENCE_S = 90.0
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("shoal down", description="End a fleet that `shoal up` started: the run is saved, its workers leave.")
+    parser = argparse.ArgumentParser("shoal down", description="Save and end a run that `shoal up` started, with all its workers.")
     parser.add_argument("run", metavar="RUN", help="the run's folder")
-    parser.add_argument("--patience", type=float, default=_PATIENCE_S, metavar="SECONDS", help="then end it at once (default: 90)")
+    parser.add_argument("--patience", type=float, default=_PATIENCE_S, metavar="SECONDS", help="time limit for saving (default: 90)")
     arguments = parser.parse_args(argv)
     from shoal.launch.up_file import take_down
 

@@ -1,6 +1,6 @@
-"""`python -m shoal.cli.ends_with_parent COMMAND …`: a command that saves and ends when its standard input does.
+"""`python -m shoal.cli.ends_with_parent COMMAND …`: runs a command that saves and ends when its standard input closes.
 
-Whoever starts it holds the other end of a pipe, so it does not outlive that process, however that process ends.
+The parent process holds the other end of the pipe, so the command does not outlive it.
 """
 
 from __future__ import annotations

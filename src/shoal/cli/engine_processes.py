@@ -1,4 +1,4 @@
-"""`shoal train` with an engine of several processes: start them, or be one of them."""
+"""`shoal train` with an engine of several processes: starts them, or is one of them."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def start_ranks(run: Run, argv: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def gather(made: StartPlan, argv: list[str]) -> int:
-    """Give out the places of a pipeline to machines that join, and have the first stage here, until the run is over."""
+def gather(plan: StartPlan, argv: list[str]) -> int:
+    """Assign the stages of a pipeline to machines that join, and run a stage here, until the run ends."""
     from shoal.cli.output import show_places
     from shoal.launch.start import pipeline_host
 
-    host = pipeline_host(made, _without(argv, "--host"), _tell)
+    host = pipeline_host(plan, _without(argv, "--host"), _tell)
 
     def stop(number: int, frame: FrameType | None) -> None:
         host.stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        show_places(host.invitation, made.run, host.gathering.expected)
+        show_places(host.invitation, plan.run, host.gathering.expected)
         return host.work()
     finally:
         for number, handler in before.items():
@@ -64,7 +64,7 @@ def gather(made: StartPlan, argv: list[str]) -> int:
 
 
 def _without(argv: list[str], option: str) -> list[str]:
-    """The arguments of a command without an option that has a value."""
+    """Arguments without an option and its value."""
     kept, skips = list[str](), False
     for word in argv:
         if not skips and not word.startswith(f"{option}="):
@@ -90,7 +90,7 @@ def _tell(text: str) -> None:
 
 
 def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
-    """Do the work of one process among several. One that fails ends at once: cleaning up would wait for others that are gone.
+    """Work as one process of several. A process that fails exits at once, since cleaning up would wait for the others.
 
     `watch`: end with the process that started this one.
     """

@@ -1,4 +1,4 @@
-"""`shoal eval RUN`: judge a run's newest checkpoint on its held-out data."""
+"""`shoal eval RUN`: evaluates a run's newest checkpoint on its held-out data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.errors import ShoalError
 
 
-class Verdict(NamedTuple):
-    """What a checkpoint is worth on held-out data."""
+class CheckpointEvaluation(NamedTuple):
+    """Metrics of a checkpoint on held-out data."""
 
     checkpoint: str
     step: int
@@ -21,24 +21,24 @@ class Verdict(NamedTuple):
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("shoal eval", description="Judge a run's newest checkpoint on its held-out data.")
+    parser = argparse.ArgumentParser("shoal eval", description="Evaluate a run's newest checkpoint on its held-out data.")
     parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     add_plugin_option(parser)
     arguments = parser.parse_args(argv)
     load_plugins(arguments)
 
-    verdict = judged(arguments.run)
+    evaluation = evaluate(arguments.run)
     if arguments.format == "json":
-        print(json.dumps({"checkpoint": verdict.checkpoint, "step": verdict.step, "metrics": verdict.metrics}, indent=2))
+        print(json.dumps({"checkpoint": evaluation.checkpoint, "step": evaluation.step, "metrics": evaluation.metrics}, indent=2))
     else:
-        print(f"{verdict.checkpoint} on {verdict.data}")
-        print("\n".join(f"  {name:<24} {value:.6g}" for name, value in verdict.metrics.items()))
+        print(f"{evaluation.checkpoint} on {evaluation.data}")
+        print("\n".join(f"  {name:<24} {value:.6g}" for name, value in evaluation.metrics.items()))
     return 0
 
 
-def judged(path: str) -> Verdict:
-    """Judge the newest checkpoint of a run, or one of its checkpoints. Raises ShoalError."""
+def evaluate(path: str) -> CheckpointEvaluation:
+    """Evaluate the newest checkpoint of a run, or one of its checkpoints. Raises ShoalError."""
     from shoal.runs.build_run import assemble, held_out_batches
     from shoal.runs.trained_model import open_run
 
@@ -46,6 +46,8 @@ def judged(path: str) -> Verdict:
     parts = assemble(trained.run, tokenizer_of=trained.root)
     batches = held_out_batches(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
     if batches is None:
-        raise ShoalError("this run's data has nothing held out to judge it on")
+        raise ShoalError("this run's data has no held-out part to evaluate on")
     parts.engine.load_weights(trained.checkpoint.weights)
-    return Verdict(str(trained.checkpoint.path), trained.checkpoint.step, parts.data.info.name, parts.engine.evaluate(batches()))
+    return CheckpointEvaluation(
+        str(trained.checkpoint.path), trained.checkpoint.step, parts.data.info.name, parts.engine.evaluate(batches())
+    )

@@ -1,4 +1,4 @@
-"""`shoal export RUN FOLDER`: a run's model, for other programs."""
+"""`shoal export RUN FOLDER`: writes a run's model for other programs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from shoal.cli.options import add_plugin_option, load_plugins
 
 EPILOG = """\
-A Hugging Face model becomes what AutoModelForCausalLM.from_pretrained loads, with its tokenizer, and with LoRA's matrices added in;
---adapters writes those alone, which a run with LoRA also leaves in its folder. A model of Shoal's own becomes a folder that `shoal
-generate` reads; with --mixtral a mixture of experts becomes what AutoModelForCausalLM.from_pretrained loads, where Mixtral computes the
-same. Checkpoints of several processes are put together.
+A Hugging Face model is written for AutoModelForCausalLM.from_pretrained, with its tokenizer and with LoRA merged in; --adapters writes
+the LoRA matrices alone. A model of Shoal's own is written as a folder for `shoal generate`; with --mixtral a mixture of experts is written
+for AutoModelForCausalLM.from_pretrained, if Mixtral computes the same. Sharded checkpoints are merged.
 """
 
 
@@ -21,9 +20,9 @@ def run(argv: list[str]) -> int:
         "shoal export", description="Write a run's model into a folder, for other programs.", epilog=EPILOG, allow_abbrev=False
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
-    parser.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
-    parser.add_argument("--adapters", action="store_true", help="of a run with LoRA: its small matrices alone, as peft loads them")
-    parser.add_argument("--mixtral", action="store_true", help="of a mixture of experts: as transformers loads it")
+    parser.add_argument("folder", metavar="FOLDER", help="the new folder")
+    parser.add_argument("--adapters", action="store_true", help="only the LoRA matrices, as peft loads them")
+    parser.add_argument("--mixtral", action="store_true", help="a mixture of experts as a Mixtral model of Transformers")
     add_plugin_option(parser)
     arguments = parser.parse_args(argv)
     load_plugins(arguments)

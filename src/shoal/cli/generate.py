@@ -1,4 +1,4 @@
-"""`shoal generate RUN`: text that follows a prompt, or a grid of images."""
+"""`shoal generate RUN`: generates text after a prompt, or a grid of images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.runs.trained_model import TrainedModel
 
 WAYS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
-"""How a token may be chosen: what `serving.decoding.active` takes."""
+"""Decoding methods: the choices of `serving.decoding.active`."""
 _COMPARED = 3
 """Answers of each run that `--compare` shows."""
 
@@ -40,16 +40,16 @@ def run(argv: list[str]) -> int:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("shoal generate", description="Let a run's newest checkpoint write or draw.")
+    parser = argparse.ArgumentParser("shoal generate", description="Generate text or images with a run's newest checkpoint.")
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or one of its checkpoints")
-    parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print what two runs answer, side by side")
-    parser.add_argument("--prompt", default="", help="what the text begins with")
-    parser.add_argument("--context", default="", help="a text that a model with cross-attention reads beside it")
+    parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print the answers of two runs side by side")
+    parser.add_argument("--prompt", default="", help="beginning of the text")
+    parser.add_argument("--context", default="", help="context text for a model with cross-attention")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
     parser.add_argument("--decoding", choices=WAYS, help="how a token is chosen (default: the run's setting)")
     parser.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="draw images into a PNG file (GAN)")
+    parser.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="save generated images as a PNG file (GAN)")
     add_plugin_option(parser)
     arguments = parser.parse_args(argv)
     load_plugins(arguments)
@@ -98,7 +98,7 @@ def _pieces(trained: TrainedModel, arguments: argparse.Namespace, seed: int) -> 
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    """What two runs answer to the same prompt, with the same random numbers, in two columns."""
+    """Print answers of two runs to the same prompt, with the same random numbers, in two columns."""
     from shoal.runs.trained_model import open_run
 
     names, columns = arguments.compare, []
@@ -120,7 +120,7 @@ def side_by_side(left: str, right: str, width: int = 58) -> list[str]:
 
 
 def _decoding(settings: Decoding, arguments: argparse.Namespace) -> Decoding:
-    """The run's way of choosing tokens, changed as the arguments say."""
+    """The run's decoding settings, changed by the arguments."""
     if arguments.decoding:
         settings = settings.replace(active=arguments.decoding)
     if arguments.temperature is not None:

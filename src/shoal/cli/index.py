@@ -1,4 +1,4 @@
-"""`shoal index FILES… --out FOLDER`: an index of texts for retrieval."""
+"""`shoal index FILES… --out FOLDER`: builds an index of texts for retrieval."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 from pathlib import Path
 
 EPILOG = """\
-The index is named in a configuration: model.retrieval.index. A file is one document, and so is each line of a .jsonl file; a model that
-learns from one of these documents never finds its passages in it. The folder's manifest.json says what the index was made of.
+Name the index in a configuration as model.retrieval.index. Each file, or each line of a .jsonl file, is one document; a model that learns
+from a document never finds passages of the same document. The folder's manifest.json lists the sources.
 """
 
 
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "shoal index",
-        description="Make an index of texts, whose passages a model reads.",
+        description="Build an index of texts, from which a model retrieves passages.",
         epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("files", metavar="FILES", nargs="+", help="text files (.txt, .jsonl, gzipped or not), or folders of them")
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="where to: a new folder")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="the new folder")
     parser.add_argument(
         "--encoder", choices=("minilm", "words"), default="minilm", help="compare by meaning, or by words (minilm: needs shoal[rag])"
     )

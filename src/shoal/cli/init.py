@@ -1,4 +1,4 @@
-"""`shoal init`: a commented file to start from."""
+"""`shoal init`: writes a commented configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shoal.config.presets import find, names
 
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("shoal init", description="Write a configuration to start from.")
-    parser.add_argument("file", nargs="?", default=DEFAULT_FILE, help=f"where to (default: {DEFAULT_FILE})")
-    parser.add_argument("--preset", default="starter", metavar="NAME", help="which one (default: starter)")
+    parser.add_argument("file", nargs="?", default=DEFAULT_FILE, help=f"file to write (default: {DEFAULT_FILE})")
+    parser.add_argument("--preset", default="starter", metavar="NAME", help="preset to write (default: starter)")
     parser.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     arguments = parser.parse_args(argv)
@@ -31,9 +31,9 @@ def run(argv: list[str]) -> int:
 
 
 def write(path: str, text: str, *, force: bool) -> None:
-    """Write a new file; an existing one only when told to."""
+    """Write a file; an existing one only with `force`."""
     if os.path.exists(path) and not force:
-        raise ShoalError(f"{path} is there already; --force overwrites it, or name another file")
+        raise ShoalError(f"{path} exists already; --force overwrites it, or name another file")
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)

@@ -1,4 +1,4 @@
-"""`shoal invite`: let one person's workers into a run, with a token of their own and a number of workers that it is for; or no longer."""
+"""`shoal invite`: gives one person a separate join token for a limited number of workers, or withdraws it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "shoal invite",
-        description="Print the line with which one person's workers join a run. The coordinator may be running; the same name again "
-        "prints the same line, with another number of workers where one is given.",
+        description="Print the command with which one person's workers join a run. The coordinator may be running. The same name again "
+        "prints the same command; --workers changes the number of workers.",
     )
-    parser.add_argument("name", help="whom to invite")
+    parser.add_argument("name", help="name of the person")
     parser.add_argument("--run", required=True, metavar="DIR", help="the run's folder, or its coordinator's (coordinator.state_path)")
-    parser.add_argument("--withdraw", action="store_true", help="take the invitation back: their workers are told, and let in no longer")
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="workers that may be there at a time (default: 4)")
+    parser.add_argument("--withdraw", action="store_true", help="withdraw the invitation: its workers are disconnected and refused")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="most workers at a time (default: 4)")
     arguments = parser.parse_args(argv)
     if not _NAME.fullmatch(arguments.name):
         raise ShoalError(f"`{arguments.name}` is no name for a guest: letters, digits, `.`, `_` and `-`, 64 at most")
@@ -39,13 +39,13 @@ def run(argv: list[str]) -> int:
 
 
 def _door(folder: Path) -> tuple[Path, CoordinatorSecrets]:
-    """Where a run's coordinator keeps its guests, and how it is reached."""
+    """The state folder of a run's coordinator, and its address and keys."""
     from shoal.runs.invitation import CoordinatorSecrets
 
     state = next((each for each in (folder / "coordinator", folder) if (each / "secrets.json").exists()), None)
     known = CoordinatorSecrets.of(state) if state is not None else None
     if state is None or known is None or not known.address.startswith("tcp://"):
-        raise ShoalError(f"{folder} is no run that workers join over ZeroMQ; into a database `shoal db grant` lets somebody in")
+        raise ShoalError(f"{folder} is no run that workers join over ZeroMQ; for a database, use `shoal db grant`")
     return state, known
 
 
@@ -54,9 +54,9 @@ def _withdraw(state: Path, name: str) -> None:
 
     guests = GuestList(state)
     if not guests.withdraw(name):
-        others = ", ".join(guests) or "nobody"
+        others = ", ".join(guests) or "none"
         raise ShoalError(f"{name} has no invitation to this run; invited: {others}")
-    print(f"the invitation of {name} is withdrawn: their workers are shown out within a second, and let in no longer")
+    print(f"the invitation of {name} is withdrawn: its workers are disconnected within a second, and refused from now on")
 
 
 def _line(state: Path, known: CoordinatorSecrets, name: str, workers: int) -> str:

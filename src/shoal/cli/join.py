@@ -1,4 +1,4 @@
-"""`shoal join`: take part in a run that somebody coordinates."""
+"""`shoal join`: runs a worker for a coordinator."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
     from shoal.launch import EngineProcesses
     from shoal.runs.worker_run import JoinedWorker, JoinOptions
-    from shoal.transports.netem import Proxy
+    from shoal.transports.netem import NetemProxy
 
 EPILOG = """\
-The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
-Where this machine differs, say so: --set data.source.path=/my/mnist --set training.device=cpu
+The coordinator sends everything else: the configuration, the fingerprint of the data, the tokenizer.
+Settings of this machine: --set data.source.path=/my/mnist --set training.device=cpu
 """
 
 
@@ -60,41 +60,39 @@ def run(argv: list[str]) -> int:
 def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "shoal join",
-        description="Work for a coordinator, on this machine.",
+        description="Run a worker on this machine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
-    parser.add_argument("--token", help="the join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
-    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
-    parser.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
+    parser.add_argument("--token", help="the join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")
+    parser.add_argument("--key", help="the coordinator's public key; not needed for a coordinator on this machine")
     parser.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     parser.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
     parser.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
     parser.add_argument(
-        "--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
+        "--netem", metavar="WEATHER", help="simulate a network: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
-    parser.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
+    parser.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="simulate a machine that is slower by this factor")
     parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long to wait for a coordinator that is gone, or not there yet (default: 600)",
+        help="how long to wait for a coordinator that does not answer (default: 600)",
     )
-    parser.add_argument(
-        "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
-    )
-    parser.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
+    parser.add_argument("--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="allow the run to call this function")
+    parser.add_argument("--node", action="store_true", help="hold layers of a model of `shoal serve` instead of training")
     parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
+    """Join and work, alone or as the first of several processes; start the others if needed."""
     from shoal.launch import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import JoinedWorker
@@ -136,7 +134,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
-    """Have a stage of a model that is too large for one machine."""
+    """Train a pipeline stage."""
     from shoal.launch.pipeline_rendezvous import PipelineMember
 
     overrides = [parse_override(text) for text in arguments.settings]
@@ -146,7 +144,7 @@ def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[C
 
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
-    """Hold layers for a server until it ends, or this process is asked to leave."""
+    """Hold layers for a server until it ends or this process is stopped."""
     from shoal.serve.nodes.node import NodeProcess, ServerAddress
 
     invitation, _ = _invitation(arguments)
@@ -163,7 +161,7 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
 
 
 def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
-    """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
+    """Refuse a run that names functions (it never sends code) which --factory does not allow."""
     from shoal.runs.live_objects import factory_names
 
     unknown = [name for name in factory_names(joined.run) if name not in trusted]
@@ -177,7 +175,7 @@ def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
 def _lead(
     crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
 ) -> int:
-    """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
+    """Start the processes of a worker and restart them when they fail; their state is kept meanwhile, in --state or a temporary folder."""
     from shoal.runs.worker_run import report_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
@@ -190,7 +188,7 @@ def _lead(
 
 
 def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
-    """Work as one of several processes, of which the first has joined and decides when to stop."""
+    """Work as one of several processes; the first one has joined and decides when to stop."""
     from shoal.runs.worker_run import follow_first_process
 
     ignore_signals()
@@ -213,7 +211,7 @@ def _way(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
 
 
 def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProcesses | None]:
-    """How to reach the coordinator; and how many processes to start, where the one who started this one knows."""
+    """The coordinator's address and token; and the processes to start, if the parent process has sent them."""
     if not arguments.stdin:
         return typed(arguments), None
     given = json.loads(sys.stdin.readline() or "{}")
@@ -226,7 +224,7 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProces
 
 
 def typed(arguments: argparse.Namespace) -> Invitation:
-    """How to reach the coordinator that the options name."""
+    """The coordinator's address and token from the options."""
     if arguments.address and is_address(arguments.address):
         access = parse_address(arguments.address)
         password = access.password or _token(arguments) or database_password() or _asked_for(f"the token or password of `{access.user}`")
@@ -242,7 +240,7 @@ def typed(arguments: argparse.Namespace) -> Invitation:
 
 
 def _token(arguments: argparse.Namespace) -> str | None:
-    """The token from the command line, a file or the environment. What stands on a command line other users of this machine can see."""
+    """The token from a file, the command line (which other users of this machine can see) or the environment."""
     if not arguments.token_file:
         return arguments.token or join_token()
     try:
@@ -252,7 +250,7 @@ def _token(arguments: argparse.Namespace) -> str | None:
 
 
 def _asked_for(what: str) -> str | None:
-    """What a person types without showing it; None where nobody is there to ask."""
+    """A secret typed at the terminal; None without a terminal."""
     if not sys.stdin.isatty():
         return None
     return getpass.getpass(f"{what}: ", stream=sys.stderr).strip() or None
@@ -266,17 +264,17 @@ def _configured(file: str) -> str:
     return access_of(settings).address
 
 
-def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
-    """A link with this weather, and the address to use in place of the coordinator's. What a worker's link loses depends on its name, or
-    on chance where it has none: two workers do not lose the same packets."""
-    from shoal.transports.netem import Proxy, profile
+def _through_weather(address: str, name: str, worker: str) -> tuple[NetemProxy, str]:
+    """A proxy that simulates a network, and its address in place of the coordinator's. Its losses are seeded by the worker's name, so that
+    two workers do not lose the same packets."""
+    from shoal.transports.netem import NetemProxy, profile
 
     seed = zlib.crc32(worker.encode()) if worker else secrets.randbits(32)
     if not is_address(address):
-        weather = Proxy(address, profile(name), seed)
+        weather = NetemProxy(address, profile(name), seed)
         return weather, weather.address
     access = parse_address(address)
-    weather = Proxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed)
+    weather = NetemProxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed)
     reached = parse_tcp(weather.address)
     return weather, access._replace(host=reached.host, port=reached.port).address
 

@@ -1,4 +1,4 @@
-"""`shoal`: finds the command and loads nothing else."""
+"""The program `shoal`: dispatches to a command, importing only that."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from shoal.errors import ShoalError
 from shoal.process_exit import end_process
 
 COMMANDS = {
-    "train": "train what a configuration describes",
-    "coordinate": "hold the weights of a run that workers elsewhere train",
-    "up": "start a coordinator and all its workers: here, by ssh, on Ray; or write what Slurm or Kubernetes is given",
-    "down": "end what `shoal up` started",
-    "join": "work for a coordinator",
-    "relay": "combine the updates of workers here, and send one to a coordinator elsewhere",
-    "invite": "let one person's workers in, with a token of their own",
-    "db": "prepare, look into and wipe the PostgreSQL database of a run, and let students in",
-    "status": "how a run goes: who works, what it has learned",
-    "top": "the same, live in this terminal",
-    "watch": "show runs in the browser, live and afterwards",
-    "pause": "hold a run up; its workers wait",
-    "resume": "let it go on",
-    "stop": "save a run and end it, from any terminal",
-    "evict": "keep a worker out of a run",
-    "audit": "check that nothing a coordinator confirmed was lost, or counted twice",
-    "repair": "make a run with damaged files fit to be resumed, and say what is lost",
-    "index": "make an index of texts, whose passages a model reads beside its input",
-    "simulate": "try a run with thousands of workers in virtual time",
-    "plan": "find the settings that suit a model and the machines you have",
-    "eval": "judge a run on its held-out data",
-    "generate": "let a run write text or draw images",
-    "serve": "let a model answer over an API in OpenAI's form, and on a chat page",
-    "export": "write a run's model into a folder, for other programs",
-    "runs": "list past runs, and compare some",
-    "doctor": "see what works on this machine, and what would not",
-    "demo": "see workers train together on built-in data, while some are killed",
+    "train": "train a model",
+    "coordinate": "start a coordinator for workers on other machines",
+    "up": "start a coordinator and all workers (local, ssh, Ray), or write files for Slurm or Kubernetes",
+    "down": "save and end what `shoal up` started",
+    "join": "run a worker on this machine",
+    "relay": "combine the updates of local workers and send them to a coordinator as one",
+    "invite": "give one person a separate join token, or withdraw it",
+    "db": "manage the PostgreSQL database of a run and its roles",
+    "status": "show a run's progress and workers",
+    "top": "show the same live in the terminal",
+    "watch": "show runs in the browser, live or afterwards",
+    "pause": "pause a run; its workers wait",
+    "resume": "continue a paused run",
+    "stop": "save and end a run, from any terminal",
+    "evict": "remove a worker from a run",
+    "audit": "check that no confirmed contribution was lost or counted twice",
+    "repair": "repair a run with damaged files, and say what is lost",
+    "index": "build an index of texts for retrieval",
+    "simulate": "simulate a run with thousands of workers in virtual time",
+    "plan": "find the settings for a model and your machines",
+    "eval": "evaluate a run on its held-out data",
+    "generate": "generate text or images with a run's model",
+    "serve": "serve a model: OpenAI-compatible API and chat page",
+    "export": "write a run's model for other programs",
+    "runs": "list runs and compare them",
+    "doctor": "check whether this machine can train",
+    "demo": "watch workers train on built-in data while some are killed",
     "config": "check, show, explain, compare and migrate configurations",
     "init": "write a configuration to start from",
-    "completion": "let a shell complete commands and options",
+    "completion": "print a completion script for your shell",
 }
 HELP = f"""\
 Shoal trains one model on every machine you can get, from one YAML file.
@@ -51,17 +51,17 @@ usage: shoal COMMAND …
 commands:
 {chr(10).join(f"  {name:<10} {text}" for name, text in COMMANDS.items())}
 
-`shoal COMMAND --help` tells more. `shoal --version` prints the version.
+`shoal COMMAND --help` explains a command; `shoal --version` prints the version.
 """
 
 
 def program() -> NoReturn:
-    """The program `shoal`, from its arguments to its end."""
+    """Run the command line and exit."""
     end_process(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code. 2 is for what the user can mend."""
+    """Run a command and return the exit code: 2 for errors that the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(error: ShoalError) -> None:
-    """Tell what is wrong, on standard error."""
+    """Print an error on standard error."""
     problems = getattr(error, "problems", None)
     if problems is None:
         print(f"error: {error}", file=sys.stderr)
@@ -106,7 +106,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def leading_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Settings given before the command (`shoal --log-level DEBUG train …`) count as if given after it."""
+    """Split off settings before the command (`shoal --log-level DEBUG train …`), which count as if given after it."""
     flags: list[str] = []
     while len(arguments) > 1 and arguments[0].startswith("--") and arguments[0] not in ("--help", "--version"):
         count = 1 if "=" in arguments[0] else 2

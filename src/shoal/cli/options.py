@@ -1,4 +1,4 @@
-"""What every command that reads a configuration takes: files, layers, and any setting as an option."""
+"""Options of commands that read a configuration: files, layers, and any setting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shoal.errors import ShoalError
 LAYERS = {"config": "base", "hardware_config": "hardware", "distributed_config": "distributed", "rlhf_config": "rlhf"}
 EPILOG = """\
 any setting is an option:
-  --set a.b=c, --override a.b=c    a setting by its path, in the file's own words or in Shoal's
-  --batch_size 32, --batch-size 32 a setting by its name alone: the one nearest the top, `training` before others
-  --allow-emulation                fp8 is rounded as it asks and computed in fp32 (training.allow_emulation: true)
+  --set a.b=c, --override a.b=c    a setting by its path, in the file's spelling or in Shoal's
+  --batch_size 32, --batch-size 32 a setting by its name: the one nearest to the top, `training` before others
+  --allow-emulation                emulate fp8 on other hardware (training.allow_emulation: true)
 
-FILE may be a preset (`shoal init --list`). Later files win over earlier ones; the environment over files; options over all.
+FILE may be a preset (`shoal init --list`). Later files override earlier ones, the environment overrides files, options override all.
 """
 SWITCHES = ("--allow_emulation", "--allow-emulation")
-"""Settings that are written without a value where they are meant to be true."""
+"""Settings that may be written without a value, meaning true."""
 
 
 def make_parser(name: str, description: str, *, files: str = "*") -> argparse.ArgumentParser:
@@ -38,12 +38,12 @@ def make_parser(name: str, description: str, *, files: str = "*") -> argparse.Ar
         parser.add_argument(*sorted(spellings), dest=layer, metavar="FILE", help=f"the {meaning} layer")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
     add_plugin_option(parser)
-    parser.add_argument("--dialect", choices=NAMES, help="the vocabulary of the files, where their keys do not tell")
+    parser.add_argument("--dialect", choices=NAMES, help="dialect of the files, if their keys are ambiguous")
     return parser
 
 
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
-    help = "parts of your own: a file (my_parts.py), a module, or an installed plugin by name (may be repeated)"
+    help = "a plugin: a file (my_parts.py), a module, or the name of an installed one (may be repeated)"
     parser.add_argument("--plugin", dest="plugins", action="append", default=[], metavar="PLUGIN", help=help)
 
 
@@ -81,7 +81,7 @@ def require(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[Override]]:
-    """Tell the command's own options from settings: an unknown `--name value` is a setting."""
+    """Separate the command's options from settings: an unknown `--name value` is a setting."""
     takes_value: Callable[[str], bool | None] = lambda option: _takes_value(parser, option)  # noqa: E731
     known: list[str] = []
     flags: list[Override] = []
@@ -109,13 +109,13 @@ def _split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str],
 
 
 def _takes_value(parser: argparse.ArgumentParser, option: str) -> bool | None:
-    """None for an option that is not the command's own."""
+    """Whether an option takes a value; None if it is not an option of the command."""
     action = parser._option_string_actions.get(option)
     return None if action is None else action.nargs != 0
 
 
 def slowdowns(texts: Sequence[str]) -> dict[str, float]:
-    """How many times slower each worker is to be, by its name: NAME=FACTOR each. Raises ShoalError."""
+    """Slowdown factors by worker name, from NAME=FACTOR texts. Raises ShoalError."""
     factors = dict[str, float]()
     for name, _, factor in (text.partition("=") for text in texts):
         try:

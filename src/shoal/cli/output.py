@@ -1,4 +1,4 @@
-"""What commands that train show to people, and how they are stopped."""
+"""Output of commands that train, and their reaction to signals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def print_log(text: str) -> None:
-    """One line of a worker, with the time."""
+    """Print a line with the time on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def download(what: str, done: int, total: int | None) -> None:
-    """Progress of a download, or of encoding passages, on one line."""
+    """Print the progress of a download, or of encoding passages, on one line."""
     if what.startswith("passages"):
         counted = f"encoding {what}: {done:,} of {total:,}"
     else:
@@ -37,7 +37,7 @@ def download(what: str, done: int, total: int | None) -> None:
 
 
 def show_outcome(loop: TrainingLoop | CoordinatorLoop, outcome: RunOutcome, command: str) -> int:
-    """Tell how a run ended, and what to type next; the exit code. `command`: what started it, and resumes it."""
+    """Print how a run ended and what to type next; returns the exit code. `command` is the one that resumes it."""
     from shoal.reporters.progress import figures
 
     summary = outcome.summary
@@ -53,20 +53,18 @@ def show_outcome(loop: TrainingLoop | CoordinatorLoop, outcome: RunOutcome, comm
         print(f"go on: shoal {command} --run-dir {loop.directory.path} --resume")
     if summary.get("contributions"):
         print(f"audit: shoal audit {loop.directory.path}")
-    # A launcher starts what failed again, and what its owner ended shall stay ended.
+    # 0 if the owner stopped the run, so that a supervisor does not start it again.
     return 130 if summary["status"] == "interrupted" and summary.get("ended_by") != "owner" else 0
 
 
 def contributions(counts: Mapping[str, int]) -> str:
-    """What became of what the workers sent, for people."""
-    accepted, replaced = counts.get("accepted", 0), counts.get("replaced", 0)
-    lost = f" ({replaced} of them replaced by a later one of the same worker)" if replaced else ""
-    others = [f"{count} {outcome}" for outcome, count in counts.items() if outcome not in ("accepted", "replaced")]
-    return ", ".join([f"{accepted} accepted{lost}", *others])
+    """The outcomes of contributions, as text."""
+    others = [f"{count} {outcome}" for outcome, count in counts.items() if outcome != "accepted"]
+    return ", ".join([f"{counts.get('accepted', 0)} accepted", *others])
 
 
 def quoted(address: str) -> str:
-    """An address as sh, zsh and PowerShell all leave it: `?` and `&` mean something to them."""
+    """An address in quotes if it has characters that a shell would interpret."""
     return f"'{address}'" if set(address) & set("?&*[]~$ ") else address
 
 
@@ -74,14 +72,14 @@ _EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 def _who_joins(host: str) -> str:
-    """Other machines are never told an address that leads each of them to itself."""
+    """Who can join at this host; a loopback address is for this machine only."""
     from shoal.transports.addresses import is_loopback
 
     return "workers on this machine join" if is_loopback(host) else "workers join"
 
 
 def _show_other_addresses(here: Address) -> None:
-    """A coordinator that listens everywhere is reached under all addresses of its machine, and workers may see only some of them."""
+    """Print further addresses of this machine, since workers may reach only some of them."""
     from shoal.transports.addresses import is_loopback, local_addresses
 
     others = [str(here._replace(host=host)) for host in local_addresses() if host != here.host and (":" in host) == (":" in here.host)]
@@ -92,11 +90,11 @@ def _show_other_addresses(here: Address) -> None:
 
 
 def _show_class(started: StartedRun, access: Access, functions: str) -> None:
-    """Print how students come to a class that meets in a database."""
+    """Print how students join through a database."""
     from shoal.runs.invitation import write_join_command
 
     if started.role:
-        print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
+        print("`shoal db grant student NAME FILE` creates a role and prints the command:")
         access = access._replace(user=started.role, password=None)
     line = f"shoal join {quoted(access._replace(password=None).address)}{functions}"
     write_join_command(started.loop.directory.path, line, access.password or "")
@@ -107,9 +105,9 @@ def _show_class(started: StartedRun, access: Access, functions: str) -> None:
 
 
 def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
-    """Print the one line that a worker needs; for machines that reach this one under an address of their own, theirs.
+    """Print the command with which workers join, and that of each host with an own address for the server.
 
-    `hosts`: where the coordinator was told to listen; none: everywhere, unless the settings say where.
+    `hosts`: addresses on which the coordinator listens by option; none: all, or as the settings say.
     """
     from shoal.config.plugins import needed_by
     from shoal.runs.invitation import write_join_command
@@ -141,7 +139,7 @@ def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
 
 
 def show_places(invitation: Invitation, run: Run, expected: int) -> None:
-    """Print the one line that a machine needs which is to have a stage of the model."""
+    """Print the command with which machines join a pipeline."""
     from shoal.config.plugins import needed_by
     from shoal.runs.live_objects import factory_names
     from shoal.transports.addresses import is_loopback, parse
@@ -163,7 +161,7 @@ def show_places(invitation: Invitation, run: Run, expected: int) -> None:
 
 
 def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
-    """Print what each machine that holds layers of a served model types."""
+    """Print the command with which machines join to hold layers of a served model."""
     from shoal.transports.addresses import parse as parse_address
     from shoal.transports.keys import key_text
 
@@ -177,7 +175,7 @@ def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
 
 @contextmanager
 def stopping_on_signals(loop: TrainingLoop | CoordinatorLoop) -> Iterator[None]:
-    """Stop after a step when asked to, and at once when asked again."""
+    """Stop after the step on SIGINT or SIGTERM, and at once on a second signal."""
     own = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -185,7 +183,7 @@ def stopping_on_signals(loop: TrainingLoop | CoordinatorLoop) -> Iterator[None]:
             return
         if loop.interrupt():
             os._exit(130)
-        # By another thread: this one may be in the middle of writing to the very stream, and Python refuses to begin again within that
+        # From another thread: this one may be inside a write to the same stream, which Python does not allow to nest
         message = "stopping after this step and saving; once more to stop at once"
         threading.Thread(target=loop.message, args=(message,), name="stopping", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""What `shoal pause`, `resume`, `stop` and `evict` have in common: an order to a run's coordinator, signed with the owner's key."""
+"""Shared by `shoal pause`, `resume`, `stop` and `evict`: a command to a run's coordinator, signed with the owner's key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 EPILOG = """\
-RUN is the run's folder, or, from another machine, a copy of the owner.json in it: whoever has that file may give orders.
+RUN is the run's folder or, from another machine, a copy of its owner.json. That file gives control over the run: keep it secret.
 """
 
 
@@ -19,7 +19,7 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def send_command(run: str, action: str, name: str | None = None) -> int:
-    """Give an order, and print what the coordinator says."""
+    """Send a command to the coordinator and print its answer."""
     from shoal.runs.owner import read_owner_file, send_command
 
     print(send_command(read_owner_file(Path(run)), action, name))

@@ -1,4 +1,4 @@
-"""`shoal plan`: which settings suit a model and the machines that there are."""
+"""`shoal plan`: finds settings for a model and the available machines."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ _SHOWN = 12
 
 
 def run(argv: list[str]) -> int:
-    parser = make_parser(
-        "plan", "Find the strategy, codec, quorum and batch that suit a model and your machines, by simulating candidates."
-    )
+    parser = make_parser("plan", "Find the best strategy, codec, quorum and batch size for a model and your machines, by simulation.")
     parser.add_argument(
         "--machines", metavar="FILE", help="YAML: names of machines, with memory_gb, steps_per_s or flops, bandwidth_mbps …"
     )
@@ -36,13 +34,13 @@ def run(argv: list[str]) -> int:
         nargs="?",
         const="",
         metavar="RUN",
-        help="time this machine, and plan for as many like it as the run expects; with the folder of a run: plan for those who joined it, "
-        "as fast as they and their links were there",
+        help="time this machine and plan for as many equal ones as the run expects; with a run's folder: plan for its workers, with the "
+        "speeds and links that were measured there",
     )
-    parser.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read")
-    parser.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
+    parser.add_argument("--samples", type=int, metavar="N", help="number of samples; the data is then not read")
+    parser.add_argument("--out", metavar="FILE", help="write the best configuration into this file")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
-    parser.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
+    parser.add_argument("--all", action="store_true", help="show all candidates, also those that cannot run")
     arguments, overrides = parse(parser, argv)
     if bool(arguments.machines) == (arguments.measure is not None):
         raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
@@ -61,7 +59,7 @@ def run(argv: list[str]) -> int:
 
 
 def _listed(run: Run, arguments: argparse.Namespace) -> dict[str, MachineKind]:
-    """The machines of a file, or those who joined a run."""
+    """The machines of a file, or the workers of a run."""
     return dict(read_machines(arguments.machines)) if arguments.machines else _joined(run, Path(arguments.measure))
 
 
@@ -80,11 +78,13 @@ def _planned(found: MetaModel, kinds: dict[str, MachineKind], arguments: argpars
         return load(arguments, [*overrides, *further])
 
     print(f"data: {found.parts.data.info.name}")
-    nobody = _tell_of_memory(found, with_sharded_engine(found.run, devices_of(kinds)), kinds)
+    too_small = _tell_of_memory(found, with_sharded_engine(found.run, devices_of(kinds)), kinds)
     try:
         return plan(found, kinds, variant, _progress, arguments.seed)
-    except ShoalError as error:
-        raise (ShoalError(f"the model fits none of the machines, nor several of them together:\n{nobody}") if nobody else error) from None
+    except ShoalError:
+        if not too_small:
+            raise
+        raise ShoalError(f"the model fits none of the machines, nor several of them together:\n{too_small}") from None
 
 
 def _progress(number: int, count: int, text: str) -> None:
@@ -96,7 +96,7 @@ def _progress(number: int, count: int, text: str) -> None:
 
 
 def _measured(found: MetaModel, samples: int | None) -> dict[str, MachineKind]:
-    """This machine, as often as the run expects workers; what was found is printed as a line for a file of machines."""
+    """This machine, once for each expected worker; prints the measurement as a line for a machines file."""
     from shoal.simulate import measured_step_s, to_be_timed
 
     parts = to_be_timed(found, samples, "leave --samples out, or list your machines with --machines FILE")
@@ -114,7 +114,7 @@ def _joined(run: Run, folder: Path) -> dict[str, MachineKind]:
     status = RunFolder(folder).status()
     rows = [row for row in status.get("members", ()) if _tells(row, "computing_s") and _tells(row, "samples")]
     if not rows:
-        raise ShoalError(f"{folder}: nobody has joined this run and learned from a batch yet; start it, and ask again in a moment")
+        raise ShoalError(f"{folder}: no worker of this run has learned from a batch yet; start it, and try again in a moment")
     kinds = {str(row["worker"]): _seen(row, run.training.batch_size or 1) for row in rows}
     print("those who joined, for a file of machines:")
     for name, kind in kinds.items():
@@ -150,7 +150,7 @@ def _memory_gb(device: Any) -> float | None:
 
 
 def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> str:
-    """Say what training needs, and whom it does not fit; what would help where it fits nobody, however small the batch."""
+    """Print the memory that training needs and the machines that are too small; returns advice if all are, even with the smallest batch."""
     from shoal.simulate.meta_model import machines_that_fit, ways_to_fit
     from shoal.simulate.pipeline_plans import machines_needed
 

@@ -1,4 +1,4 @@
-"""`shoal relay`: coordinate workers here, and be one worker to a coordinator elsewhere."""
+"""`shoal relay`: a coordinator for local workers that is one worker to a coordinator above."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from shoal.runs.worker_run import JoinedWorker
 
 EPILOG = """\
-Workers here join the relay as they would join the coordinator: the relay prints the command. Each of its rounds goes up as one
-contribution. A relay that was stopped or killed goes on with --resume and the same --name and --run-dir: nothing that it confirmed is lost,
+Workers join the relay as they would join the coordinator; the relay prints the command. Each of its rounds is one contribution to the
+coordinator above. A stopped or killed relay continues with --resume and the same --name and --run-dir: no confirmed contribution is lost
 or counted twice.
 """
 _OWN_SETTINGS = ("strategy", "data.source", "data.loader", "transport", "output_dir", "log_level", "log_format")
-"""What a relay may set for itself."""
+"""Settings that a relay may change."""
 _NOT_FROM_ABOVE = {
     "transport.port": "0",
     "transport.host": "null",
@@ -32,7 +32,7 @@ _NOT_FROM_ABOVE = {
     "coordinator.checkpoint_path": "null",
     "coordinator.trains": "false",
 }
-"""Settings of the coordinator above that are its own, and what a relay has in their place."""
+"""Settings of the coordinator above that do not apply to a relay, and the relay's values."""
 
 
 def run(argv: list[str]) -> int:
@@ -57,27 +57,25 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "shoal relay",
-        description="Combine the updates of workers here, and send one to a coordinator elsewhere.",
+        description="Combine the updates of local workers and send them to a coordinator as one.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("address", metavar="ADDRESS", help="the coordinator above: tcp://HOST:PORT, as `shoal coordinate` printed it")
-    parser.add_argument("--token", help="its join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
-    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
-    parser.add_argument("--key", help="its public key; none for a coordinator on this machine alone")
+    parser.add_argument("--token", help="its join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")
+    parser.add_argument("--key", help="its public key; not needed for a coordinator on this machine")
     parser.add_argument("--name", required=True, help="this relay's name")
-    parser.add_argument("--expect", type=int, required=True, metavar="N", help="workers that share this relay's part of the data")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="start so many of them here (default: none)")
+    parser.add_argument("--expect", type=int, required=True, metavar="N", help="number of workers that share the relay's data")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="start N of them on this machine (default: 0)")
     parser.add_argument("--run-dir", metavar="DIR", help="the relay's folder (default: a new one in output_dir)")
-    parser.add_argument("--resume", action="store_true", help="go on with the relay in --run-dir")
-    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
+    parser.add_argument("--resume", action="store_true", help="resume the relay in --run-dir")
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     parser.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the coordinator above")
-    parser.add_argument(
-        "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
-    )
+    parser.add_argument("--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="allow the run to call this function")
     return parser
 
 

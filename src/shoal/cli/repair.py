@@ -1,4 +1,4 @@
-"""`shoal repair`: make a run with damaged files fit to be resumed, and say what is lost."""
+"""`shoal repair`: repairs a run with damaged files, and says what is lost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from shoal.errors import ShoalError
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "shoal repair",
-        description="Make a run fit to be resumed whose coordinator's files or database are damaged. What cannot be used is set aside.",
+        description="Repair a run with damaged files or a damaged database, so that it can be resumed. Unusable records are set aside.",
     )
     parser.add_argument("run", metavar="RUN", help="the run's folder, or that of its coordinator's state")
     arguments = parser.parse_args(argv)
     folder = Path(arguments.run)
     if in_database(folder):
-        return _mended(_repair_database(folder))
+        return _report(_repair_database(folder))
     state = folder if (folder / "snapshots").is_dir() else state_of(folder)
     if not (state / "snapshots").is_dir():
         raise ShoalError(f"there are no snapshots of a coordinator in {state}: there is nothing to repair")
 
     from shoal.runs.folder.repair import repair
 
-    return _mended(repair(state, (folder if state != folder else folder.parent) / "workers", print))
+    return _report(repair(state, (folder if state != folder else folder.parent) / "workers", print))
 
 
 def _repair_database(folder: Path) -> bool:
@@ -37,7 +37,7 @@ def _repair_database(folder: Path) -> bool:
         return repair_database(place.access.address, folder / "coordinator", print)
 
 
-def _mended(something: bool) -> int:
-    if not something:
-        print("nothing is damaged that a repair could mend: the run can be resumed as it is")
+def _report(repaired: bool) -> int:
+    if not repaired:
+        print("there is nothing to repair: the run can be resumed as it is")
     return 0

@@ -1,4 +1,4 @@
-"""`shoal resume`: let a run go on that `shoal pause` holds up."""
+"""`shoal resume`: continues a paused run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,5 @@ from shoal.cli.owner_commands import make_parser, send_command
 
 
 def run(argv: list[str]) -> int:
-    parser = make_parser(
-        "resume", "Let a run go on that `shoal pause` holds up. (A run that has ended goes on with `shoal train --resume`.)"
-    )
+    parser = make_parser("resume", "Continue a run that `shoal pause` has paused. (`shoal train --resume` continues a run that has ended.)")
     return send_command(parser.parse_args(argv).run, "resume")

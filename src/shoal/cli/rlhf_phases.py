@@ -1,4 +1,4 @@
-"""`shoal train` where a policy is to learn from feedback: one run after the other."""
+"""`shoal train` with rlhf: trains the phases, each as a separate run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shoal.launch.rlhf_phases import Phase, is_done, phases
 from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
 
 
-def train_in_phases(made: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
-    """Train every phase that is not done yet; the exit code of the last."""
-    root = _root(made, arguments)
-    all_phases = list(phases(made.run, root, _command(arguments)))
+def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
+    """Train every phase that is not done yet; returns the last exit code."""
+    root = _root(plan, arguments)
+    all_phases = list(phases(plan.run, root, _command(arguments)))
     _check_phase(arguments.phase, [phase.name for phase in all_phases])
-    code, speaks = 0, made.here is None or (made.here.rank == 0 and not made.here.file)
+    code, speaks = 0, plan.here is None or (plan.here.rank == 0 and not plan.here.file)
     for number, phase in enumerate(all_phases, 1):
         folder = root / phase.name
         if arguments.phase not in (None, phase.name):
@@ -36,12 +36,12 @@ def train_in_phases(made: StartPlan, arguments: argparse.Namespace, overrides: l
         if not is_done(folder):
             return code
     if speaks and is_done(root / "policy"):
-        _tell_how_to_compare(made, root)
+        _tell_how_to_compare(plan, root)
     return code
 
 
 def _check_phase(asked: str | None, names: Sequence[str]) -> None:
-    """Raise ShoalError where there is no such phase, or torchrun's processes, which train one thing, are not told which."""
+    """Raise ShoalError for an unknown phase, or if torchrun's processes, which train one phase, have no --phase."""
     if asked is not None and asked not in names:
         raise ShoalError(f"--phase: there is no `{asked}` in this training; there are {', '.join(names)}")
     if asked is None and len(names) > 1 and rank_place() is not None:
@@ -53,15 +53,15 @@ def _tell(text: str, speaks: bool) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-def _tell_how_to_compare(made: StartPlan, root: Path) -> None:
-    """Say how to see what the policy has learned."""
-    assert made.run.rlhf is not None
-    before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), made.run.rlhf.policy)
+def _tell_how_to_compare(plan: StartPlan, root: Path) -> None:
+    """Print the command that compares base and policy."""
+    assert plan.run.rlhf is not None
+    before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), plan.run.rlhf.policy)
     if before is not None:
         sys.stderr.write(f'what changed: shoal generate --compare {before} {root / "policy"} --prompt "…"\n')
 
 
-def _root(made: StartPlan, arguments: argparse.Namespace) -> Path:
+def _root(plan: StartPlan, arguments: argparse.Namespace) -> Path:
     if arguments.run_dir:
         root = Path(arguments.run_dir)
         if root.exists() and any(root.iterdir()) and not arguments.resume and arguments.phase is None:
@@ -71,17 +71,17 @@ def _root(made: StartPlan, arguments: argparse.Namespace) -> Path:
         raise ShoalError("--resume of a run in phases needs its folder: add --run-dir")
     if rank_place() is not None:
         raise ShoalError("torchrun's processes must agree on the folder of a run in phases: add --run-dir")
-    return Path(made.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{made.run.name or 'rlhf'}"
+    return Path(plan.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.run.name or 'rlhf'}"
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """What trains the base, as one would type it."""
+    """The command that trains the base."""
     layers = [f"--{layer} {path}" for layer in LAYERS if layer != "rlhf_config" and (path := getattr(arguments, layer))]
     return " ".join(["shoal train", *arguments.files, *layers])
 
 
 def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
-    """Train one phase, with the workers that the command asks for where the phase has some. `argv` starts this command again."""
+    """Train one phase, with workers if it can use them. `argv` starts this command again."""
     chosen = copy.copy(arguments)
     if phase.below_rlhf:
         chosen.rlhf_config = None
@@ -90,6 +90,6 @@ def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override
         return load(chosen, [*overrides, *more, *phase.settings])
 
     asked = StartOptions(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
-    made = plan_start(resolved, asked)
+    plan = plan_start(resolved, asked)
     workers = weather_and_speeds(arguments.netem, arguments.slowdown) if phase.with_workers else weather_and_speeds(None, ())
-    return carry_out(made, [*argv, "--phase", phase.name], workers)
+    return carry_out(plan, [*argv, "--phase", phase.name], workers)

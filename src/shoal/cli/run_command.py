@@ -1,4 +1,4 @@
-"""A run that was planned, carried out as a command: progress on standard error, the outcome on standard output, signals obeyed."""
+"""Carries out a planned run as a command: progress on standard error, outcome on standard output, signals."""
 
 from __future__ import annotations
 
@@ -29,34 +29,33 @@ if TYPE_CHECKING:
 
 
 def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions) -> StartPlan:
-    """The plan for what the options of a command say; what is doubtful about them is told."""
+    """The plan for the options of a command; prints warnings."""
     resolved = _continued(arguments)
     if asked.watch:
         check_dashboard()
-    made = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
+    plan = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
     if _speaks_for_all():
-        if made.note:
-            sys.stderr.write(f"{made.note}\n")
-        if made.loaded.problems:
-            report(ConfigError(made.loaded.problems))
-    return made
+        if plan.note:
+            sys.stderr.write(f"{plan.note}\n")
+        if plan.loaded.problems:
+            report(ConfigError(plan.loaded.problems))
+    return plan
 
 
 def _speaks_for_all() -> bool:
-    """Whether this process tells what is doubtful about the settings. Of torchrun's the first does; those that Shoal itself started do
-    not, since the process that started them has."""
+    """Whether this process prints warnings: the first of torchrun's does; a process that Shoal started does not, since its parent has."""
     here = rank_place()
     return here is None or (here.rank == 0 and not here.file and not here.apart)
 
 
 def goes_on_by_folder(arguments: argparse.Namespace) -> bool:
-    """Whether a run is resumed by its folder, which holds all its settings."""
+    """Whether a run is resumed with the settings in its folder."""
     settings = os.path.join(arguments.run_dir or "", "config.yaml")
     return bool(arguments.resume and arguments.run_dir and (arguments.files or [settings]) == [settings] and not arguments.config)
 
 
 def _continued(arguments: argparse.Namespace) -> bool:
-    """A run that is resumed by its folder alone goes on with the settings in it."""
+    """Use the settings in the run's folder if it is resumed without others; returns whether that is so."""
     alone = goes_on_by_folder(arguments)
     if arguments.resume and arguments.run_dir:
         from shoal.runs.folder.plugin_record import expect_those_of
@@ -68,57 +67,57 @@ def _continued(arguments: argparse.Namespace) -> bool:
     return alone
 
 
-def carry_out(made: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
-    """Train, coordinate, or start the processes that do; the exit code. `argv` starts this command again in other processes."""
-    if made.mode is StartMode.RANKS:
-        return start_ranks(made.run, argv)
-    if made.mode is StartMode.GATHERS:
-        return gather(made, argv)
-    if made.mode is StartMode.FOLLOWS:
-        assert made.torchrun is not None
-        ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
-        made.torchrun.work(print_log)
+def carry_out(plan: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+    """Train, coordinate, or start the processes that do; returns the exit code. `argv` starts this command again in other processes."""
+    if plan.mode is StartMode.RANKS:
+        return start_ranks(plan.run, argv)
+    if plan.mode is StartMode.GATHERS:
+        return gather(plan, argv)
+    if plan.mode is StartMode.FOLLOWS:
+        assert plan.torchrun is not None
+        ignore_signals()  # its child processes get the signal, too, and it ends with them
+        plan.torchrun.work(print_log)
         return 0
-    if made.here is not None:
-        return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)
-    return train(made, arguments)
+    if plan.here is not None:
+        return as_rank(plan.here, lambda: train(plan), watch=bool(plan.here.file) or plan.here.apart)
+    return train(plan, arguments)
 
 
-def train(made: StartPlan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
-    """Train in this process, or coordinate in it; the exit code."""
-    code, world = _train(made, arguments)
-    world.close()  # when nothing of the model is left
+def train(plan: StartPlan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+    """Train or coordinate in this process; returns the exit code."""
+    code, world = _train(plan, arguments)
+    world.close()  # after the model is freed
     return code
 
 
-def _train(made: StartPlan, arguments: Arguments) -> tuple[int, World]:
-    preload_libraries(made)  # before torch is loaded here
+def _train(plan: StartPlan, arguments: Arguments) -> tuple[int, World]:
+    preload_libraries(plan)  # before torch is loaded here
     from shoal.reporters.progress import progress_for
     from shoal.reporters.sinks import sinks_for
 
-    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.mode is StartMode.COORDINATES
+    run, speaks, cluster = plan.run, plan.here is None or plan.here.rank == 0, plan.mode is StartMode.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
-    with start_run(made, reporters, download if speaks else None, arguments) as ready:
+    with start_run(plan, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
-        loop.message(headline(made, loop))
-        with stopping_on_signals(loop):  # before the invitation: whoever reads that may want the run to end
-            if made.options.invite:
-                show_invitation(ready, made.options.hosts)
-            with _watched(loop, made.options.watch and speaks):
+        loop.message(headline(plan, loop))
+        with stopping_on_signals(loop):  # before the invitation is printed, after which the user may stop the run
+            if plan.options.invite:
+                show_invitation(ready, plan.options.hosts)
+            with _watched(loop, plan.options.watch and speaks):
                 outcome = ready.train()
-        return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
+        return show_outcome(loop, outcome, _command(plan)) if speaks else 0, loop.engine.world
 
 
-def _command(made: StartPlan) -> str:
-    """The command that resumes such a run; nothing for a relay, which is given the way to its coordinator again."""
-    if made.options.above is not None:
+def _command(plan: StartPlan) -> str:
+    """The command that resumes such a run; empty for a relay, which needs its coordinator's address again."""
+    if plan.options.above is not None:
         return ""
-    return "up" if made.options.up else "coordinate" if made.options.invite else "train"
+    return "up" if plan.options.up else "coordinate" if plan.options.invite else "train"
 
 
 @contextmanager
 def _watched(loop: TrainingLoop | CoordinatorLoop, wanted: bool) -> Iterator[None]:
-    """A dashboard beside the run, where one is wanted."""
+    """Show a dashboard during the run, if wanted."""
     if not wanted:
         yield
         return
@@ -128,7 +127,7 @@ def _watched(loop: TrainingLoop | CoordinatorLoop, wanted: bool) -> Iterator[Non
 
 
 def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:
-    """Arguments for workers that behave as if they were elsewhere, or slower: `slowdown` is NAME=FACTOR each."""
+    """Arguments of workers with a simulated network or speed; `slowdown` is a list of NAME=FACTOR."""
 
     def arguments(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
         factors = _factors(slowdown, names)

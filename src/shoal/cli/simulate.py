@@ -1,4 +1,4 @@
-"""`shoal simulate`: a run with any number of workers, in any weather, in virtual time."""
+"""`shoal simulate`: simulates a run with any number of workers in virtual time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from shoal.simulate.simulation import SimulationOptions
 
 _SHOWN = 8
-"""Workers that a round of scheduling shows."""
+"""Workers that are printed in a scheduling round."""
 _LAST_NOTES = 5
-"""What the coordinator told people last is shown, as it would be on its screen."""
+"""Last messages of the coordinator that are printed."""
 
 
 def run(argv: list[str]) -> int:
-    parser = make_parser("simulate", "Simulate a run: the real coordinator, protocol, codecs and rules, on a virtual clock.")
-    parser.add_argument("--workers", type=int, metavar="N", help="how many machines (default: as many as the run expects)")
-    parser.add_argument("--hours", type=float, metavar="H", help="virtual hours (default: as long as simulation.* says)")
+    parser = make_parser("simulate", "Simulate a run with the real coordinator, protocol, codecs and rules on a virtual clock.")
+    parser.add_argument("--workers", type=int, metavar="N", help="number of workers (default: as many as the run expects)")
+    parser.add_argument("--hours", type=float, metavar="H", help="virtual hours (default: by the settings of simulation)")
     parser.add_argument(
         "--weather",
         metavar="WEATHER",
@@ -32,17 +32,17 @@ def run(argv: list[str]) -> int:
         "settings list, else calm)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same simulation (default: 0)")
-    parser.add_argument("--step-s", type=float, metavar="S", help="seconds of a batch on a machine of usual speed (default: timed here)")
-    parser.add_argument("--flops", type=float, metavar="F", help="in place of --step-s: operations a second that such a machine reaches")
-    parser.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read (without --learn)")
+    parser.add_argument("--step-s", type=float, metavar="S", help="seconds per batch on a machine of usual speed (default: measured here)")
+    parser.add_argument("--flops", type=float, metavar="F", help="instead of --step-s: operations per second of such a machine")
+    parser.add_argument("--samples", type=int, metavar="N", help="number of samples; the data is then not read (without --learn)")
     parser.add_argument(
         "--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)"
     )
-    parser.add_argument("--cores", type=float, metavar="N", help="let all workers share N cores of one machine, as `shoal train` has them")
-    parser.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and some hundreds of workers")
+    parser.add_argument("--cores", type=float, metavar="N", help="all workers share N cores of one machine, as with `shoal train`")
+    parser.add_argument("--learn", action="store_true", help="workers really train: for small models and some hundreds of workers")
     parser.add_argument("--false-workers", type=float, default=0.0, metavar="SHARE", help="share of workers that send false updates")
-    parser.add_argument("--loss", type=float, metavar="L", help="tell when this loss was reached (with --learn)")
-    parser.add_argument("--plots", metavar="DIR", help="draw curves over virtual time into this folder")
+    parser.add_argument("--loss", type=float, metavar="L", help="report when this loss was reached (with --learn)")
+    parser.add_argument("--plots", metavar="DIR", help="save curves over virtual time in this folder")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments, overrides = parse(parser, argv)
     _check(arguments)
@@ -67,7 +67,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
-    """One model over several machines: there is no coordinator whose decisions could be simulated."""
+    """Simulate a pipeline, which has no coordinator."""
     from shoal.simulate.pipeline_simulation import pipelined
 
     if arguments.plots or arguments.loss is not None:
@@ -107,7 +107,7 @@ def _asked(arguments: argparse.Namespace) -> SimulationOptions:
 
 
 def _show_members(number: int, world: VirtualRun) -> None:
-    """What a round of scheduling sees: who is there, and how fast each has shown to be."""
+    """Print a scheduling round: the workers and their measured speeds."""
     rows, tasks = world.coordinator.members.table(), world.coordinator.tasks
     print(f"{world.timeline.now:8.1f} s  scheduling round {number}: {len(rows)} workers are here")
     for row in rows[:_SHOWN]:

@@ -1,4 +1,4 @@
-"""`shoal status`: how a run goes, from what its coordinator leaves in its folder, or from its database alone."""
+"""`shoal status`: shows a run's progress, from its folder or its database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shoal.runs.folder.run_reader import RunFolder
-    from shoal.transports.postgres.queries import View
+    from shoal.transports.postgres.queries import RunView
 
 
 def run(argv: list[str]) -> int:
@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
     with database_location(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres.queries import look, picture
 
-        def view() -> View:
+        def view() -> RunView:
             seen = look(connection)
             if seen is None:
                 raise ShoalError(f"{place.access.shown} holds no run yet")
@@ -61,17 +61,17 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "status",
-        "Show how a run goes. FILE is a run's folder (default: the newest in runs), or, for a run through PostgreSQL, its configuration "
+        "Show a run's progress. FILE is a run's folder (default: the newest in runs), or, for a run through PostgreSQL, its configuration "
         "or a postgresql:// address, or, from another machine, a copy of the run's owner.json. `shoal top` shows it live.",
     )
-    parser.add_argument("--once", action="store_true", help="from a database: show it once, instead of again and again on a terminal")
-    parser.add_argument("--json", action="store_true", help="once, as JSON")
+    parser.add_argument("--once", action="store_true", help="for a database: print once instead of refreshing on a terminal")
+    parser.add_argument("--json", action="store_true", help="print JSON, once")
     parser.add_argument("--grid", metavar="FILE", help="save the newest grid of samples as a PNG")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look into a database (default: 2)")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="refresh interval for a database (default: 2)")
     return parser
 
 
-def _show_live(view: Callable[[], View], every_s: float) -> None:
+def _show_live(view: Callable[[], RunView], every_s: float) -> None:
     from rich.live import Live
 
     with suppress(KeyboardInterrupt), Live(_drawn(view()), screen=False, auto_refresh=False) as live:
@@ -81,7 +81,7 @@ def _show_live(view: Callable[[], View], every_s: float) -> None:
 
 
 def folder_of(files: list[str]) -> RunFolder | None:
-    """The run whose folder is meant; None where a configuration or a database is. Raises ShoalError where there is no such run."""
+    """The run's folder; None for a configuration or a database. Raises ShoalError if there is no such run."""
     from shoal.runs.folder.run_reader import RunFolder, newest_run
 
     if not files:
@@ -91,13 +91,13 @@ def folder_of(files: list[str]) -> RunFolder | None:
 
 
 def owner_file(files: list[str]) -> Path | None:
-    """The owner.json that is meant, if one is."""
+    """The path of an owner.json, if the argument is one."""
     path = Path(files[0]) if len(files) == 1 else None
     return path if path is not None and path.suffix == ".json" and path.is_file() else None
 
 
 def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]) -> RunFolder | None:
-    """The newest run of a configuration; None for one that goes through a database, which knows more than a folder."""
+    """The newest run of a configuration; None for a run through a database, which knows more than the folder."""
     from shoal.config.schema.cluster import Postgres
     from shoal.runs.folder.run_reader import newest_run
     from shoal.transports.database_address import is_address
@@ -106,7 +106,7 @@ def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]
         return None
     loaded = load(arguments, overrides)
     if not arguments.files and any(problem.code == "missing-file" for problem in loaded.problems):
-        return newest_run(Path("runs"))  # says that there is none, which is what this person wants to know
+        return newest_run(Path("runs"))  # raises that there is no run
     settings = require(loaded).run
     return None if isinstance(settings.transport, Postgres) else newest_run(Path(settings.output_dir))
 
@@ -125,7 +125,7 @@ def _save_grid(file: str, drawn: bytes) -> None:
         Path(file).write_bytes(drawn)
     except OSError as error:
         raise ShoalError(f"cannot write {file}: {error.strerror or error}") from None
-    print(f"wrote {file}", file=sys.stderr)  # what is printed may be JSON
+    print(f"wrote {file}", file=sys.stderr)  # standard output may be JSON
 
 
 def _show_status(status: dict[str, Any], as_json: bool) -> int:
@@ -150,7 +150,7 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
     return 0
 
 
-def _drawn(view: View) -> RenderableType:
+def _drawn(view: RunView) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -163,11 +163,11 @@ def _drawn(view: View) -> RenderableType:
     columns, *rows = class_table.table(view)
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # what a worker says of itself is no markup
+        table.add_row(*(Text(cell) for cell in row))  # a worker's own text is no markup
     return Group(head, "", table)
 
 
-def _print(view: View) -> None:
+def _print(view: RunView) -> None:
     from shoal.reporters import class_table
 
     for name, text in class_table.lines(view):

@@ -1,4 +1,4 @@
-"""`shoal top`: a run at work, live in a terminal."""
+"""`shoal top`: shows a run live in the terminal."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _HEAD = 12
-"""Lines that are not the workers': what is said of the whole run, and space between."""
+"""Lines for the run's own figures and spacing."""
 _EVENTS = 6
 
 
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("shoal top", description="Show a run with its workers, live, until it ends or you press Ctrl-C.")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run's folder, or a copy of its owner.json (default: the newest in runs)")
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="refresh interval (default: 1)")
     arguments = parser.parse_args(argv)
     look, where = _looker([arguments.run] if arguments.run else [])
     if not sys.stdout.isatty():
-        raise ShoalError(f"`shoal top` draws on a terminal, and this is none: `shoal status {where}` prints once")
+        raise ShoalError(f"`shoal top` needs a terminal; `shoal status {where}` prints once")
     from rich.live import Live
 
     from shoal.runs.folder.run_reader import UNFINISHED_STATES
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
 
 
 def _looker(given: list[str]) -> tuple[Callable[[], dict[str, Any]], str]:
-    """What looks at the run that is meant, and what to call the run."""
+    """A function that reads the run's status, and the run's name."""
     if (owner := owner_file(given)) is not None:
         from shoal.runs.owner import fetch_status, read_owner_file
 
@@ -70,7 +70,7 @@ def drawn(status: dict[str, Any], height: int = 40) -> RenderableType:
 
     head = Table.grid(padding=(0, 2))
     for name, text in lines(status):
-        head.add_row(Text(name, style="dim"), Text(text))  # what a worker says of itself is no markup
+        head.add_row(Text(name, style="dim"), Text(text))  # a worker's own text is no markup
     columns, *rows = member_rows(status)
     room = max(3, height - _HEAD - _EVENTS)
     table = Table(*columns, box=None, pad_edge=False)

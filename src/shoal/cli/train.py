@@ -1,4 +1,4 @@
-"""`shoal train`: train what a configuration describes, alone or with workers on this machine."""
+"""`shoal train`: trains a model, alone or with workers on this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from shoal.errors import ShoalError
 
 
 def run(argv: list[str]) -> int:
-    parser = make_parser("train", "Train a model.")
+    parser = make_parser("train", "Train the model that a configuration describes, alone or with workers on this machine.")
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
+    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir, or the newest run with these settings")
     parser.add_argument("--workers", type=int, metavar="N", help="start a coordinator and N workers on this machine")
-    parser.add_argument("--phase", metavar="NAME", help="of a training in phases (rlhf), train this one: base, answers, reward or policy")
+    parser.add_argument("--phase", metavar="NAME", help="with rlhf: train only this phase: base, answers, reward or policy")
     parser.add_argument(
-        "--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
+        "--netem",
+        metavar="WEATHER",
+        help="simulate a network: good, cellular, satellite, degraded, brownout, or a rate: 50mbit",
     )
     parser.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`shoal up`: start a whole fleet with one command, wherever launch.kind says that its workers are."""
+"""`shoal up`: starts a coordinator and all its workers, as launch.kind says."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from shoal.launch.batch_scripts import BatchScript
     from shoal.launch.start_mode import StartPlan
 
-_WHAT = """Start a coordinator here and all its workers where launch.kind says (local, ssh, ray), and return; or write what Slurm or
-Kubernetes is given. `shoal down RUN` ends it."""
+_WHAT = """Start a coordinator here and all its workers as launch.kind says (local, ssh, ray), and return; or write files for Slurm or
+Kubernetes. `shoal down RUN` ends the run."""
 _LOG = "up.log"
 _LOOK_S = 0.1
 _OPEN_S = 600.0
-"""How long the coordinator may take to open its door: it may have data to fetch."""
+"""Time limit for the coordinator to start listening; it may download data first."""
 
 
 def run(argv: list[str]) -> int:
     parser = make_parser("up", _WHAT)
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
-    parser.add_argument("--workers", type=int, metavar="N", help="how many workers (default: those that the configuration names)")
+    parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir")
+    parser.add_argument("--workers", type=int, metavar="N", help="number of workers (default: those of the configuration)")
     parser.add_argument(
-        "--num_nodes", "--num-nodes", type=int, metavar="N", help="how many machines: one worker each, or one engine over all"
+        "--num_nodes", "--num-nodes", type=int, metavar="N", help="number of machines: one worker each, or one engine over all"
     )
     parser.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
-    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
-    parser.add_argument("--foreground", action="store_true", help="stay at the terminal, and end everything with Ctrl-C")
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
+    parser.add_argument("--foreground", action="store_true", help="stay in the terminal; Ctrl-C ends everything")
     arguments, overrides = parse(parser, argv)
     if arguments.resume and not arguments.run_dir:
         raise ShoalError("--resume: say which run goes on, with --run-dir DIR")
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
 
 
 def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Override]:
-    """How many machines and GPUs, as settings."""
+    """Number of machines and GPUs, as settings."""
     given = [Override("launch.devices_per_node", arguments.num_gpus, f"--num_gpus {arguments.num_gpus}")] if arguments.num_gpus else []
     if arguments.num_nodes is None or arguments.resume:
         return given
@@ -75,14 +75,14 @@ def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartP
 
 
 def _write(plan: StartPlan, folder: Path, arguments: argparse.Namespace) -> int:
-    """Write the script or the manifests, and say what to do with them."""
+    """Write the script or the manifests, and print how to use them."""
     from shoal.launch import batch_scripts
 
     if (folder / "config.yaml").exists():
         raise ShoalError(f"{folder} holds something already: choose another --run-dir")
     run, count = plan.run, arguments.workers or plan.run.cluster.num_workers or plan.run.launch.nodes
     if not count:
-        raise ShoalError("how many machines? Say --num_nodes N, or --workers N")
+        raise ShoalError("the number of machines is missing: add --num_nodes N, or --workers N")
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.absolute()
     config = folder / "config.yaml"
@@ -111,7 +111,7 @@ def _show(written: BatchScript) -> None:
 
 
 def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
-    """Coordinate in this process, until the run is over."""
+    """Coordinate in this process until the run ends."""
     from shoal.cli.run_command import carry_out
     from shoal.launch.up_file import written_while_up
 
@@ -122,7 +122,7 @@ def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path
 
 
 def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) -> int:
-    """Start the process that stays, wait until workers can join, and return."""
+    """Start a background process, wait until workers can join, and return."""
     from shoal.launch.up_file import running_process
 
     if running_process(folder) is not None:

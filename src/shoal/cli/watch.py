@@ -1,4 +1,4 @@
-"""`shoal watch`: runs on a page in the browser, while they go on and afterwards."""
+"""`shoal watch`: shows runs in the browser, live or afterwards."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PORT = 8650
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "shoal watch",
-        description="Show runs in the browser: live, and once they are over from beginning to end. It reads their folders only; on this "
-        "machine the printed address also lets you pause, resume and stop the run and evict workers.",
+        description="Show runs in the browser, live or replayed. It only reads their folders; on this machine, the printed address also "
+        "allows you to pause, resume and stop the run and to evict workers.",
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs' folders, to compare several (default: the newest in runs)")
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: this machine only; with --public everywhere)")
     parser.add_argument("--port", type=int, metavar="P", help=f"the port (default: {PORT}, or another if that is taken)")
     parser.add_argument(
-        "--public", action="store_true", help="let others watch, with a token that is printed; they do not learn how to join"
+        "--public", action="store_true", help="let other machines watch, with a token that is printed; it does not allow them to join"
     )
-    parser.add_argument("--token-file", metavar="FILE", help="a token of your own (16 letters at least), in a file")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with your own token (at least 16 letters)")
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     check_dashboard()
@@ -51,7 +51,7 @@ def _token(arguments: argparse.Namespace) -> str | None:
 
 
 def _address(host: str, port: int, token: str | None, word: str | None) -> str:
-    """What to open. What stands behind a `#` a browser sends to nobody by itself: the token, and the owner's word for orders."""
+    """The address to open. Browsers do not send the part after `#`, which holds the token and the owner's secret."""
     from shoal.transports.addresses import to_tell
 
     known = to_tell(host)

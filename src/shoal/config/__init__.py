@@ -1,4 +1,4 @@
-"""Configuration: one path from text to a frozen Run. Imports nothing heavy."""
+"""Configuration: from YAML text to a frozen `Run`. Imports neither torch nor NumPy."""
 
 from shoal.config.load import load
 from shoal.config.problems import ConfigError, Problem

@@ -1,4 +1,4 @@
-"""What is left to Shoal to choose: null settings get the value that follows from the others, with the reason."""
+"""Derived settings: a null setting gets the value that follows from the others, with the reason."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal.config.schema.updates import Aggregation, NearestNeighbours
 Step = Callable[[Settings], None]
 _STEPS: list[Step] = []
 USER_KINDS = ("live", "factory")
-"""Kinds of models and data that are somebody's own."""
+"""Kinds of models and data that the user's program provides."""
 
 
 def derive(settings: Settings) -> None:
-    """Fill in what follows. A step whose settings are not good is left out: the check has told why."""
+    """Fill in all derived settings. A step is skipped if a setting that it reads is invalid; that was reported already."""
     for step in _STEPS:
         try:
             step(settings)
@@ -32,41 +32,41 @@ def _step(function: Step) -> Step:
 
 
 def withstands(rule: str) -> tuple[int, int] | None:
-    """a and b of the a·f + b contributions with which a rule, or the mixing before it, withstands f false ones; None: it does not count."""
+    """(a, b) if the rule, or the mixing before it, needs a·f + b contributions to withstand f false ones; None if it has no such bound."""
     found: tuple[int, int] | None = Aggregation.kinds.get(rule, NearestNeighbours).withstands
     return found
 
 
 def quorum(rule: str, byzantine: int, bucket: int = 1) -> int:
-    """Contributions that a rule needs to withstand so many false ones. It sees buckets: the last may hold a single contribution."""
+    """Contributions that a rule needs to withstand `byzantine` false ones. With buckets, the last one may hold a single contribution."""
     factor, more = withstands(rule) or (0, 1)
     return bucket * (factor * byzantine + more - 1) + 1
 
 
 def tolerated(rule: str, count: int, bucket: int = 1) -> int:
-    """False contributions, of `count`, that a rule withstands; below 0 where there are too few even for none."""
+    """False contributions among `count` that a rule withstands; negative if `count` is too small even without any."""
     factor, more = withstands(rule) or (0, 1)
     return (-(-count // bucket) - more) // max(1, factor)
 
 
 def default_byzantine(rule: str, count: int, bucket: int = 1) -> int:
-    """f where it is left open: a quarter, as far as the rule goes."""
+    """Default of f: a quarter of the contributions, or as many as the rule withstands."""
     return max(0, min(count // 4, tolerated(rule, count, bucket)))
 
 
 def formula(rule: str, bucket: int = 1) -> str:
-    """How many a rule needs, as people write it."""
+    """The number of contributions that a rule needs, as a formula."""
     factor, more = withstands(rule) or (0, 1)
     return f"{factor}f+{more}" if bucket == 1 else f"{bucket}({factor}f+{more - 1})+1"
 
 
 def bucket_size(settings: Settings) -> int:
-    """Contributions in one row that the aggregation rule sees."""
+    """Contributions per bucket; 1 without bucketing."""
     return settings.get("updates.mixing.size") if settings.get("updates.mixing.kind") == "bucketing" else 1
 
 
 def contributions(settings: Settings) -> tuple[int | None, str]:
-    """How many contributions make an update, and the setting that says so."""
+    """The number of contributions per update, and the setting that determines it."""
     strategy: type[Strategy] = Strategy.kinds[settings.get("strategy.kind")]
     averaged = settings.get("updates.aggregation.kind") == "mean" and settings.get("updates.mixing.kind") == "none"
     if strategy.update_from == "strategy.kind" or (strategy.mean_of_one and averaged):
@@ -75,7 +75,7 @@ def contributions(settings: Settings) -> tuple[int | None, str]:
 
 
 def is_language(settings: Settings) -> bool:
-    """Whether the run learns from text."""
+    """Whether the run's task learns from text."""
     return Task.kinds[settings.get("task.kind")].needs in TEXT
 
 
@@ -95,7 +95,7 @@ def task(settings: Settings) -> None:
 
 
 def _task_of_data(settings: Settings) -> tuple[str, str]:
-    """What a model of somebody's own learns from data that settings describe."""
+    """The task of a user's model on data that the settings describe, and why."""
     kind = settings.get("data.source.kind") if ("data", "source") in settings.kinds else "live"
     if kind in USER_KINDS:
         return "custom", "the data is one's own"
@@ -158,7 +158,7 @@ def length_of_run(settings: Settings) -> None:
 
 
 def _rounds(settings: Settings) -> None:
-    """Rounds and steps follow from each other. The epochs of the data, where they are given, say how many when the data is there."""
+    """Derive rounds from steps or steps from rounds. If epochs are given, the run derives both when it has read the data."""
     inner, steps = settings.get("strategy.inner_steps"), settings.get("training.max_steps")
     if settings.get("strategy.rounds") is None and steps is not None:
         settings.derive("strategy.rounds", -(-steps // inner), "training.max_steps / strategy.inner_steps")
@@ -194,7 +194,7 @@ def tasks_want_a_scheduler(settings: Settings) -> None:
 
 @_step
 def port_of_server(settings: Settings) -> None:
-    """Where hosts reach the server at ports of their own, the server listens at the one of its own entry."""
+    """If hosts have own ports for the server, the server listens on the one in its own entry."""
     server = settings.get("cluster.server")
     host = settings.get("cluster.hosts").get(server)
     if host is not None and host.server_port is not None and not settings.given("transport.port"):
@@ -203,7 +203,7 @@ def port_of_server(settings: Settings) -> None:
 
 @_step
 def wandb_is_missing(settings: Settings) -> None:
-    """smolcluster's files log to W&B where they name a project or ask for gradient norms. Without the package that is told, not refused."""
+    """smolcluster files that name a project or ask for gradient norms log to W&B; without the package that is only a warning."""
     paths = ("logging.project", "logging.track_gradients")
     asked = [path for path in paths if settings.get(path) and _is_of(settings, path, "smolcluster")]
     if asked and not settings.given("logging.sinks") and find_spec("wandb") is None:
@@ -212,7 +212,7 @@ def wandb_is_missing(settings: Settings) -> None:
 
 
 def _is_of(settings: Settings, path: str, dialect: str) -> bool:
-    """Whether a setting was given in a file of this dialect."""
+    """Whether a file of this dialect set the setting."""
     assignment = settings.last(tuple(path.split(".")))
     return assignment is not None and assignment.layer.dialect == dialect
 
@@ -255,7 +255,7 @@ def byzantine(settings: Settings) -> None:
 
 @_step
 def robust_round(settings: Settings) -> None:
-    """Krum and Bulyan need enough contributions. A dialect file that asks for fewer gets more, and is told."""
+    """Krum and Bulyan need enough contributions: a dialect file that asks for fewer gets more, with a warning."""
     rule = settings.get("updates.aggregation.kind")
     count, path = contributions(settings)
     if withstands(rule) is None or count is None:
@@ -283,7 +283,7 @@ def memory_of_workers(settings: Settings) -> None:
 
 @_step
 def accumulation_of_global_batch(settings: Settings) -> None:
-    """A layer that gives the global batch outdates the accumulation of an earlier one: it follows from the two batch sizes."""
+    """A layer that sets the global batch overrides an earlier layer's accumulation, which then follows from the batch sizes."""
     whole, batch, given = (settings.get(f"training.{name}") for name in ("global_batch_size", "batch_size", "gradient_accumulation_steps"))
     path, rank = "training.gradient_accumulation_steps", settings.rank("training.global_batch_size")
     if whole is None or batch is None or settings.get("strategy.kind") != "local":
@@ -303,7 +303,7 @@ def accumulation_of_global_batch(settings: Settings) -> None:
 
 @_step
 def global_batch(settings: Settings) -> None:
-    """A later layer that changes a factor of the global batch size outdates it."""
+    """A later layer that changes a factor of the global batch size overrides it."""
     whole = settings.get("training.global_batch_size")
     if whole is None:
         return

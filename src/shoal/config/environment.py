@@ -1,4 +1,4 @@
-"""What the environment says beside a configuration."""
+"""Environment variables that are not settings."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 
 def database_password() -> str | None:
-    """The password for an address that has none."""
+    """Password for a database address without one."""
     return os.environ.get("DB_PASSWORD") or None
 
 
 def join_token() -> str | None:
-    """The token for joining, where the command line does not name it."""
+    """Join token, if the command line has none."""
     return os.environ.get("SHOAL_TOKEN") or None
 
 
 def coordinator_secrets() -> tuple[str, str] | None:
-    """The token and the secret key of a coordinator that begins, where whoever started it has made them already."""
+    """Join token and secret key of a new coordinator, if the process that started it has created them."""
     token, secret = os.environ.get("SHOAL_TOKEN"), os.environ.get("SHOAL_SECRET_KEY")
     return (token, secret) if token and secret else None
 
 
 def state_folder() -> Path:
-    """Where programs of this user keep what they need to go on after a break (the XDG base directories say so)."""
+    """Shoal's folder in the user's XDG state directory."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "shoal"

@@ -1,4 +1,4 @@
-"""What each setting means: the text under its field in the schema, read from the source."""
+"""Descriptions of settings: the docstrings under the schema's fields, read from the source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.config.fields import Section
 
 
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """The text under each field of a section, by name."""
+    """The docstring under each field of a section, by name."""
     docs: dict[str, str] = {}
     for base in reversed(section.__mro__[:-2]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]

@@ -1,4 +1,4 @@
-"""How a section of the configuration is declared, checked and frozen.
+"""Sections of the configuration: how they are declared, checked and frozen.
 
 A section is a class with annotated fields and defaults; docstrings say what they mean:
 
@@ -9,7 +9,7 @@ A section is a class with annotated fields and defaults; docstrings say what the
         '''Extra powers of two of head-room in the scale.'''
 
 Types are the ordinary ones (`int | None`, `Literal[...]`, `tuple[str, ...]`, `Mapping[str, Host]`, other sections), and a union of
-sections is told apart by `kind`. Checking reports every fault with the node it stands at, and never stops at the first.
+sections is distinguished by `kind`. A check reports every fault with its node; it does not stop at the first.
 Why not pydantic: importing its BaseModel alone takes about as long as all of `shoal config check` (`make bench` shows both).
 """
 
@@ -87,7 +87,7 @@ class Secret:
 
 
 class Fault(NamedTuple):
-    """What is wrong at one place of the tree. `at` is the node, or the key of the mapping where there is no value to show."""
+    """A problem at one place of the tree. `at` is the node; `key` a key of it, if the problem is the key itself."""
 
     code: str
     message: str
@@ -111,13 +111,13 @@ INVALID: Any = object()
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Section:
-    """A frozen group of settings. Construct it with keywords; everything a user writes goes through `check` first."""
+    """A frozen group of settings, constructed with keywords. What a user writes is checked first (`SectionType`)."""
 
     __slots__ = ()
     _fields: ClassVar[dict[str, Field]] = {}
     _declared: ClassVar[dict[str, tuple[Any, Any]]] = {}
     _shorthand: ClassVar[bool] = False
-    """Whether the word `gan` may stand for `{kind: gan}`."""
+    """Whether `gan` may stand for `{kind: gan}`."""
 
     def __init_subclass__(cls) -> None:
         declared = dict(cls._declared)
@@ -147,7 +147,7 @@ class Section:
 
     @classmethod
     def checker(cls) -> Checker:
-        """Checks a setting whose type is this section."""
+        """The checker for a setting of this type."""
         return SectionType(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -170,7 +170,7 @@ class Section:
 
 
 def _is_class_variable(annotation: Any) -> bool:
-    """Whether an annotation is of a fact about the class, which is no setting."""
+    """Whether an annotation is a ClassVar, which is no setting."""
     return (
         annotation.startswith("ClassVar") if isinstance(annotation, str) else annotation is ClassVar or get_origin(annotation) is ClassVar
     )
@@ -194,7 +194,7 @@ class Field(NamedTuple):
 
 
 def shorthand_of(value: object) -> str | None:
-    """The word that stands for a whole section, where its kind is all there is to say; None: it needs more than a word."""
+    """The kind of a section that can be written as its kind alone; None if it has settings."""
     return getattr(value, "kind", None) if isinstance(value, Section) and value._shorthand and len(value._declared) == 1 else None
 
 
@@ -213,7 +213,7 @@ def as_data(value: object, *, mask: str | None = Secret.MASK) -> Any:
 
 
 class Checker:
-    """Checks a tree and gives the frozen value, or INVALID after adding to `faults`. `expected` completes "expected …"."""
+    """Checks a tree: returns the frozen value, or adds to `faults` and returns INVALID. `expected` completes "expected …"."""
 
     @property
     def expected(self) -> str:
@@ -228,7 +228,7 @@ class Checker:
         return INVALID
 
     def sections(self) -> Iterator[type[Section]]:
-        """The sections a value of this type can be made of."""
+        """The sections that a value of this type can have."""
         return iter(())
 
 
@@ -276,7 +276,7 @@ class NumberType(Checker):
 
     @staticmethod
     def hint(value: object) -> str:
-        """What somebody meant who wrote a number that is none."""
+        """A hint for text that looks like a number."""
         if not isinstance(value, str) or not value.isascii():
             return ""
         digits = value.replace("_", "")
@@ -417,7 +417,7 @@ class SectionType(Checker):
 
 
 class TaggedType(Checker):
-    """A union of sections; `kind` says which. `kinds` may grow: a plugin adds to it."""
+    """A union of sections, chosen by `kind`. Plugins add to `kinds`."""
 
     def __init__(self, kinds: Mapping[str, type[Section]], shorthand: bool = False, open: bool = False) -> None:
         """`shorthand`: a kind alone may stand for `{kind: …}`. `open`: plugins may add kinds."""
@@ -452,7 +452,7 @@ class TaggedType(Checker):
         return value
 
     def elsewhere(self, fault: Fault, chosen: str, depth: int) -> Fault:
-        """An unknown key that another kind has is a likely slip."""
+        """Improve the help of an unknown key that belongs to another kind."""
         if fault.code != "unknown-key" or len(fault.path) != depth + 1:
             return fault
         others = [f"`{kind}`" for kind, section in self.kinds.items() if fault.key in section.fields()]

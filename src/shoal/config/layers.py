@@ -1,7 +1,7 @@
-"""Layers of settings become one tree, and the merge keeps the history of every value.
+"""Merges layers of settings into one tree and keeps the history of every value.
 
 Mappings merge, lists replace, null is null. Where a later layer changes the `kind` of a union, the earlier layers' settings of the old
-kind are dropped. A setting that a dialect meant for one kind (its `only_for`) waits until that kind is chosen, in whatever layer.
+kind are dropped. A setting that a dialect meant for one kind (its `only_for`) takes effect only if that kind is chosen, in any layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key = tuple[str, ...]
 
 
 DERIVED = "derived"
-"""The layer of values that follow from others."""
+"""Name of the layer of derived values."""
 
 
 class Layer(NamedTuple):
@@ -40,9 +40,9 @@ class Assignment(NamedTuple):
     key: Span
     layer: Layer
     only_for: tuple[tuple[Key, tuple[str, ...]], ...] = ()
-    """Unions and the kinds of each under which the value counts."""
+    """Unions, each with the kinds for which the value takes effect."""
     because: str = ""
-    """Why, for a value that nobody wrote."""
+    """Reason of a value that no file or option set."""
 
 
 class Dropped(NamedTuple):
@@ -51,18 +51,18 @@ class Dropped(NamedTuple):
     assignment: Assignment
     reason: str
     by: Assignment | None
-    """What decided it."""
+    """The assignment that made it ineffective."""
 
 
 class UnavailableError(Exception):
-    """A setting that did not pass its own check, or that the chosen kind does not have."""
+    """The setting is invalid, or the chosen kind does not have it."""
 
 
 class Settings:
     """The merged settings, before and while they are checked."""
 
     def __init__(self, assignments: Iterable[Assignment], processes: int | None = None) -> None:
-        """`processes`: how many this one is of, where somebody has started several."""
+        """`processes`: number of processes that were started together (torchrun), if known."""
         self.processes = processes
         self.assignments = sorted(map(_expand_shorthand, assignments), key=lambda assignment: assignment.layer.rank)
         self.problems: list[Problem] = []
@@ -87,7 +87,7 @@ class Settings:
             self._name_kind(union, kind)
 
     def _name_kind(self, union: Key, kind: str) -> None:
-        """Where settings of a union are given and its kind is left at the default, the tree says so too."""
+        """Add the default kind to a union whose settings are given without a kind."""
         branch: Tree | None = self.tree
         for name in union:
             branch = branch.get(name) if isinstance(branch, dict) else None
@@ -95,7 +95,7 @@ class Settings:
             branch["kind"] = YamlNode(kind, SourceText("default", kind="default").whole(), user_path=".".join((*union, "kind")))
 
     def _decide(self, union: Key) -> Assignment | None:
-        """Choose the kind of a union; the assignment that changed it to what it is."""
+        """Choose the kind of a union; returns the assignment that chose it."""
         default = default_at(union)
         kind = getattr(default, "kind", None)
         decider = None
@@ -126,7 +126,7 @@ class Settings:
         *parents, last = assignment.path
         value = assignment.node.value
         if value is None and isinstance(checker_at(assignment.path, self.kinds), (SectionType, TaggedType, MappingType)):
-            return  # an empty section: nothing is set here
+            return  # an empty section sets nothing
         branch = self.tree
         for name in parents:
             below = branch.get(name)
@@ -141,20 +141,20 @@ class Settings:
         branch[last] = assignment.node
 
     def add(self, assignment: Assignment) -> None:
-        """A value that was derived from the others."""
+        """Add a derived value."""
         self.history.setdefault(assignment.path, []).append(assignment)
         self._put(assignment)
 
     # --- reading --------------------------------------------------------------------------------
 
     def last(self, path: Key) -> Assignment | None:
-        """The assignment that gave a setting its value; None where it has its default."""
+        """The assignment that determined a setting's value; None for a default."""
         path = (*path, "kind") if path in _shorthand_unions() else path
         above = [self.history[path[:length]][-1] for length in range(1, len(path) + 1) if path[:length] in self.history]
         return max(above, key=lambda assignment: assignment.layer.rank, default=None)
 
     def get(self, dotted: str) -> Any:
-        """The value of a setting. UnavailableError if it is not a good one, or not a setting of the kind that was chosen."""
+        """The value of a setting. Raises UnavailableError if it is invalid or the chosen kind does not have it."""
         path = tuple(dotted.split("."))
         tree: Tree | None = self.tree
         for name in path:
@@ -171,7 +171,7 @@ class Settings:
         return value
 
     def given(self, dotted: str) -> bool:
-        """Did somebody write this setting (not a default, not null)?"""
+        """Whether a file, option or program set this setting to a value other than null."""
         assignment = self.last(tuple(dotted.split(".")))
         return assignment is not None and assignment.node.value is not None and assignment.node.span.source.kind != "default"
 
@@ -180,7 +180,7 @@ class Settings:
         return assignment.layer.rank if assignment else -1
 
     def devices(self) -> int | None:
-        """Devices that take batches of their own in a run without other workers; None: the run takes those that it finds."""
+        """Devices that take separate batches in a single-worker run; None: all devices that the run finds."""
         engine = Engine.kinds[self.get("engine.kind")]
         if engine.reads_whole_batches:
             return 1
@@ -190,7 +190,7 @@ class Settings:
         return self.processes if engine.several_processes else 1
 
     def labels(self, *dotted: str) -> tuple[Label, ...]:
-        """Where settings were set, with what; settings that have their default have no place."""
+        """Labels at the places where settings were set; defaults have none."""
         labels = []
         for name in dotted:
             assignment = self.last(tuple(name.split(".")))
@@ -204,12 +204,12 @@ class Settings:
         return (assignment.node.user_path if assignment else "") or dotted
 
     def report(self, code: str, message: str, *paths: str, help: str = "", severity: Severity = "error") -> None:
-        """A problem at the places where the settings of these paths were set."""
+        """Report a problem at the places where these settings were set."""
         labels = self.labels(*paths)
         self.problems.append(Problem(code, message, labels, self.spelling(paths[0]), help, severity))
 
     def derive(self, dotted: str, value: Any, because: str) -> None:
-        """Give a setting the value that follows from others."""
+        """Set a derived value with its reason."""
         source = SourceText(because, kind="default")
         node = node_of(value, source.whole(), dotted)
         self.add(Assignment(tuple(dotted.split(".")), node, node.span, Layer(DERIVED, 1_000_000), because=because))
@@ -220,7 +220,7 @@ class Settings:
 
 @lru_cache(maxsize=1)
 def unions() -> tuple[Key, ...]:
-    """Every path of the schema where a `kind` decides what else there is."""
+    """Every path of the schema with a union, whose `kind` decides its other settings."""
     return tuple(_unions(Run, ()))
 
 
@@ -235,7 +235,7 @@ def _unions(section: type[Section], path: Key) -> Iterator[Key]:
 
 @lru_cache(maxsize=1)
 def _shorthand_unions() -> frozenset[Key]:
-    """The unions in which a word alone may stand for a kind."""
+    """The unions that may be written as a kind alone."""
     return frozenset(path for path in unions() if (union := union_at(path, {})) and union.shorthand)
 
 
@@ -251,7 +251,7 @@ def _inner(checker: Checker) -> Checker:
 
 
 def _earlier(assignment: Assignment, decider: Assignment) -> bool:
-    """Whether one was given in an earlier layer than the other. A command line is one layer, in whatever order its options stand."""
+    """Whether an assignment is in an earlier layer than another. All options of a command line are one layer."""
     same = assignment.node.span.source.kind == decider.node.span.source.kind == "command line"
     return not same and assignment.layer.rank < decider.layer.rank
 
@@ -302,7 +302,7 @@ def default_at(path: Key, kinds: dict[Key, str] | None = None) -> Any:
 
 @lru_cache
 def _defaults() -> Run:
-    """A run of which nothing was set. It never changes, and it is asked for a hundred times when a file is read."""
+    """A run with all defaults; cached, since reading a file needs it a hundred times."""
     return Run()
 
 

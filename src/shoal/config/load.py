@@ -1,4 +1,4 @@
-"""From files, environment and command line to one frozen Run: the only way there."""
+"""Loads files, environment variables and command-line options into one frozen `Run`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shoal.config import derived_values, rules
 from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
-from shoal.config.dialects.table import WrittenKeys, belongs, leaves, parse_target
+from shoal.config.dialects.table import WrittenKeys, leaves, parse_target, placement_hint
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
 from shoal.config.layers import Assignment, Key, Layer, Settings
 from shoal.config.presets import find as find_preset
@@ -37,7 +37,7 @@ class Override(NamedTuple):
     argument: str
     """As it was typed."""
     exact: bool = True
-    """A full path; otherwise the end of one is enough."""
+    """Whether `path` is a full path; otherwise its end is enough."""
 
 
 class ConfigFile(NamedTuple):
@@ -48,7 +48,7 @@ class ConfigFile(NamedTuple):
 
 
 class LoadedConfig:
-    """The outcome: the run if there is one, the settings with their history, and all problems."""
+    """The result of loading: the run if it is valid, the settings with their history, and all problems."""
 
     def __init__(self, settings: Settings, problems: list[Problem], files: list[_ParsedFile]) -> None:
         self.settings = settings
@@ -94,9 +94,9 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     resolved: bool = False,
 ) -> LoadedConfig:
-    """Read, translate, merge, check, derive. Never raises for what a user wrote: `problems` has it all.
+    """Read, translate, merge, check, derive. Does not raise for mistakes in the files: `problems` has them.
 
-    `resolved`: the files were written by Shoal from settings that passed; rules between settings are not applied again.
+    `resolved`: Shoal wrote the files from checked settings; rules between settings are not applied again.
     """
     return _Loader(os.environ if environ is None else environ, dialect, resolved=resolved).load(files, list(overrides))
 
@@ -110,7 +110,7 @@ def resolve_data(
     overrides: Iterable[Override] = (),
     key_style: str = '["{}"]',
 ) -> LoadedConfig:
-    """The same for settings given in Python: `name` is what the program calls them, `key_style` how it reaches one of them."""
+    """The same for settings from Python. `name` and `key_style` are how messages show a value's place: `config["a"]["b"]`."""
     loader = _Loader(os.environ if environ is None else environ, dialect)
     root = python_node(data, name, key_style=key_style)
     return loader.finish([_ParsedFile(root, Layer(name, 10, dialect))], list(overrides))
@@ -167,7 +167,7 @@ class _Loader:
         return files
 
     def possible(self, root: YamlNode) -> list[str]:
-        """The dialects a file may be written in. Its own `dialect:` line is taken out."""
+        """The dialects that a file may be written in; removes its `dialect:` line."""
         entry = root.value.pop("dialect", None)
         if entry is None:
             return candidates(root)
@@ -234,9 +234,9 @@ class _Loader:
         return []
 
     def match(self, override: Override, paths: list[str], name: str, key: Any) -> str | None:
-        """The full path an override means in a dialect: None if none, '' once an ambiguous one has been reported.
+        """The full path of an override in a dialect; None if there is none, '' if it is ambiguous, which is reported.
 
-        Of several settings with the name the nearest to the top is meant, and among those the one in `training`.
+        Of several settings with the name, the one nearest to the top wins, then the one in `training`.
         """
         wanted = override.path
         knows = native_knows if name == NATIVE else DIALECTS[name].knows
@@ -262,7 +262,7 @@ class _Loader:
 
     @staticmethod
     def target(path: str, name: str) -> object:
-        """What a path sets: two spellings of one setting are no ambiguity."""
+        """The setting that a path sets; two spellings of one setting are not ambiguous."""
         found = None if name == NATIVE else DIALECTS[name].trie.find(tuple(path.split(".")))
         return found.row.to if found and found.row else path
 
@@ -303,12 +303,12 @@ class _Loader:
         return loaded
 
     def problem(self, fault: Fault, settings: Settings) -> Problem:
-        """A fault of the tree, told at the place and in the words of the one who wrote it."""
+        """The problem for a fault, at its place in the user's file and in the user's spelling."""
         path = tuple(str(step) for step in fault.path)
         if fault.code in ("unknown-key", "missing-key"):
             spans = _key_spans(fault, path, settings)
             note = "not a setting here" if fault.code == "unknown-key" else ""
-            home = belongs(path[-1], native_paths()) if fault.code == "unknown-key" else ""
+            home = placement_hint(path[-1], native_paths()) if fault.code == "unknown-key" else ""
             help = f"{fault.help[:-1]}, or {home}?" if home and fault.help.startswith("did you mean") else fault.help or home
             return Problem(fault.code, fault.message, tuple(Label(span, note) for span in spans), ".".join(path), help)
         node = fault.at if isinstance(fault.at, YamlNode) else None
@@ -323,9 +323,9 @@ class _Loader:
         return Problem(fault.code, f"`{spelling}`: {fault.message}", (Label(node.span, note),), spelling, fault.help)
 
     def without_effect(self, settings: Settings) -> list[Problem]:
-        """A warning for each key that was written and waits for another kind, unless it counts elsewhere."""
+        """A warning for each written key that takes effect only with another kind."""
         alive = {id(assignment.key) for history in settings.history.values() for assignment in history}
-        told = []
+        warnings = []
         for assignment, reason, by in settings.dropped:
             if (
                 assignment.only_for
@@ -336,8 +336,8 @@ class _Loader:
                 if by and by.node.span.source.kind != "default":
                     labels = (*labels, Label(by.node.span, "decided here"))
                 spelling = assignment.node.user_path
-                told.append(Problem("no-effect", f"`{spelling}` has no effect: {reason}", labels, spelling, severity="warning"))
-        return told
+                warnings.append(Problem("no-effect", f"`{spelling}` has no effect: {reason}", labels, spelling, severity="warning"))
+        return warnings
 
 
 def _native_leaves(path: Key, node: YamlNode) -> Iterable[tuple[Key, YamlNode, Any]]:
@@ -364,7 +364,7 @@ def _key_spans(fault: Fault, path: Key, settings: Settings) -> list[Any]:
 
 
 def _ancestor_key(assignment: Assignment, path: Key) -> Any:
-    """The place of a key above a value: found in the text, since only leaves keep theirs."""
+    """The place of a key above a value, searched in the text, since only leaves keep theirs."""
     source, name = assignment.key.source, path[-1]
     for number in range(assignment.key.line, 0, -1):
         line = source.line(number) or ""

@@ -1,4 +1,4 @@
-"""The machines that a run is planned for: a file of names, and what each is able to do.
+"""Machines for `shoal plan`: a YAML file with their names and capabilities.
 
 laptop: {count: 3, memory_gb: 16, steps_per_s: 2.5, bandwidth_mbps: 50, latency_ms: 20}
 server: {memory_gb: 80, flops: 2.0e13, devices: 8, bandwidth_mbps: 1000, price_per_hour: 2.5}
@@ -26,30 +26,30 @@ from shoal.config.text import YamlNode, read
 
 
 class MachineKind(Section):
-    """Some machines that are alike."""
+    """One or more equal machines."""
 
     count: PositiveInt = 1
-    """How many there are."""
+    """Number of machines."""
     memory_gb: PositiveFloat | None = None
-    """Memory that one of them has for training, or one of its devices; null: enough."""
+    """Memory for training of one machine, or of one of its devices; null: unlimited."""
     steps_per_s: PositiveFloat | None = None
-    """Batches that it was seen to learn from in a second, of the size that the run's settings have."""
+    """Measured training speed, in batches of the configured size per second."""
     flops: PositiveFloat | None = None
-    """Operations a second that it reaches while it trains; counts where steps_per_s is null."""
+    """Floating-point operations per second while training; used if steps_per_s is null."""
     devices: PositiveInt = 1
-    """Devices of one of them, which an engine makes one worker of. Memory and speed are those of one device."""
+    """Devices per machine, which form one worker. Memory and speed are those of one device."""
     device_mbps: PositiveFloat = 100_000.0
-    """What travels between two of its devices, in megabits a second."""
+    """Bandwidth between two devices, in Mbit/s."""
     bandwidth_mbps: PositiveFloat = 1000.0
-    """Of its link to the coordinator, each way."""
+    """Bandwidth to the coordinator, in Mbit/s each way."""
     latency_ms: NonNegativeFloat = 0.5
-    """There and back."""
+    """Round-trip time to the coordinator."""
     price_per_hour: NonNegativeFloat = 0.0
-    """Of one of them, in any currency."""
+    """Price of one machine, in any currency."""
 
 
 def read_machines(path: str) -> Mapping[str, MachineKind]:
-    """The machines of a file, by name. Raises ConfigError with every problem, at its place."""
+    """The machines of a file, by name. Raises ConfigError with every problem at its place."""
     problems: list[Problem] = []
     root, faults = read(path, problems.append), Faults()
     found: Any = INVALID if root is None else MappingType(SectionType(MachineKind)).check(root, (), faults)
@@ -69,7 +69,7 @@ def _without_speed(root: YamlNode, machines: Mapping[str, MachineKind]) -> list[
 
 
 def _problem(fault: Fault) -> Problem:
-    """A fault, at the place of the file where it stands."""
+    """The problem for a fault, at its place in the file."""
     path = ".".join(str(step) for step in fault.path)
     message = fault.message if fault.code == "unknown-key" else f"`{path}`: {fault.message}"
     nested = fault.code == "unknown-key" and fault.path[:1] == ("machines",)

@@ -1,4 +1,4 @@
-"""Rewrite a dialect file as a native one, with its comments."""
+"""Rewrites a dialect file as a native one, with its comments."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Writer:
         return "\n".join(rows) + "\n"
 
     def tree(self) -> dict[str, Any]:
-        """The settings worth writing: what was written, and what the dialect added that is not the native default."""
+        """The settings to write: those of the file, and the dialect's defaults that differ from the native ones."""
         tree: dict[str, Any] = {}
         for path, history in self.settings.history.items():
             assignment = self.chosen(history)
@@ -77,7 +77,7 @@ class _Writer:
 
     @staticmethod
     def chosen(history: list[Assignment]) -> Assignment | None:
-        """A derived value counts only where it corrects one that was written."""
+        """The assignment to write; a derived value only if it corrects one of the file."""
         by_hand = [assignment for assignment in history if assignment.layer.name != "derived"]
         corrected = by_hand and by_hand[-1].node.value is not None and by_hand[-1].node.span.source.kind == "file"
         return history[-1] if corrected else (by_hand[-1] if by_hand else None)
@@ -125,7 +125,7 @@ def _text(node: YamlNode) -> str:
 
 
 def _comments(settings: Settings, source: SourceText) -> dict[int, list[str]]:
-    """The comment lines above each line that sets something; those that open the file under 0."""
+    """The comment lines above each line with a setting; those at the top of the file under 0."""
     lines = sorted({a.key.line for history in settings.history.values() for a in history if a.node.span.source is source})
     found: dict[int, list[str]] = {}
     previous = 0
@@ -140,5 +140,5 @@ def _comments(settings: Settings, source: SourceText) -> dict[int, list[str]]:
 
 
 def _unquoted(line: str) -> str:
-    """The line with quoted text blanked, so that a # in it is no comment."""
+    """The line with quoted text blanked out, so that a # in it does not start a comment."""
     return re.sub(r""""(?:[^"\\]|\\.)*"|'[^']*'""", lambda match: "x" * len(match.group()), line)

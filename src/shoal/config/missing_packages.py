@@ -1,7 +1,6 @@
-"""What `shoal train` refuses although every setting is good: packages that are not installed here.
+"""Optional packages that a run needs and this machine lacks.
 
-`shoal config check` asks here, too, and says it beforehand, in the same words. Packages are a matter of the machine: the check only warns,
-since the run may be for another one.
+`shoal train` refuses to start without them; `shoal config check` only warns, since the run may be for another machine.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class Package(NamedTuple):
     """A package that only some runs need."""
 
     path: str
-    """The setting that asks for it."""
+    """The setting that needs it."""
     module: str
     wanted: Callable[[Run], bool]
     message: str
@@ -73,7 +72,7 @@ _PACKAGES = (
 
 
 def package_problems(loaded: LoadedConfig, *, packages: Severity = "error") -> list[Problem]:
-    """Everything that a run with these settings is refused for. `packages`: how bad it is that one is not installed."""
+    """A problem of severity `packages` for each missing package."""
     settings = loaded.settings
     return [
         Problem("missing-package", message, settings.labels(path), settings.spelling(path), severity=packages)

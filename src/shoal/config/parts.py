@@ -1,6 +1,6 @@
-"""Parts of which there are several kinds, and to which anybody may add: one family for models, one for tasks, one for codecs and so on.
+"""Parts: sections with several kinds, to which plugins can add. There is a family for models, one for tasks, one for codecs …
 
-A family is a class of settings, and each of its kinds a class below it:
+A family is a class of settings; each kind is a subclass:
 
     class Codec(Part):
         '''How an update travels.'''
@@ -9,9 +9,8 @@ A family is a class of settings, and each of its kinds a class below it:
         '''16-bit floats: half the bytes.'''
         kind: Literal["fp16"] = "fp16"
 
-To define the class is to register the kind: from then on it can be chosen, and is checked, explained and documented. `built_by` names what
-makes the part itself, which is imported when it is first needed: nothing here imports torch. What a part needs, and how it shows itself,
-are class variables of its family. A plugin's part takes the same way; its code has been imported, so it says `@builds(Fp16Codec)` there.
+Defining the class registers the kind. `built_by` names the function or class that builds the part; it is imported when it is first needed,
+so that the configuration imports no torch. Class variables of the family say what a part needs. A plugin uses `@builds(Fp16Codec)` instead.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ class Part(Section):
 
     kind: str
     kinds: ClassVar[dict[str, Any]] = {}
-    """The kinds of this family, by name: classes below it."""
+    """The kinds of this family, by name."""
     noun: ClassVar[str] = "part"
-    """What messages call a member of this family."""
+    """Name of the family in messages."""
     made_by: ClassVar[Any] = None
-    """What makes the part: `module:name`, `module`, or the function or class itself; None: nothing has said so yet."""
+    """The builder: `module:name`, `module`, or the function or class itself; None until @builds sets it."""
 
     def __init_subclass__(cls, *, built_by: str | None = None, noun: str = "", shorthand: bool = False, shared: bool = False) -> None:
-        """`noun` and `word` are a family's: what messages call it, and whether a word alone may stand for a kind. `shared`: this class is
-        no kind, but what several kinds below it have in common."""
+        """`noun` and `shorthand` are for families: the name in messages, and whether a kind alone may stand for `{kind: …}`.
+        `shared`: this class is a base of several kinds and no kind itself."""
         super().__init_subclass__()
         if Part in cls.__bases__:
             cls.kinds, cls.noun, cls._shorthand = {}, noun, shorthand
@@ -67,7 +66,7 @@ class Part(Section):
 
     @classmethod
     def builder(cls) -> Any:
-        """What makes the part. Raises ShoalError where nothing does."""
+        """The builder of this kind. Raises ShoalError if it has none."""
         if cls.made_by is None:
             raise ShoalError(
                 f"nothing makes the {cls.noun} `{kind_of(cls)}` ({source_location(cls)}): decorate a function or a class with "
@@ -81,7 +80,7 @@ class Part(Section):
 
 
 def builds(settings: type[Part]) -> Callable[[Built], Built]:
-    """Says that the function or class below makes the part with these settings."""
+    """Decorator: the function or class builds the part with these settings."""
 
     def register(made_by: Built) -> Built:
         if settings.is_built():
@@ -109,7 +108,7 @@ def all_parts() -> Iterator[type[Part]]:
 
 
 def used_by(value: object) -> Iterator[type[Part]]:
-    """The kinds of all parts that some settings choose."""
+    """The kinds of all parts that these settings choose."""
     if isinstance(value, Part):
         yield type(value)
     below = [getattr(value, name) for name in value.fields()] if isinstance(value, Section) else []

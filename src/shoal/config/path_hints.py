@@ -1,4 +1,4 @@
-"""Settings that name a folder or file of this machine, or something on the Hugging Face hub."""
+"""Hints for settings that name a local path or something on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz"
 
 
 def missing_path_hint(name: str) -> str:
-    """What is wrong with a name that can only be a path, where nothing is at that path; empty for other names.
+    """A message if the name can only be a path and nothing is there; otherwise an empty string.
 
-    On the hub names are `name` or `owner/name`, so nobody who wrote a path is told about the hub.
+    Names on the hub are `name` or `owner/name`.
     """
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.endswith(_FILES)
     path = Path(name).expanduser()

@@ -1,7 +1,7 @@
-"""Other people's parts: found, imported, and known by name and digest.
+"""Plugins: finding, importing, and identifying them by name and digest.
 
-Nothing is imported unless somebody at this machine names it, on the command line or in Python. No configuration and no coordinator can:
-what they say is data. A run's folder and a coordinator's welcome hold the names and the digests of plugins, never their code.
+A plugin is imported only if the user of this machine names it, on the command line or in Python; a configuration or a coordinator cannot.
+A run's folder and a coordinator's welcome hold names and digests of plugins, never their code.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from shoal.config.schema import Run
 
 GROUP = "shoal.plugins"
-"""The group of entry points in which an installed package says that it has a plugin."""
+"""Entry-point group with which installed packages declare plugins."""
 
 
 class Plugin(NamedTuple):
-    """A plugin that was imported here."""
+    """A plugin that this process has imported."""
 
     name: str
-    """What everybody calls it: the name of its file, of its module, or of its entry point."""
+    """Its name on all machines: that of its file, module or entry point."""
     given: str
-    """What was typed to name it."""
+    """The argument that named it."""
     path: Path
     module: str
     digest: str
-    """SHA-256 of its file; of all its Python files, where it is a package."""
+    """SHA-256 of its file, or of all Python files of a package."""
 
 
 _NAME, _DIGEST = re.compile(r"[\w.-]{1,200}"), re.compile(r"[0-9a-f]{64}")
@@ -49,7 +49,7 @@ LOADED: dict[str, Plugin] = {}
 def load(*named: str | Path) -> list[Plugin]:
     """Import plugins: files, modules by their dotted names, or entry points of installed packages. Raises ShoalError.
 
-    One that was imported before is left as it is, unless its file has changed: then the new one takes its place.
+    A plugin that was imported before is kept, unless its file has changed; then it is imported again.
     """
     return [_load(str(given)) for given in named]
 
@@ -86,7 +86,7 @@ def _load_file(given: str, path: Path) -> Plugin:
 
 
 def _import(plugin: Plugin, run: Callable[[], object]) -> Plugin:
-    """Run a plugin's code. Where that fails, nothing of it is left."""
+    """Run a plugin's code; if it fails, unregister all of it."""
     try:
         run()
         _expect_builders(plugin)
@@ -109,7 +109,7 @@ def _run_file(name: str, path: Path) -> None:
 
 
 class _UncachedLoader(SourceFileLoader):
-    """Compiles what the file holds now. Python's own cache goes by the second in which a file was changed, which may be the same."""
+    """Compiles the file as it is now. Python's bytecode cache compares seconds, in which a file may change twice."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -118,7 +118,7 @@ class _UncachedLoader(SourceFileLoader):
 
 
 def _format_error(error: BaseException, path: Path) -> str:
-    """An error of a plugin's own, with the line of the plugin that led to it."""
+    """An error in a plugin, with the plugin's line that caused it."""
     line, trace = 0, error.__traceback__
     while trace is not None:
         line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == str(path) else line
@@ -128,7 +128,7 @@ def _format_error(error: BaseException, path: Path) -> str:
 
 
 def unload(plugin: Plugin) -> None:
-    """Take a plugin's parts back, as if it had never been imported."""
+    """Unregister a plugin's parts and forget its modules."""
     for family in parts.FAMILIES.values():
         for kind in [kind for kind, part in family.kinds.items() if _is_of(part.__module__, plugin)]:
             del family.kinds[kind]
@@ -138,7 +138,7 @@ def unload(plugin: Plugin) -> None:
 
 
 def _expect_builders(plugin: Plugin) -> None:
-    """Raise ShoalError where a plugin has settings of a part, and nothing that makes it."""
+    """Raise ShoalError if a part of a plugin has no builder."""
     for family in parts.FAMILIES.values():
         for part in [part for part in family.kinds.values() if _is_of(part.__module__, plugin)]:
             if not part.is_built():
@@ -150,7 +150,7 @@ def _is_of(module: str, plugin: Plugin) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file; of a package, that of all its Python files with their names."""
+    """SHA-256 of a file, or of all Python files of a package with their names."""
     if path.name != "__init__.py":
         return hashlib.sha256(path.read_bytes()).hexdigest()
     digest = hashlib.sha256()
@@ -160,7 +160,7 @@ def _digest(path: Path) -> str:
 
 
 def _entry_points() -> dict[str, str]:
-    """The modules of the plugins that installed packages have, by name."""
+    """Modules of plugins in installed packages, by name."""
     from importlib.metadata import entry_points
 
     return {point.name: point.module for point in entry_points(group=GROUP)}
@@ -185,9 +185,9 @@ def _not_found(given: str) -> str:
 
 
 def needed_by(run: Run) -> dict[str, str]:
-    """The plugins whose parts a run uses: their digests by name. Raises ShoalError where other processes could not have a part.
+    """Digests of the plugins whose parts a run uses, by name. Raises ShoalError for a part that other processes could not import.
 
-    What a program declares itself is enough for a run within that program.
+    A part that the program itself declares is allowed if the whole run is in this process.
     """
     within = run.strategy.kind == "local" or run.transport.kind == "in-process"
     found: dict[str, str] = {}
@@ -204,7 +204,7 @@ def needed_by(run: Run) -> dict[str, str]:
 
 
 def require_same(needed: Mapping[str, str], what: str) -> None:
-    """Whether the plugins that are needed were named here, and are the same. `what` needs them. Raises ShoalError."""
+    """Raise ShoalError unless every needed plugin was loaded here in the same version. `what` names the run in messages."""
     for name, digest in needed.items():
         if not _NAME.fullmatch(str(name)) or not _DIGEST.fullmatch(str(digest)):
             raise ShoalError(f"{what} names a plugin in an impossible way: {name!r}, {digest!r}")
@@ -212,7 +212,7 @@ def require_same(needed: Mapping[str, str], what: str) -> None:
     if missing:
         named = ", ".join(f"{name} (SHA-256 {digest[:16]}…)" for name, digest in missing.items())
         raise ShoalError(
-            f"{what} needs the plugin {named}, which was not named here: get it from whoever made the run, read it, and add "
+            f"{what} needs the plugin {named}, which was not named here: get it from the owner of the run, read it, and add "
             + " ".join(f"--plugin {name}" for name in missing)
         )
     for name, digest in needed.items():
@@ -225,5 +225,5 @@ def require_same(needed: Mapping[str, str], what: str) -> None:
 
 
 def as_arguments() -> list[str]:
-    """What another process on this machine must be told to have the same plugins."""
+    """Command-line arguments with which another process loads the same plugins."""
     return [word for plugin in LOADED.values() for word in ("--plugin", plugin.given)]

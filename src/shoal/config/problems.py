@@ -1,4 +1,4 @@
-"""Problems in a configuration, and how they are shown: for people, for programs, for code review."""
+"""Problems in a configuration, rendered as text, JSON or GitHub annotations."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from shoal.errors import ShoalError
 Severity = Literal["error", "warning"]
 Style = Literal["text", "json", "github"]
 
-# A key that ends like this may hold a secret even where no schema knows it (a misspelt key, a syntax error).
-# How many experts a token goes to is none.
+# A key with such an ending may hold a secret even if the schema does not know it (a misspelt key, a syntax error); `per_token` does not.
 _SECRET_IN_LINE = r"""(\b(?:\w*_)?(?<!per_)(?:pas+w\w*|secrets?|tok+e?n)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$"""
 
 
 class Label(NamedTuple):
-    """A place in a source and what is to be said about it."""
+    """A place in a source, with a note."""
 
     span: Span
     text: str = ""
 
 
 class Problem(NamedTuple):
-    """One thing wrong (or odd) in the configuration. The first label is where it is, the others where it comes from."""
+    """An error or warning in the configuration. The first label is its place; the others are its causes."""
 
     code: str
     message: str
@@ -36,7 +35,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ShoalError):
-    """The configuration does not load; `problems` has every reason."""
+    """The configuration is invalid; `problems` has every reason."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
@@ -44,12 +43,12 @@ class ConfigError(ShoalError):
 
 
 def errors(problems: Iterable[Problem]) -> list[Problem]:
-    """Those of the problems that forbid to start."""
+    """The problems that prevent a start."""
     return [problem for problem in problems if problem.severity == "error"]
 
 
 def render(problems: list[Problem], style: Style = "text", *, colour: bool = False) -> str:
-    """All problems, in the order of the files and lines they stand in."""
+    """All problems, ordered by file and line."""
     ordered = sorted(problems, key=_position)
     if style == "json":
         import json
@@ -61,7 +60,7 @@ def render(problems: list[Problem], style: Style = "text", *, colour: bool = Fal
 
 
 def masked(line: str) -> str:
-    """A source line that can be shown: what looks like a secret is hidden."""
+    """A source line with probable secrets masked."""
     return re.sub(_SECRET_IN_LINE, lambda match: match.group(1) + "********", line, flags=re.IGNORECASE)
 
 
@@ -101,7 +100,7 @@ def _text(problem: Problem, colour: bool) -> str:
 
 
 def _window(line: str, column: int, length: int, width: int = 160) -> tuple[str, int, int]:
-    """The part of a long line around the column, control characters made visible."""
+    """The part of a long line around the column, with control characters replaced."""
     line = "".join(character if character.isprintable() else ("    " if character == "\t" else "�") for character in line[: column + width])
     start = max(0, column - width // 2) if len(line) > width else 0
     shown = ("…" if start else "") + line[start : start + width]

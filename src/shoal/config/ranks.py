@@ -1,4 +1,4 @@
-"""Which of an engine's processes this is: what torchrun, or Shoal's own launcher, puts into the environment."""
+"""This process's rank among an engine's processes, from the environment that torchrun or Shoal's launcher sets."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from shoal.config.schema import Run
 from shoal.errors import ShoalError
 
 RENDEZVOUS = "SHOAL_RENDEZVOUS"
-"""A file in which the processes that Shoal starts on one machine find each other; torchrun's find each other at an address."""
+"""File store through which processes that Shoal starts on one machine connect; torchrun's processes use an address."""
 GROUP = "SHOAL_GROUP"
-"""Which of several groups of torchrun's processes it belongs to, where each is a worker of its own."""
+"""Group of torchrun processes to which this one belongs, if each group is a worker."""
 APART = "SHOAL_APART"
-"""Says that the processes are on machines that share no folder."""
+"""Set if the processes are on machines without a shared folder."""
 STAGE = "SHOAL_STAGE"
-"""Which stage of a pipeline the process has, where that does not follow from its rank."""
+"""Pipeline stage of the process, if it differs from its rank."""
 STRATEGY_FOR_WORKERS = "syncps"
-"""The strategy where several workers are asked for and none is configured: its results are those of one process."""
+"""Default strategy for several workers: its results are those of one process."""
 STRATEGY_ALONE = "local"
-"""The strategy of one worker, without others."""
+"""Strategy of a single worker."""
 STRATEGY_FOR_ANSWERS = "rollouts"
-"""The strategy where several workers are asked for, and the task has them answer prompts."""
+"""Default strategy for several workers whose task answers prompts."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class RankPlace(NamedTuple):
-    """One process among those of an engine."""
+    """Rank and rendezvous of one process of an engine."""
 
     rank: int
     size: int
     local_rank: int
-    """Among those of this machine."""
+    """Rank among the processes of this machine."""
     local_size: int
     file: str = ""
     address: str = ""
     port: int = 0
     hosted: bool = False
-    """torchrun's agent listens at the address; else the first process does."""
+    """Whether torchrun's agent hosts the store; otherwise rank 0 does."""
     restart: int = 0
-    """How often torchrun has started the processes again."""
+    """Number of restarts by torchrun."""
     group: str = ""
-    """Which part of torchrun's processes these are; empty: all."""
+    """Group of torchrun processes; empty: all."""
     apart: bool = False
-    """The processes are on machines that share no folder: the first one keeps the run's, and hands out what others need of it."""
+    """Whether the machines share no folder: rank 0 keeps the run's folder and sends the others what they need."""
     stage: int | None = None
-    """The stage of a pipeline that it has; None: that of its rank."""
+    """Pipeline stage; None: the rank."""
 
     @property
     def nodes(self) -> int:
@@ -54,7 +54,7 @@ class RankPlace(NamedTuple):
 
 
 def rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
-    """This process's place; None if it is not one of several."""
+    """This process's rank; None if it is not one of several. Raises ShoalError for an incomplete environment."""
     there = os.environ if environ is None else environ
     if "RANK" not in there or "WORLD_SIZE" not in there:
         return None
@@ -73,7 +73,7 @@ def rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
 
 
 def process_count(environ: Mapping[str, str]) -> int | None:
-    """How many processes somebody has started together, this one among them; None: nobody has, or `rank_place` will say what is wrong."""
+    """Number of processes that were started together with this one; None if it was started alone or the environment is incomplete."""
     try:
         here = rank_place(environ)
     except ShoalError:
@@ -82,17 +82,17 @@ def process_count(environ: Mapping[str, str]) -> int | None:
 
 
 def uses_several_processes(run: Run) -> bool:
-    """Whether a worker of this run is several processes."""
+    """Whether a worker of this run has several processes."""
     return run.engine.several_processes
 
 
 def batch_share(run: Run, rank: int, size: int) -> tuple[int, int]:
-    """Which part of every batch a process of a worker reads, and of how many."""
+    """(part, parts): the part of every batch that a process reads."""
     return (0, 1) if run.engine.reads_whole_batches else (rank, size)
 
 
 def rank_environment(here: RankPlace) -> dict[str, str]:
-    """The variables that tell a process its place; those that say where torchrun's meet are there already."""
+    """Environment variables of a process with this rank; torchrun's own address variables are inherited."""
     numbers = {name: str(number) for name, number in zip(_NAMES, here[:4], strict=True)}
     at = {"MASTER_ADDR": here.address, "MASTER_PORT": str(here.port), APART: "1"} if here.apart else {}
     at |= {STAGE: str(here.stage)} if here.stage is not None else {}
@@ -100,5 +100,5 @@ def rank_environment(here: RankPlace) -> dict[str, str]:
 
 
 def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a process that is not one of several."""
+    """The environment without rank variables."""
     return {name: value for name, value in environ.items() if name not in (*_NAMES, RENDEZVOUS, GROUP, APART, STAGE)}

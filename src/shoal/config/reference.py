@@ -1,4 +1,4 @@
-"""The schema as documents: JSON Schema for editors, Markdown for people."""
+"""Documents made from the schema: JSON Schema, and docs/settings.md and docs/dialects.md."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def settings_page() -> str:
     """docs/settings.md: every setting, its type, its default, its meaning."""
-    rows = ["# Settings", "", "Every setting of a native file. Made from the schema by `make docs`; do not edit.", ""]
+    rows = ["# Settings", "", "Every setting of a native file. Generated from the schema by `make docs`; do not edit.", ""]
     _page(Run, "", rows)
     return "\n".join(rows).rstrip() + "\n"
 
 
 def _page(section: type[Section], path: str, rows: list[str], within: tuple[type[Section], ...] = ()) -> None:
-    """`within`: the sections around this one. What holds its own kind, as a sum of rewards may, is told of once."""
+    """Add a section and those below it. `within`: the enclosing sections, so that a recursive one (a sum of rewards) appears once."""
     title = path.rstrip(".") or "At the top"
     kind = section.fields().get("kind")
     tagged = kind.default if kind and isinstance(kind.checker, f.ChoiceType) and len(kind.checker.choices) == 1 else None
@@ -115,10 +115,10 @@ def dialects_page() -> str:
     rows = [
         "# Dialects",
         "",
-        "Files written for five earlier programs load as they are. Each dialect is a table from its keys to Shoal's settings;",
-        "`shoal config migrate FILE` rewrites a file in Shoal's own words. Made from the tables by `make docs`; do not edit.",
+        "Files of five earlier programs load unchanged. Each dialect is a table from its keys to Shoal's settings;",
+        "`shoal config migrate FILE` rewrites a file with Shoal's keys. Generated from the tables by `make docs`; do not edit.",
         "",
-        "`strategy[syncps].window` is the setting `strategy.window`, which counts when `strategy.kind` is `syncps`.",
+        "`strategy[syncps].window` is the setting `strategy.window`, which takes effect if `strategy.kind` is `syncps`.",
         "",
     ]
     for dialect in DIALECTS.values():

@@ -1,4 +1,4 @@
-"""Resolved settings as text: YAML with origins, the story of one value, the difference of two runs."""
+"""Resolved settings as text: YAML with origins, the history of one value, the difference of two runs."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def show(loaded: LoadedConfig, *, origin: bool = False, style: str = "yaml") -> 
 
 
 def brief(loaded: LoadedConfig) -> str:
-    """A native file of the settings that are neither defaults nor derived from others, which gives the same run. Secrets are left out:
-    they come from the environment again."""
+    """A native file that gives the same run: only settings that are neither defaults nor derived. Secrets are left out; they come from the
+    environment again."""
     text = to_yaml(_brief(loaded.run, (), loaded.settings))
     return "dialect: shoal\n" + text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
 
@@ -92,7 +92,7 @@ def _brief(section: Section, path: Key, settings: Settings) -> dict[str, Any]:
 
 
 def _without_defaults(value: Any) -> Any:
-    """A value as data; of sections in lists and mappings only what is no default."""
+    """A value as plain data, without the defaults of sections in lists and mappings."""
     if isinstance(value, Section) and not shorthand_of(value):
         fields = {name: (getattr(value, name), field.default) for name, field in value.fields().items()}
         return {name: _without_defaults(one) for name, (one, default) in fields.items() if name == "kind" or one != default}
@@ -127,7 +127,7 @@ def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def format_origin(assignment: Assignment | None) -> str:
-    """Where a value comes from, in a few words."""
+    """The origin of a value: file and line, option, or reason."""
     if assignment is None:
         return "default"
     if assignment.because:
@@ -143,7 +143,7 @@ def _where(assignment: Assignment) -> str:
 
 
 def explain(loaded: LoadedConfig, dotted: str) -> str:
-    """The value of a setting, who set it, whom they overrode, and what the setting means."""
+    """The value of a setting, its origin, the values that it overrides, and its meaning."""
     settings, path = loaded.settings, tuple(dotted.split("."))
     value: Any = loaded.run
     for name in path:
@@ -175,7 +175,7 @@ def _quoted(value: Any) -> str:
 
 def _history_lines(settings: Settings, path: Key) -> list[str]:
     winner = settings.last(path)
-    told = [assignment for assignment in settings.history.get(path, []) if assignment is not winner][::-1]
+    overridden = [assignment for assignment in settings.history.get(path, []) if assignment is not winner][::-1]
     lines: list[tuple[str, str, str, str]] = []
     if winner is None:
         lines.append(("set by", "default", "", ""))
@@ -185,7 +185,7 @@ def _history_lines(settings: Settings, path: Key) -> list[str]:
         lines.append(("set by", winner.layer.name, _where(winner), _as_written(winner, path)))
     secret = is_secret(path, settings)
     shown = {id(old): Secret.MASK if secret else _quoted(data_of(old.node)) for old in settings.assignments}
-    lines += [("overrides", old.layer.name, format_origin(old), f"(was {shown.get(id(old), '')})") for old in told]
+    lines += [("overrides", old.layer.name, format_origin(old), f"(was {shown.get(id(old), '')})") for old in overridden]
     for assignment, reason, _ in settings.dropped:
         if assignment.path == path:
             lines.append(("not used", assignment.layer.name, format_origin(assignment), f"({shown[id(assignment)]}: {reason})"))
@@ -221,7 +221,7 @@ def diff(before: LoadedConfig, after: LoadedConfig) -> str:
 
 
 def description(path: Key, settings: Settings) -> str:
-    """What a setting means: its docstring in the schema."""
+    """The description of a setting: its docstring in the schema."""
     from shoal.config.field_docs import field_docs  # it imports inspect, which most commands do without
 
     section = section_at(path[:-1], settings.kinds)
@@ -229,7 +229,7 @@ def description(path: Key, settings: Settings) -> str:
 
 
 def find_setting(loaded: LoadedConfig, wanted: str) -> str:
-    """The native path that is meant: a native one, one in the words of the files' dialects, or the end of either. Raises ConfigError."""
+    """The native path of a setting, from a native path, a path of the files' dialects, or the end of either. Raises ConfigError."""
     known = [".".join(path) for path, _ in flat(loaded.run)]
     sections = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, path.count(".") + 1)}
     if wanted in known or wanted in sections:

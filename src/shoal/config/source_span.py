@@ -1,4 +1,4 @@
-"""Where settings stand: the text they were read from, and a stretch of one of its lines."""
+"""Source positions of settings: the text they were read from, and a span of one of its lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SourceKind = Literal["file", "environment", "command line", "default", "python"]
 
 
 class SourceText:
-    """Where text came from: a file, an argument of the command line, a variable of the environment."""
+    """A file, command-line argument or environment variable, with its text."""
 
     __slots__ = ("kind", "layer", "lines", "name", "order")
 
@@ -27,7 +27,7 @@ class SourceText:
 
 
 class Span(NamedTuple):
-    """A stretch of one line of a source; lines and columns count from 1. Line 0 means the source as a whole."""
+    """A part of one line of a source; lines and columns count from 1. Line 0 is the whole source."""
 
     source: SourceText
     line: int

@@ -1,7 +1,7 @@
-"""YAML 1.2 text, with the position of every key and value. Bounded: no input costs more than its size.
+"""Reads YAML 1.2 with the position of every key and value, in time proportional to the input's size.
 
-PyYAML's event stream is read with rules of our own, because YAML 1.1 reads `6e-4` as text and `no` as false, and because the
-tree that PyYAML would build has no limit on depth, on aliases, or on repeated keys.
+PyYAML parses events only. Its own tree follows YAML 1.1, where `6e-4` is text and `no` is false, has no positions, and limits neither
+depth nor aliases nor repeated keys.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _TAGS = {"tag:yaml.org,2002:" + name: name for name in ("str", "int", "float", "
 
 
 class YamlNode:
-    """A value and where it stands. A mapping is a dict of Entry, a list a list of Node, all else a Scalar.
+    """A value with its position: a dict of YamlEntry, a list of YamlNode, or a Scalar.
 
-    `user_path` is the path as its author wrote it; translation to other names keeps it.
+    `user_path` is the path in the user's spelling, also after translation from a dialect.
     """
 
     __slots__ = ("plain", "raw", "span", "user_path", "value")
@@ -50,7 +50,7 @@ class YamlNode:
         self.user_path = user_path
 
     def replaced(self, value: Any) -> YamlNode:
-        """The same place with another value."""
+        """Another value at the same position."""
         return YamlNode(value, self.span, raw=self.raw, user_path=self.user_path)
 
     def get(self, key: str) -> YamlNode | None:
@@ -59,7 +59,7 @@ class YamlNode:
 
 
 class YamlEntry:
-    """A key of a mapping, with its own place, and its value."""
+    """A key of a mapping with its position, and its value."""
 
     __slots__ = ("key", "value")
 
@@ -78,7 +78,7 @@ def data_of(node: YamlNode) -> Any:
 
 
 def node_of(data: Any, span: Span, user_path: str = "") -> YamlNode:
-    """A node for plain Python data, all of it at one place."""
+    """A node for plain Python data, all at one position."""
     if isinstance(data, Mapping):
         entries = {str(key): YamlEntry(span, node_of(value, span, f"{user_path}.{key}".lstrip("."))) for key, value in data.items()}
         return YamlNode(entries, span, user_path=user_path)
@@ -88,7 +88,7 @@ def node_of(data: Any, span: Span, user_path: str = "") -> YamlNode:
 
 
 def python_node(data: Mapping[str, Any], name: str, user_path: str = "", key_style: str = '["{}"]') -> YamlNode:
-    """A node for a mapping of a Python program; each value's place is how the program reaches it: `config["training"]["epochs"]`."""
+    """A node for a mapping from Python; positions are expressions such as `config["training"]["epochs"]`."""
     entries: dict[str, YamlEntry] = {}
     for key, value in data.items():
         place, path = name + key_style.format(key), f"{user_path}.{key}".lstrip(".")
@@ -98,7 +98,7 @@ def python_node(data: Mapping[str, Any], name: str, user_path: str = "", key_sty
 
 
 def read(path: str, report: Report, *, name: str = "", layer: str = "", order: int = 0) -> YamlNode | None:
-    """The tree of a file; None once a problem that leaves nothing to read has been reported."""
+    """The tree of a file; None after a reported problem that makes it unreadable."""
     source = SourceText(name or path, layer=layer, order=order)
 
     def refuse(code: str, message: str, help: str = "") -> YamlNode | None:
@@ -138,7 +138,7 @@ def read(path: str, report: Report, *, name: str = "", layer: str = "", order: i
 
 
 def parse(text: str, source: SourceText, report: Report) -> YamlNode | None:
-    """The tree of a text; None if there is none to speak of."""
+    """The tree of a text; None after a reported problem."""
     try:
         root = _Composer(text, source, report).document()
     except _StopError as stop:
@@ -168,7 +168,7 @@ def parse(text: str, source: SourceText, report: Report) -> YamlNode | None:
 
 
 def parse_value(text: str, span: Span, report: Report, user_path: str) -> YamlNode:
-    """The value of a `key=value` argument or of an environment variable, all of it at one place."""
+    """The value of a `key=value` argument or an environment variable, all at one position."""
     problems: list[Problem] = []
     try:
         root = _Composer(text, SourceText(""), problems.append).document()
@@ -180,7 +180,7 @@ def parse_value(text: str, span: Span, report: Report, user_path: str) -> YamlNo
 
 
 def resolve(text: str) -> Scalar:
-    """What a plain (unquoted) scalar means in YAML 1.2. `08` and `1_000` stay words: they look like numbers and are none."""
+    """The value of a plain (unquoted) scalar in YAML 1.2. `08` and `1_000` stay text."""
     if text in _WORDS:
         return _WORDS[text]
     try:
@@ -194,7 +194,7 @@ def resolve(text: str) -> Scalar:
 
 
 def describe(value: object) -> str:
-    """A value as a message names it."""
+    """A value as shown in messages."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -333,7 +333,7 @@ class _Composer:
         return self.copy(node, depth, path, event)
 
     def copy(self, node: YamlNode, depth: int, path: str, event: Any) -> YamlNode:
-        """An alias is a copy, so that a bomb of aliases counts as what it would become."""
+        """A copy for an alias, so that nested aliases count with their expanded size."""
         self.count += 1
         if self.count > MAX_NODES or depth > MAX_DEPTH:
             raise self.stop("too-many-values", f"its aliases make more than {MAX_NODES:,} values", event, "no configuration is so large")

@@ -1,4 +1,4 @@
-"""`TrainerConfig`: the DiLoCo settings as a Python dataclass, by the names of their document."""
+"""`TrainerConfig`: the settings of the diloco dialect as a Python dataclass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrainerConfig:
     shuffle_buffer: int = 10_000
 
     def resolve(self, environ: Mapping[str, str] | None = None, overrides: Iterable[Override] = ()) -> LoadedConfig:
-        """Check the fields, as a file with the same keys would be checked. A field left at None is left to Shoal."""
+        """Check the fields, as a file with the same keys would be checked. Shoal chooses the value of a field that is None."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}
         return resolve_data(given, name="TrainerConfig", dialect="diloco", environ=environ, overrides=overrides, key_style=".{}")

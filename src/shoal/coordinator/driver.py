@@ -15,8 +15,8 @@ from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase,
 from shoal.coordinator.durable.journal_writer import JournalWriter
 from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.coordinator.effects import Dismiss, Effect, Issue, LedgerEntry, Note, Persist, Published, Reply, StopRun
+from shoal.coordinator.events import Event, RequestReceived, ServingStarted, Tick
 from shoal.coordinator.machine import Coordinator
-from shoal.coordinator.state import Event, RequestReceived, ServingStarted, Tick
 from shoal.coordinator.units.database_leases import DatabaseLeases
 from shoal.protocol.messages import BadMessage, Message, Request, parse
 

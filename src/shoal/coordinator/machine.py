@@ -1,7 +1,8 @@
-"""The coordinator: `handle(event, now) -> effects`. It opens nothing, reads no clock, starts no thread.
+"""The coordinator: `handle(event, now) -> effects`. It opens no file or socket, reads no clock and starts no thread.
 
-Who takes part is the matter of `attendance`, what is taken of them that of `intake`, units and tasks those of `lending` and `tasking`.
-What changes the weights goes through `record`: first it becomes a record, then the book takes the record. Nothing is confirmed before that.
+`handle` makes one `Turn` and passes it down; the components never refer to the coordinator. A contribution goes through
+`rounds/contributions` (accept or reject), `durable/replayed_state` (apply the record), `rounds/closing` (close due rounds) and
+`rounds/weights_publisher` (the new weights). Holds: state changes only by records, and no reply confirms anything before its record.
 """
 
 from __future__ import annotations
@@ -10,37 +11,34 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
+from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.durable.replayed_state import ReplayedState
-from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, StopRun
-from shoal.coordinator.members.authentication import Authenticator
-from shoal.coordinator.members.lifecycle import MemberLifecycle
-from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.owner_commands import OwnerCommands
-from shoal.coordinator.policies import CoordinatorPolicies
-from shoal.coordinator.rounds.closing import RoundClosing
-from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, NO_WEIGHTS, ContributionHandler
-from shoal.coordinator.rounds.inner_steps import steps_for
-from shoal.coordinator.rounds.plausibility import PlausibilityChecks
-from shoal.coordinator.rounds.weights_publisher import MOST_SETS, SubsetPublisher, WeightsPublisher
-from shoal.coordinator.state import (
+from shoal.coordinator.effects import Effect, Frames, Note, Reply
+from shoal.coordinator.events import (
     Event,
-    HeldReply,
     Interrupted,
-    Learner,
     LeaseResult,
     RequestReceived,
     RunConcluded,
-    RunPlan,
     ServingStarted,
-    State,
     Tick,
     UnusableResult,
     UpstreamAnswered,
     UpstreamState,
     WorkerExited,
 )
+from shoal.coordinator.members.authentication import Authenticator
+from shoal.coordinator.members.lifecycle import MemberLifecycle
+from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.owner_commands import OwnerCommands
+from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.rounds.closing import RoundClosing
+from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, ContributionHandler, refuse_older_call
+from shoal.coordinator.rounds.plausibility import PlausibilityChecks
+from shoal.coordinator.rounds.weights_publisher import MOST_SETS, SubsetPublisher
+from shoal.coordinator.run_plan import Learner, RunPlan
+from shoal.coordinator.state import HeldReply, State
+from shoal.coordinator.turn import Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
@@ -48,316 +46,253 @@ from shoal.protocol.messages import Asked, Claim, Contribute, Fail, GiveBack, Go
 from shoal.updates.expert_subsets import ExpertIds, format_expert_ids, size_of
 
 _STUCK = "stuck"
-"""What a worker says that has made no progress for many leases: the thread that gives signs of life goes on whatever happens."""
+"""Heartbeat state of a worker without progress for many leases; its heartbeat thread goes on whatever happens."""
 
 
 class Coordinator:
-    """Holds the weights and decides what enters them."""
+    """Holds the weights and decides which contributions enter them."""
 
     def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, learner: Learner) -> None:
         self.plan, self.policies, self.learner = plan, policies, learner
-        self.book = ReplayedState(plan, policies, learner)
-        self.rounds = self.book.rounds
-        self.closing = RoundClosing(plan, policies, self.book)
-        self.members = MemberTable(plan.heartbeat_interval_s, plan.bounds.sessions)
-        self.members.known = self.state.seats
-        self.door = Authenticator(self.members, plan.bounds)
-        self.attendance = MemberLifecycle(self)
-        self.publisher = WeightsPublisher(plan.updates.codec)
-        self.publisher.publish(0, learner.vector, learner.buffers)
-        self.parts = SubsetPublisher(self.publisher, plan.experts)
-        contributions = policies.rounds.expected_contributions(plan.expected)
-        self.lender = UnitLeasing(self, plan.cut, contributions) if plan.cut is not None else None
-        """Where the data is leased in units."""
-        self.tasks = TaskAssigner(self, plan.tasks) if plan.tasks is not None else None
-        """Where a scheduler gives out shares of the data."""
-        self.waiting: OrderedDict[str, HeldReply] = OrderedDict()
-        """By session, longest first: who is answered when a round has closed."""
-        self.stopped = ""
-        self.refused: dict[str, int] = {}
         self.now = 0.0
-        """Time as the coordinator sees it: it never goes back."""
-        self.claims = PlausibilityChecks(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)), self.refused)
-        self.intake = ContributionHandler(self)
-        self.orders = OwnerCommands(self)
-        """What the run's owner wants."""
+        """The coordinator's own time: it never goes back."""
         self._clock: float | None = None
-        self._effects: list[Effect] = []
+        self.refused: dict[str, int] = {}
+        """Refused requests by reason."""
+        self.held_replies: OrderedDict[str, HeldReply] = OrderedDict()
+        """Replies held back until a round has closed, by session, longest waiting first."""
+        self.replayed = replayed = ReplayedState(plan, policies, learner)
+        self.rounds, self.publisher = replayed.rounds, replayed.publisher
+        self.completion = completion = RunCompletion(plan, replayed)
+        self.members = members = MemberTable(plan.heartbeat_interval_s, plan.bounds.sessions, plan.bounds.failures)
+        members.known = self.state.seats
+        self.authenticator = Authenticator(members, plan.bounds)
+        self.subsets = subsets = SubsetPublisher(self.publisher, plan.experts)
+        quorum = policies.rounds.expected_contributions(plan.expected)
+        most_batches = plan.bounds.devices * max(1, plan.batches_per_step // max(1, quorum))
+        self.checks = checks = PlausibilityChecks(plan, most_batches, self.refused)
+        self.tasks = tasks = TaskAssigner(plan.tasks, members, replayed, completion) if plan.tasks is not None else None
+        """None in runs without a scheduler."""
+        self.replies = replies = Replies(plan, policies, members, subsets, completion, tasks.position_of if tasks else None)
+        units = None
+        if plan.cut is not None:
+            units = UnitLeasing(plan, plan.cut, quorum, replayed, members, checks, completion, replies)
+        self.units = units
+        """None in runs whose data is not leased in units."""
+        self.lifecycle = lifecycle = MemberLifecycle(
+            plan, policies, replayed, members, self.authenticator, subsets, units, tasks, replies, self.held_replies
+        )
+        self.contributions = ContributionHandler(
+            plan, policies, replayed, members, lifecycle, checks, units, tasks, completion, replies, self.held_replies
+        )
+        self.closing = RoundClosing(plan, policies, self.rounds, completion)
+        self.owner_commands = OwnerCommands(plan, self.authenticator, members, lifecycle)
 
     # --- events ------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What is to be done about an event. When the clock jumps back, time stands still for a moment and then goes on from there."""
+        """Effects of an event, to be carried out in order. When the clock jumps back, the coordinator's time stands still."""
         if self._clock is not None and now > self._clock:
             self.now += now - self._clock
-        self._clock, self._effects = now, []
-        more = False
-        if isinstance(event, RequestReceived):  # by far the most
-            self._answer(event)
+        self._clock = now
+        turn, more = Turn(self.now, self.replayed, self.refused), False
+        if isinstance(event, RequestReceived):  # by far the most events
+            self._on_request(turn, event)
         else:
-            more = self._happen(event)
-        if self.rounds.open and not more:
-            self.close_what_is_due()
-        if self.lender is not None:
-            self._lend(self.lender, more)
-        if self.plan.needed > 1 and not self.state.paused:
-            self._watch_quorum()
-        return self._effects
+            more = self._on_event(turn, event)
+        if self.rounds.open and not more and self.closing.close_due(turn) and self.units is not None:
+            self.units.offer(turn)
+        if self.units is not None:
+            self._lease_units(turn, self.units, more)
+        elif self.plan.needed > 1 and not (turn.state.paused or self.completion.finished):
+            self.closing.watch_quorum(turn)
+        if turn.accepted is not None or turn.release_held:
+            self.contributions.reply(turn)
+        return turn.effects
 
-    def _happen(self, event: Event) -> bool:
-        """Do what the event asks for. Return whether others follow that belong to it."""
+    def _on_event(self, turn: Turn, event: Event) -> bool:
+        """Handle anything but a request. Return whether more events follow before a round may close."""
         match event:
             case Tick():
-                self.attendance.look_around()
-                self.intake.reassure()
-                if self.tasks is not None and not self.state.paused:
-                    self.tasks.look_around()
+                self.lifecycle.tick(turn)
+                self.contributions.reassure(turn)
+                if self.tasks is not None and not turn.state.paused:
+                    self.tasks.tick(turn)
             case LeaseResult():
-                assert self.lender is not None
-                self.lender.take(event)
+                assert self.units is not None
+                self.units.take(turn, event)
                 return event.more
             case UnusableResult():
-                assert self.lender is not None
-                self.lender.spoil(*event)
+                assert self.units is not None
+                self.units.return_unusable(turn, *event)
             case WorkerExited():
-                self.lose(event.name, "is gone")
+                self.lifecycle.remove_by_name(turn, event.name, "is gone")
             case ServingStarted():
-                self.attendance.recall()
-                if self.state.paused:
-                    self.emit(Note("the run is paused, as its owner wanted: `shoal resume` lets it go on"))
-                if self.lender is not None:
-                    self.lender.offer()
+                self.lifecycle.restore(turn)
+                if turn.state.paused:
+                    turn.emit(Note("the run is paused, as its owner wanted: `shoal resume` lets it go on"))
+                if self.units is not None:
+                    self.units.offer(turn)
             case Interrupted():
-                self.stop_for(event.reason)
+                self.completion.stopped = event.reason
+                turn.release_held = True
             case RunConcluded():
-                self.emit(*self.book.write_off())
+                turn.emit(*self.replayed.write_off())
             case UpstreamAnswered():
-                self._adopt(event)
+                self._on_upstream_answer(turn, event)
         return False
 
-    def emit(self, *effects: Effect) -> None:
-        self._effects += effects
+    def _lease_units(self, turn: Turn, units: UnitLeasing, more: bool) -> None:
+        units.expire(turn)
+        if not more:
+            units.offer_more(turn)
+        units.answer_claims(turn, LONGEST_WAIT_S)
+        for name, reason in units.take_blamed():  # last: it may remove the worker
+            self.lifecycle.blame(turn, name, reason)
 
-    @property
-    def state(self) -> State:
-        return self.book.state
+    # --- requests ----------------------------------------------------------------------------------
 
-    @property
-    def finished(self) -> bool:
-        plan, state = self.plan, self.book.state
-        if plan.cut is not None and self.closing.all_settled and self.rounds.workers(state.version) < plan.needed:
-            return True  # what is left, if anything, will never be enough
-        reached = state.version >= plan.total_steps if plan.total_batches is None else state.batches >= plan.total_batches
-        return reached or bool(self.stopped)
-
-    @property
-    def step(self) -> float:
-        """Where the schedule stands: updates made, or what the batches so far are worth."""
-        return self.book.step
-
-    def end_here(self) -> None:
-        """The run is complete with the newest version: its data was read as often as it was to be."""
-        self.plan = self.plan._replace(total_steps=self.state.version)
-
-    def stop_for(self, reason: str) -> None:
-        """End the run: a worker that asks from now on, or waits, is told so."""
-        self.stopped = reason
-        self.intake.release()
-
-    # --- questions ---------------------------------------------------------------------------------
-
-    def _answer(self, event: RequestReceived) -> None:
+    def _on_request(self, turn: Turn, event: RequestReceived) -> None:
         asked = event.asked
-        if event.guest and (refusal := self.door.welcomes(event.guest)).reason:
-            self.attendance.show_out(event.guest)
-            return self.refuse(event.caller, *refusal)
+        if event.guest and (refusal := self.authenticator.check_guest(event.guest)).reason:
+            self.lifecycle.remove_guest(turn, event.guest)
+            return turn.refuse(event.caller, *refusal)
         if isinstance(asked, Order):
-            return self.orders.hear(event, asked)
+            return self.owner_commands.handle(turn, event, asked)
         if isinstance(asked, (Join, Gone)):
-            return self.attendance.join(event, asked) if isinstance(asked, Join) else self.attendance.hear_of_end(event, asked)
+            return self.lifecycle.join(turn, event, asked) if isinstance(asked, Join) else self.lifecycle.on_gone(turn, event, asked)
         worker, beats = self.members.by_session.get(asked.session), isinstance(asked, Heartbeat)
         if worker is None:
-            return self.refuse(event.caller, "unknown-session")
+            return turn.refuse(event.caller, "unknown-session")
         if asked.number <= worker.numbers[beats]:
-            return self.refuse(event.caller, "replayed")
+            return turn.refuse(event.caller, "replayed")
         worker.numbers[beats] = asked.number
-        self.members.hear(worker, self.now)
+        self.members.touch(worker, turn.now)
         if worker.name in self.rounds.absent:
-            self.rounds.activate(worker.name)  # a sign of it: rounds wait for it again
-        # Most of what a crowd says are signs of life, so they take the short way.
-        return self._pulse(event.caller, asked, worker) if isinstance(asked, Heartbeat) else self._answer_member(event, asked, worker)
+            self.rounds.activate(worker.name)
+        if isinstance(asked, Heartbeat):  # most messages: the short path
+            return self._on_heartbeat(turn, event.caller, asked, worker)
+        return self._on_member_request(turn, event, asked, worker)
 
-    def _answer_member(self, event: RequestReceived, asked: Asked, worker: Member) -> None:
+    def _on_member_request(self, turn: Turn, event: RequestReceived, asked: Asked, worker: Member) -> None:
         match asked:
             case Contribute():
                 worker.received_bytes += sum(len(frame) for frame in event.frames)
-                self.intake.take(event, asked, worker)
+                self.contributions.take(turn, event, asked, worker)
             case Pull():
                 if self.tasks is not None:
-                    self.tasks.begin(worker)
+                    self.tasks.begin(turn, worker)
                 self.rounds.activate(worker.name)
-                self.answer(event.caller, {"kind": "weights"}, worker, asked.have)
+                self.replies.send(turn, event.caller, {"kind": "weights"}, worker, asked.have)
             case Hold():
-                self._hold(event.caller, tuple(asked.experts), worker)
+                self._hold_experts(turn, event.caller, tuple(asked.experts), worker)
             case Claim() | GiveBack() | Fail():
-                self._answer_about_unit(event.caller, asked, worker)
+                self._on_unit_request(turn, event.caller, asked, worker)
             case Leave():
-                self.attendance.remove(worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
-                self.answer(event.caller, {"kind": "goodbye"}, worker)
+                self.lifecycle.remove(turn, worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
+                self.replies.send(turn, event.caller, {"kind": "goodbye"}, worker)
 
-    def _hold(self, caller: Any, experts: ExpertIds, worker: Member) -> None:
-        """A worker takes part with some of the experts. What it is sent, and what it may send, is of these from now on."""
-        problem = self.claims.why_not_held(experts)
+    def _on_heartbeat(self, turn: Turn, caller: Any, asked: Heartbeat, worker: Member) -> None:
+        worker.state, worker.figures = printable(asked.state), self.checks.figures(asked.figures)
+        if self.units is not None and asked.state != _STUCK:
+            self.units.renew(worker, turn.now)
+        # Only what a worker reads: heartbeats are by far the most messages.
+        header: dict[str, Any] = {"kind": "pulse", "version": turn.state.version, "done": self.completion.finished}
+        if worker.warning:
+            header["word"], worker.warning = worker.warning, ""
+        turn.effects.append(Reply(caller, header))
+
+    def _hold_experts(self, turn: Turn, caller: Any, experts: ExpertIds, worker: Member) -> None:
+        """Let a worker take part with some of the experts: from now on it gets and sends the weights of these."""
+        problem = self.checks.why_not_held(experts)
         if worker.name in self.rounds.active:
             problem = "it has begun with other weights: a worker says what it holds before it asks for weights"
-        elif not problem and not self.parts.has_room_for(experts):
+        elif not problem and not self.subsets.has_room_for(experts):
             problem = f"workers hold {MOST_SETS} different sets of experts already: take one of theirs"
         if problem:
-            self.attendance.tell(f"{worker.name} cannot hold experts {format_expert_ids(experts)}: {problem}")
-            return self.refuse(caller, "unfit", f"experts {format_expert_ids(experts)}: {problem}")
+            self.lifecycle.announce(turn, f"{worker.name} cannot hold experts {format_expert_ids(experts)}: {problem}")
+            return turn.refuse(caller, "unfit", f"experts {format_expert_ids(experts)}: {problem}")
         assert self.plan.experts is not None
         worker.experts = experts
-        self.parts.hold(worker.session, experts)
-        self.attendance.tell(f"{worker.name} holds experts {format_expert_ids(experts)} of {self.plan.experts.per_layer}")
-        return self.answer(caller, {"kind": "held", "size": size_of(self.plan.experts, experts)}, worker)
+        self.subsets.hold(worker.session, experts)
+        self.lifecycle.announce(turn, f"{worker.name} holds experts {format_expert_ids(experts)} of {self.plan.experts.per_layer}")
+        return self.replies.send(turn, caller, {"kind": "held", "size": size_of(self.plan.experts, experts)}, worker)
 
-    def _pulse(self, caller: Any, asked: Heartbeat, worker: Member) -> None:
-        worker.state, worker.figures = printable(asked.state), self.claims.figures(asked.figures)
-        if self.lender is not None and asked.state != _STUCK:
-            self.lender.renew(worker)
-        # What a worker reads of the answer, and no more: there are many more signs of life than anything else.
-        header: dict[str, Any] = {"kind": "pulse", "version": self.book.state.version, "done": self.finished}
-        if worker.word:
-            header["word"], worker.word = worker.word, ""
-        self._effects.append(Reply(caller, header))
-
-    def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Member) -> None:
-        lender = self.lender
-        if lender is None or lender.leases is None:
-            return self.refuse(caller, "impossible", "this run has no units on lease here")
+    def _on_unit_request(self, turn: Turn, caller: Any, asked: Claim | GiveBack | Fail, worker: Member) -> None:
+        units = self.units
+        if units is None or units.leases is None:
+            return turn.refuse(caller, "impossible", "this run has no units on lease here")
         if isinstance(asked, Claim):
             self.rounds.activate(worker.name)
-            return self.intake.answer_no_longer(lender.claim(caller, asked, worker))
+            if (before := units.claim(turn, caller, asked, worker)) is not None:
+                refuse_older_call(turn, before.caller)
+            return None
         if isinstance(asked, GiveBack):
-            lender.give_back(worker, asked.unit)
-        elif lender.fail(worker, asked.unit, printable(asked.reason)):
-            self.attendance.count_failure(worker, printable(asked.reason))
-        return self.answer(caller, {"kind": "noted"}, worker)
-
-    def refuse(self, caller: Any, reason: str, detail: str = "") -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
-        self.emit(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
-
-    def answer(self, caller: Any, header: dict[str, Any], worker: Member, have: int = NO_WEIGHTS) -> None:
-        """Answer, with weights for a worker that has version `have`."""
-        fields, frames = self.parts.since(worker.session, have) if have > NO_WEIGHTS else ({}, ())
-        most_lag = self.policies.admission.most_lag(self.members.speed(worker))
-        version = self.book.state.version
-        header = {**header, "version": version, "step": self.book.step, "done": self.finished, "most_lag": most_lag, **fields}
-        if self.policies.contribution.takes_inner_steps and have > NO_WEIGHTS:
-            worker.began_at = self.now
-            steps = steps_for(self.policies, self.plan, version, worker, self.members, self.now)
-            header["inner_steps"] = min(steps, self.state.upstream.get("inner_steps", steps))
-        if self.tasks is not None:
-            header |= self.tasks.place(worker)
-        self._effects.append(Reply(caller, header, frames))
-
-    # --- rounds ------------------------------------------------------------------------------------
-
-    def close_what_is_due(self) -> None:
-        while self._may_close() and self.closing.due(self.state.version, self.now):
-            number = self.state.version
-            held = sorted(self.rounds.open[number].held)
-            if (word := self.closing.judge(self.rounds.workers(number))) is not None:
-                self.emit(word)
-            if self.policies.rounds.waits_for_all:
-                self.rounds.miss(number)
-            kind = "closed" if self.plan.above is None else "combined"
-            self.record({"kind": kind, "round": number, "contributions": [list(key) for key in held]})
-            if self.lender is not None:
-                self.lender.offer()
-            self.intake.release()
-
-    def _may_close(self) -> bool:
-        return bool(self.rounds.open) and not (self.finished or self.state.paused) and self.book.upward is None
-
-    def lose(self, name: str, why: str) -> None:
-        """A worker takes part no longer, and has not said so itself: rounds that waited for it may close."""
-        if (worker := self.members.by_name.get(name)) is not None:
-            self.attendance.remove(worker, why)
-            self.close_what_is_due()
-
-    def go_on(self) -> None:
-        """The run is not held up any more: rounds that are due close, and those who waited for that are answered."""
-        self.close_what_is_due()
-        self.intake.release()
+            units.give_back(worker, asked.unit)
+        elif units.fail(turn, worker, asked.unit, printable(asked.reason)):
+            self.lifecycle.count_failure(turn, worker, printable(asked.reason))
+        return self.replies.send(turn, caller, {"kind": "noted"}, worker)
 
     # --- a relay ------------------------------------------------------------------------------------
 
     def begin_below(self, upstream: UpstreamState) -> None:
         """Begin a relay's run with the weights of the coordinator above, which the learner has already."""
         self.state.upstream = upstream._asdict()
-        self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
+        self.replayed.publish()
 
-    def _adopt(self, event: UpstreamAnswered) -> None:
-        """The coordinator above has answered: its weights are the next version here."""
-        upward = self.book.upward
-        assert upward is not None, "an answer to nothing"
-        closed = {name: upward.record[name] for name in ("round", "contributions")}
-        self.record({"kind": "adopted", **closed, "status": event.status, "upstream": event.upstream._asdict()}, event.frames)
+    def _on_upstream_answer(self, turn: Turn, event: UpstreamAnswered) -> None:
+        """Make the weights of the coordinator above the next version here."""
+        relayed = self.replayed.relayed
+        assert relayed is not None, "an answer to nothing"
+        closed = {name: relayed.record[name] for name in ("round", "contributions")}
+        turn.record({"kind": "adopted", **closed, "status": event.status, "upstream": event.upstream._asdict()}, event.frames)
         if event.done:
             self.end_here()
-        self.intake.release()
+        turn.release_held = True
 
-    def _lend(self, lender: UnitLeasing, more: bool) -> None:
-        lender.expire()
-        if not more:
-            lender.offer_more()
-        lender.serve(LONGEST_WAIT_S)
-        lender.blame()
+    # --- state ---------------------------------------------------------------------------------------
 
-    def _watch_quorum(self) -> None:
-        if self.plan.cut is not None or self.finished:
-            return
-        word = self.closing.watch(self.state.version, self.now)
-        if word is not None:
-            self.emit(word)
-        if isinstance(word, StopRun):
-            self.stop_for(word.reason)
+    @property
+    def state(self) -> State:
+        return self.replayed.state
 
-    # --- what survives -----------------------------------------------------------------------------
+    @property
+    def finished(self) -> bool:
+        return self.completion.finished
 
-    def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None:
-        """Have a record kept, and move on by it."""
-        self.emit(Persist(record, frames))
-        self.emit(*self._publish(self.book.take(record, frames, decoded)))
+    @property
+    def stopped(self) -> str:
+        """Why the run was stopped early; empty: it was not."""
+        return self.completion.stopped
 
-    def _publish(self, effects: list[Effect]) -> list[Effect]:
-        if any(isinstance(effect, Published) for effect in effects):
-            span = self.plan.span(self.state.version - 1)
-            self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers, span)
-        return effects
+    @property
+    def step(self) -> float:
+        """Step of the learning-rate schedule: updates made, or batches learned from over batches of an expected update."""
+        return self.replayed.step
+
+    def end_here(self) -> None:
+        """Declare the run complete with the newest version."""
+        self.completion.end_here()
 
     def replay(self, record: dict[str, Any], frames: Frames) -> list[Effect]:
-        """Move on by a record that was kept before a crash."""
-        return self._publish(self.book.take(record, frames))
+        """Apply a record that was written before a crash."""
+        return self.replayed.apply(record, frames)
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot holds besides the learner."""
-        return self.book.state_dict()
+        return self.replayed.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.book.load_state_dict(dict(saved))
+        self.replayed.load_state_dict(dict(saved))
         self.members.known = self.state.seats
-        self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
 
     def go_on_from(self, version: int, earlier: Mapping[str, Any]) -> None:
-        """Continue another run at its version, with the data where that left it. What it counted and confirmed stays its own."""
+        """Continue another run at its version and at its place in the data. Its counts and receipts stay its own."""
         self.state.version = version
         state = earlier.get("state", {})
         self.state.positions, self.state.seats = dict(state.get("positions", {})), dict(state.get("seats", {}))
         self.members.known = self.state.seats
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
-        """Records of contributions whose rounds are open: they belong to the journal that follows a snapshot."""
-        return self.book.pending()
+        """Records of contributions in open rounds: the journal after a snapshot begins with them."""
+        return self.replayed.pending()

@@ -1,91 +1,76 @@
-"""What the run's owner wants: to look at the run from elsewhere, hold it up, let it go on, end it, keep a worker out.
+"""Commands of the run's owner: show the status, pause, resume, stop, evict or readmit a worker.
 
-An order is an event like any other. Whoever gives one has the owner's key, and signs the coordinator's challenge with it, so an order that
-was recorded on its way orders nothing. A run that is held up, and a worker that is kept out, are records: they stay so when the coordinator
-is killed and comes back.
+The sender proves with a signature of the coordinator's challenge that it has the owner's key, so a recorded command cannot be replayed.
+A pause and an eviction are records: they still hold after the coordinator was killed and restarted.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from shoal.coordinator.effects import Dismiss, Effect, Note, Reply
+from shoal.coordinator.effects import Dismiss, Note, Reply
+from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.members.authentication import Authenticator
+from shoal.coordinator.members.lifecycle import MemberLifecycle
 from shoal.coordinator.members.table import MemberTable
-from shoal.coordinator.state import RequestReceived, RunPlan, State
+from shoal.coordinator.run_plan import RunPlan
+from shoal.coordinator.turn import Turn
 from shoal.protocol.messages import Order
 
-
-class Host(Protocol):
-    """The coordinator that is given orders."""
-
-    plan: RunPlan
-    door: Authenticator
-    members: MemberTable
-    now: float
-
-    @property
-    def state(self) -> State: ...
-    def emit(self, *effects: Effect) -> None: ...
-    def record(self, record: dict[str, Any]) -> None: ...
-    def refuse(self, caller: Any, reason: str, detail: str = "") -> None: ...
-    def lose(self, name: str, why: str) -> None: ...
-    def go_on(self) -> None: ...
+_MOST_LISTED = 20
 
 
 class OwnerCommands:
-    """Hears orders, and has them obeyed."""
+    """Checks that a command comes from the owner, and carries it out."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, plan: RunPlan, authenticator: Authenticator, members: MemberTable, lifecycle: MemberLifecycle) -> None:
+        self.plan, self.authenticator, self.members, self.lifecycle = plan, authenticator, members, lifecycle
         self.stops = False
-        """Whether the run is to end before its time, saved, as when it is interrupted."""
+        """Whether the owner asked to end the run early and save it, as an interrupt does."""
 
-    def hear(self, event: RequestReceived, asked: Order) -> None:
-        """Obey where whoever asks proves to be the owner. The first answer is what to sign."""
-        host = self.host
-        if not host.plan.owner_key or asked.key != host.plan.owner_key:
-            return host.refuse(event.caller, "unproved", "orders are taken from the run's owner alone, who has its owner.json")
+    def handle(self, turn: Turn, event: RequestReceived, asked: Order) -> None:
+        """Carry out a command with a valid proof. A command without one is answered with a challenge to sign."""
+        if not self.plan.owner_key or asked.key != self.plan.owner_key:
+            return turn.refuse(event.caller, "unproved", "orders are taken from the run's owner alone, who has its owner.json")
         if not asked.proof:
-            return host.emit(Reply(event.caller, host.door.challenge(event.session, host.now)))
-        _, refusal = host.door.check(asked, f"order {asked.action}", None, host.now, event.address)
+            return turn.emit(Reply(event.caller, self.authenticator.challenge(event.session, turn.now)))
+        _, refusal = self.authenticator.check_proof(asked, f"order {asked.action}", None, turn.now, event.address)
         if refusal.reason:
-            return host.refuse(event.caller, *refusal)
-        return self._obey(event.caller, asked)
+            return turn.refuse(event.caller, *refusal)
+        return self._carry_out(turn, event.caller, asked)
 
-    def _obey(self, caller: Any, asked: Order) -> None:
+    def _carry_out(self, turn: Turn, caller: Any, asked: Order) -> None:
         match asked.action:
             case "status":
-                self.host.emit(Reply(caller, {"kind": "status"}))
+                turn.emit(Reply(caller, {"kind": "status"}))
             case "pause" | "resume":
-                self._hold_up(caller, asked.action == "pause")
+                self._pause(turn, caller, asked.action == "pause")
             case "stop":
                 self.stops = True
-                self._done(caller, "the owner ends the run: it is saved, and can go on later")
+                _confirm(turn, caller, "the owner ends the run: it is saved, and can go on later")
             case _:
-                self._keep_out(caller, asked.name or "", asked.action == "evict")
+                self._evict(turn, caller, asked.name or "", asked.action == "evict")
 
-    def _done(self, caller: Any, text: str) -> None:
-        self.host.emit(Note(text), Reply(caller, {"kind": "done", "text": text}))
+    def _pause(self, turn: Turn, caller: Any, paused: bool) -> None:
+        if turn.state.paused == paused:
+            text = "the run is paused already" if paused else "the run is not paused"
+            return turn.emit(Reply(caller, {"kind": "done", "text": text}))
+        turn.record({"kind": "paused", "paused": paused})
+        turn.release_held = not paused
+        return _confirm(turn, caller, "the owner pauses the run: workers wait" if paused else "the owner lets the run go on")
 
-    def _hold_up(self, caller: Any, paused: bool) -> None:
-        host = self.host
-        if host.state.paused == paused:
-            return host.emit(Reply(caller, {"kind": "done", "text": "the run is paused already" if paused else "the run is not paused"}))
-        host.record({"kind": "paused", "paused": paused})
-        if not paused:
-            host.go_on()
-        return self._done(caller, "the owner pauses the run: workers wait" if paused else "the owner lets the run go on")
+    def _evict(self, turn: Turn, caller: Any, name: str, out: bool) -> None:
+        """Keep a worker out by its name and its key, or let it in again. Contributions that were accepted from it stay."""
+        known = turn.state.seats if out else turn.state.evicted
+        if name not in known and not (self.plan.leased_elsewhere and out):
+            listed = ", ".join(sorted(self.members.by_name if out else turn.state.evicted)[:_MOST_LISTED]) or "nobody"
+            return turn.refuse(caller, "unknown-worker", f"there is no worker {name} to {'keep out' if out else 'let in'}; {listed}")
+        turn.record({"kind": "evicted", "worker": name, "out": out})
+        self.lifecycle.remove_by_name(turn, name, "is shown out by the owner")
+        if self.plan.leased_elsewhere:
+            turn.emit(Dismiss(name, out))
+        return _confirm(turn, caller, f"the owner keeps {name} out" if out else f"the owner lets {name} in again")
 
-    def _keep_out(self, caller: Any, name: str, out: bool) -> None:
-        """A worker is kept out by its name and by its key. What was accepted of it stays."""
-        host = self.host
-        known = host.state.seats if out else host.state.evicted
-        if name not in known and not (host.plan.leased_elsewhere and out):
-            here = ", ".join(sorted(host.members.by_name if out else host.state.evicted)[:20]) or "nobody"
-            return host.refuse(caller, "unknown-worker", f"there is no worker {name} to {'keep out' if out else 'let in'}; {here}")
-        host.record({"kind": "evicted", "worker": name, "out": out})
-        host.lose(name, "is shown out by the owner")
-        if host.plan.leased_elsewhere:
-            host.emit(Dismiss(name, out))
-        return self._done(caller, f"the owner keeps {name} out" if out else f"the owner lets {name} in again")
+
+def _confirm(turn: Turn, caller: Any, text: str) -> None:
+    turn.emit(Note(text), Reply(caller, {"kind": "done", "text": text}))

@@ -3,9 +3,11 @@
 from shoal.data.fake_data import is_local, make_fake_data
 from shoal.data.feed import ShardFeed
 from shoal.data.fingerprint import fingerprint, local_fingerprint
-from shoal.data.interfaces import IGNORED, Batch, Data, Feed, Info, PassageFinder, Progress, Samples, SampleStream, State
+from shoal.data.interfaces import IGNORED, Batch, Feed, Progress, Samples, SampleStream, State
 from shoal.data.load_data import load
+from shoal.data.loaded_data import Data, Info
 from shoal.data.retrieval.augmented_samples import RetrievalSamples
+from shoal.data.retrieval.finder import PassageFinder
 from shoal.data.retrieval.load_index import open_finder, retrieval_of
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
 from shoal.data.text.sources import reads_context

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from shoal.data.interfaces import Batch, Ordered, Samples, SampleStream, State, StreamReader
+from shoal.data.interfaces import Batch, Samples, SampleStream, State, StreamReader
 from shoal.data.loader_processes import FeedPlan, IndexedBatches, LoadedBatch, ShardedBatches
 from shoal.errors import ShoalError
 
@@ -24,13 +23,6 @@ def part_of(whole: _Several, part: tuple[int, int]) -> _Several:
 
 def without_samples(batch: Batch) -> Batch:
     return {name: value[:0] for name, value in batch.items()}
-
-
-def epoch_order(samples: Samples, seed: int, epoch: int) -> torch.Tensor:
-    """The numbers of an epoch's samples in its order, the same wherever it is asked for."""
-    if isinstance(samples, Ordered):
-        return samples.order(seed, epoch)
-    return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(len(samples)))
 
 
 class SampleBatches:
@@ -92,7 +84,7 @@ class SampleBatches:
 
     def _shuffled(self, epoch: int) -> torch.Tensor:
         index, count = self._plan.shard
-        return epoch_order(self._samples, self._plan.seed, epoch)[index::count].contiguous()
+        return self._samples.order(self._plan.seed, epoch)[index::count].contiguous()
 
     def close(self) -> None:
         self._loaded = self._order = None

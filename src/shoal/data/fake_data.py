@@ -13,8 +13,9 @@ from shoal.config.schema.task import TEXT
 from shoal.data.images.mnist import CLASSES
 from shoal.data.images.samples import Target
 from shoal.data.images.source import present
-from shoal.data.interfaces import Batch, Data, Indices, Info
-from shoal.data.limits import HELD_OUT_SHARE
+from shoal.data.interfaces import Batch, Indices, Samples
+from shoal.data.loaded_data import Data, Info
+from shoal.data.splits import HELD_OUT_SHARE
 from shoal.data.text.tokenizers import load_tokenizer
 from shoal.data.user_data import UserStream
 from shoal.errors import ShoalError
@@ -23,7 +24,7 @@ _MNIST, _MNIST_SIZE = 60_000, 28
 _COLOURS = 3
 
 
-class FakeSamples:
+class FakeSamples(Samples):
     """So many samples of the right shape, with random contents."""
 
     def __init__(self, info: Info, count: int, length: int) -> None:

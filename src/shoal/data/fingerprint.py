@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterator
 
 from shoal.data.images.samples import TensorImages
-from shoal.data.interfaces import Data, Samples, SampleStream
+from shoal.data.interfaces import Samples, SampleStream
+from shoal.data.loaded_data import Data
 from shoal.data.retrieval.augmented_samples import RetrievalSamples, RetrievalStream
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import TextStream

@@ -1,15 +1,14 @@
-"""What the other rooms see of data: batches, samples asked for by number, streams read from any position."""
+"""What the other packages see of data: batches, samples by number, streams that can be read from any position, feeds."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
+import numpy as np
 import torch
-
-from shoal.data.text.tokenizers import Tokenizer
 
 Batch = dict[str, torch.Tensor]
 """Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).
@@ -74,98 +73,45 @@ class Feed(Iterator[Batch]):
         return None
 
 
-@runtime_checkable
-class Samples(Protocol):
+class Samples(ABC):
     """A set of samples, each with a number."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def batch(self, indices: Indices) -> Batch: ...
 
-
-@runtime_checkable
-class Ordered(Samples, Protocol):
-    """Samples that know in which order an epoch goes through them, such as a mixture."""
-
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        """The numbers of an epoch's samples, in order. A number may stand in it more than once, or not at all."""
-        ...
+        """The sample numbers of an epoch, in the order in which they are read: the same on every machine. A mixture may repeat numbers or
+        leave some out."""
+        return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(len(self)))
 
 
-class Selectable(Samples, Protocol):
-    """Samples of which a part can be selected."""
+class SelectableSamples(Samples):
+    """Samples of which a subset can be taken."""
 
+    @abstractmethod
     def select(self, indices: torch.Tensor) -> Self: ...
 
 
-class StreamReader(Protocol):
-    """One pass over one shard of a stream."""
+class StreamReader(Iterator[Any]):
+    """One pass over one shard of a stream, sample by sample."""
 
-    def __iter__(self) -> StreamReader: ...
-
-    def __next__(self) -> Any: ...
-
+    @abstractmethod
     def state_dict(self) -> State:
-        """The reader's position, as a small value that JSON can hold. A reader opened with it goes on with the very next sample."""
-        ...
+        """The reader's position, as a small JSON-able value. A reader opened with it continues with the very next sample."""
 
 
-@runtime_checkable
-class SampleStream(Protocol):
+class SampleStream(ABC):
     """Samples that are read one after the other, shuffled over a buffer."""
 
+    @abstractmethod
     def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         """Read shard `index` of `count`. Shards do not overlap, and together they are the whole stream."""
-        ...
 
+    @abstractmethod
     def collate(self, samples: Sequence[Any]) -> Batch: ...
-
-
-class PassageFinder(Protocol):
-    """Finds passages for texts in an index."""
-
-    @property
-    def folder(self) -> Path:
-        """Where the index is."""
-
-    @property
-    def index(self) -> Any: ...
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens after which a text finds something new."""
-
-    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> Batch:
-        """The columns `passage_ids` and `passage_from` for texts that begin at these columns of a batch. `own`: the documents that each of
-        them is of."""
-        ...
-
-
-class Info(NamedTuple):
-    """What the model and the task must know about the data."""
-
-    kind: Literal["image", "text", "own"]
-    name: str
-    """A description for people."""
-    image_shape: tuple[int, int, int] | None = None
-    num_classes: int | None = None
-    vocab_size: int | None = None
-    tokenizer: Tokenizer | None = None
-    finder: PassageFinder | None = None
-    """Finds passages for texts, where the model reads some."""
-
-    @property
-    def eos_id(self) -> int | None:
-        """The token that ends a text, where there is one."""
-        return self.tokenizer.eos_id if self.tokenizer else None
-
-
-class Data(NamedTuple):
-    """Data to learn from, data to be judged on, and what they are. The two never overlap."""
-
-    train: Samples | SampleStream
-    eval: Samples | None
-    info: Info
 
 
 def as_index(indices: Indices) -> torch.Tensor:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.config import Run
+from shoal.config.schema.data import Builtin
 from shoal.config.schema.task import TEXT
 from shoal.data.hub.dataset import DataRequest
-from shoal.data.interfaces import Data, Progress
+from shoal.data.images.digits import load_digits
+from shoal.data.interfaces import Progress
+from shoal.data.loaded_data import Data
 from shoal.data.retrieval.load_index import with_retrieval
 from shoal.data.streams.load_stream import load_stream
+from shoal.data.text.documents import TextPart
 from shoal.data.text.load_text import LoadedText, load_text
+from shoal.data.text.python_source import python_source, zen_of_python
 from shoal.errors import ShoalError
 
 
@@ -39,3 +44,10 @@ def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | 
     else:
         made = load_stream(found, run, folder, token) if run.data.streaming else load_text(found, run, folder, token)
     return with_retrieval(made.data, run, made.training_text, progress)
+
+
+def load_builtin(source: Builtin, run: Run, request: DataRequest) -> Data | list[TextPart]:
+    """Data that comes with Python's own packages, so that a first run needs no files: digits, and Python's source text and Zen."""
+    if source.name == "digits":
+        return load_digits(run)
+    return [zen_of_python() if source.name == "zen" else python_source()]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from shoal.config.schema.data import Loader
-from shoal.data.batch_source import epoch_order, part_of, without_samples
+from shoal.data.batch_source import part_of, without_samples
 from shoal.data.interfaces import Batch, Feed, Samples, State
 from shoal.data.loader_processes import LoaderOptions
 
@@ -44,7 +44,7 @@ class UnitBatches:
     def batch(self, epoch: int, number: int) -> Batch:
         """One batch, or this process's part of it. The last of an epoch may be smaller."""
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, epoch_order(self.samples, self._seed, epoch if self._reshuffle else 0)
+            self._order = epoch, self.samples.order(self._seed, epoch if self._reshuffle else 0)
         whole = self._order[1][number * self.batch_size : (number + 1) * self.batch_size]
         batch = self._options.pinned(self.samples.batch(part_of(whole, self._part)))
         return without_samples(batch) if len(whole) <= self._part[0] else batch

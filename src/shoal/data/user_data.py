@@ -10,14 +10,14 @@ import torch
 
 from shoal.config import Run
 from shoal.config.schema.data import DataSource
-from shoal.data.interfaces import Batch, Indices, State, as_index
+from shoal.data.interfaces import Batch, Indices, Samples, SampleStream, State, StreamReader, as_index
 from shoal.errors import ShoalError
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of samples: a tensor, a tuple of tensors, or tensors by name."""
 
 
-class UserSamples:
+class UserSamples(Samples):
     """Somebody's data set, each of whose samples has a number."""
 
     def __init__(self, samples: Any, collate: Callable[[Sequence[Any]], Batch]) -> None:
@@ -30,7 +30,7 @@ class UserSamples:
         return self._collate([self.samples[number] for number in as_index(indices).tolist()])
 
 
-class UserStream:
+class UserStream(SampleStream):
     """Something that can be iterated over again and again. Its order is its own business; shards take turns at its samples."""
 
     def __init__(self, samples: Iterable[Any], collate: Callable[[Sequence[Any]], Batch]) -> None:
@@ -43,15 +43,12 @@ class UserStream:
         return self._collate(samples)
 
 
-class UserReader:
+class UserReader(StreamReader):
     """One pass over one shard."""
 
     def __init__(self, samples: Iterable[Any], shard: tuple[int, int], read: int) -> None:
         index, count = shard
         self._samples, self._read = islice(samples, index + read * count, None, count), read
-
-    def __iter__(self) -> UserReader:
-        return self
 
     def __next__(self) -> Any:
         sample = next(self._samples)

@@ -385,7 +385,7 @@ class Engine(ABC):
         for place, value in zip(places, _like(places, values), strict=True):
             place.copy_(value)
         for one in self.kept:
-            one.hear()
+            one.on_state_loaded()
 
     def take_report(self) -> Tensor:
         """What a worker sends beside its update, as long as `buffers`: statistics, and how far its steps since the last report would move
@@ -400,7 +400,7 @@ class Engine(ABC):
             place.copy_(value)
         rest = iter(parts[len(self.statistics) :])
         for one in self.kept:
-            one.follow([next(rest).nan_to_num() for _ in one.state()])
+            one.apply_movement([next(rest).nan_to_num() for _ in one.state()])
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs besides the weights; tensors and plain values, nothing else. The same for every engine."""
@@ -427,11 +427,11 @@ class Engine(ABC):
 
     def gathered(self) -> dict[str, Any]:
         """What steps have gathered for the next report, which neither weights nor `state_dict` hold: for the middle of a round."""
-        return {"kept": [one.gathered() for one in self.kept]}
+        return {"kept": [one.pending() for one in self.kept]}
 
     def load_gathered(self, state: dict[str, Any]) -> None:
         for one, values in zip(self.kept, state["kept"], strict=True):
-            one.load_gathered([value.to(self.device) for value in values])
+            one.load_pending([value.to(self.device) for value in values])
 
     def _kinds(self) -> dict[str, str]:
         return {name: settings.name for name, settings in self.chosen.items()} | {"scaler": str(self.settings.precision.kind == "fp16")}

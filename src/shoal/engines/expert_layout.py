@@ -49,7 +49,7 @@ def episode_rows(engine: SingleEngine) -> EpisodeRows | None:
     """The episodes that workers tell of; None: there is no memory."""
     memories = [one for one in engine.kept if isinstance(one, EpisodicMemory)]
     at = _places(engine, EpisodicMemory, lambda kept: kept.state())
-    return EpisodeRows(at[0], *memories[0].told_WR.shape) if at else None
+    return EpisodeRows(at[0], *memories[0].received_WR.shape) if at else None
 
 
 def _places(engine: SingleEngine, kind: type[StepState], wanted: Callable[[Any], list[Tensor]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The networks that are trained, and how language models write."""
+"""The networks that are trained, and text generation."""
 
 from shoal.models.build import build
 from shoal.models.data_shapes import DataShapes

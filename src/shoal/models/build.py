@@ -15,18 +15,18 @@ Players = dict[str, nn.Module]
 
 
 def build(run: Run, shapes: DataShapes, device: str = "cpu") -> Players:
-    """The networks of `run.model` by name. The same seed gives the same weights, on the CPU, whatever was drawn before. On the device
-    `meta` they have shapes and no numbers."""
+    """The networks of `run.model` by name. Holds: the same seed gives the same weights, whatever was drawn before. On the device `meta`
+    tensors have shapes and no data."""
     builder = run.model.builder()
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        # torch.manual_seed would also seed the GPUs, and nothing puts those back
+        # torch.manual_seed would also seed the GPUs, whose state fork_rng does not restore here
         torch.default_generator.manual_seed(run.seed)
         players: Players = builder(run.model, run, shapes)
         return _with_heads(run, players)
 
 
 def _with_heads(run: Run, players: Players) -> Players:
-    """The networks with what their task reads besides logits."""
+    """Add the score or value head that the task needs."""
     task, rlhf = run.task, run.rlhf
     if task is not None and task.scores:
         return {"model": ScoreModel(players["model"], head_only=bool(getattr(task, "head_only", False)))}
@@ -36,6 +36,6 @@ def _with_heads(run: Run, players: Players) -> Players:
 
 
 def refuse_live_model(settings: Model, run: Run, shapes: DataShapes) -> Players:
-    """Raises ShoalError: such a model is put together by the program that brought it along, and by nobody else."""
+    """Raise ShoalError: only the program that passed in this model can build it."""
     came = f"the model of this run came from a Python program (model.kind {settings.kind})"
     raise ShoalError(f"{came}: only that program can put it together")

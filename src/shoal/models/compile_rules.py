@@ -1,7 +1,7 @@
-"""Which functions torch's compiler leaves alone.
+"""Functions that torch.compile must not compile.
 
-`torch.compiler.disable` imports the compiler where a function is defined. That takes seconds of every process, and few runs compile
-anything: here the compiler is told when there is something to compile.
+`torch.compiler.disable` imports the compiler at definition time, which costs every process seconds, and few runs compile anything. Here
+functions are only marked, and the compiler is imported when something is to be compiled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _called: list[tuple[list[Callable[..., Any]], Callable[..., Any]]] = []
-"""For each function that is left alone: what is called for it now, and the function itself."""
+"""For each marked function: what is called in its place now, and the function itself."""
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that runs as it is written, also where what calls it is compiled."""
+    """Decorator: the function runs uncompiled, also where its caller is compiled."""
     current: list[Callable[P, T]] = [function]
     _called.append((current, function))
 

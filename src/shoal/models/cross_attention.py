@@ -1,7 +1,7 @@
-"""Texts that are read beside the input: encoded once, and attended to from the layers.
+"""Cross-attention to texts beside the input, which are encoded once.
 
-Everything to read is one row of vectors, each with the first token that may attend to it: a text's own context from the beginning on, a
-passage after the chunk that found it.
+All texts of a sequence are one row of vectors, each with the first position that may attend to it: a text's own context from the first
+token on, a retrieved passage after the chunk that found it.
 
 Shapes: B batch, L tokens, D width, H heads, E head size, P texts beside a sequence, M tokens of each, C vectors to read.
 """
@@ -22,16 +22,16 @@ from shoal.models.trunk import NEVER, Block, BlockPart, EncodedContext, LayerInp
 
 
 class ContextTexts(NamedTuple):
-    """Texts beside the sequences of a batch."""
+    """Tokens of texts beside the sequences of a batch."""
 
     ids_BPM: Tensor
     """−1 where there is no token."""
     first_BP: Tensor
-    """The first token that may read each."""
+    """The first position that may read each text."""
 
 
 class ContextEncoder(nn.Module):
-    """Reads each text both ways, by itself."""
+    """Bidirectional encoder; texts do not attend to each other."""
 
     def __init__(self, settings: schema.Moe) -> None:
         super().__init__()
@@ -43,20 +43,20 @@ class ContextEncoder(nn.Module):
         self.norm = norm(plain)
 
     def forward(self, x_NMD: Tensor, mask_NM: Tensor) -> Tensor:
-        """The states of texts, whose padding nobody sees but itself."""
+        """Hidden states of texts. Padding is attended to by itself only."""
         itself_MM = torch.eye(mask_NM.shape[1], dtype=torch.bool, device=mask_NM.device)
-        sight = LayerInputs(self.rotary(0, mask_NM.shape[1]), mask_NM[:, None, None, :] | itself_MM, False, mask_NM)
+        inputs = LayerInputs(self.rotary(0, mask_NM.shape[1]), mask_NM[:, None, None, :] | itself_MM, False, mask_NM)
         for block in self.blocks:
-            x_NMD, _ = block(x_NMD, sight)
+            x_NMD, _ = block(x_NMD, inputs)
         encoded: Tensor = self.norm(x_NMD)
         return encoded
 
     def read_nothing(self, input_ids_BL: Tensor, embedding: nn.Embedding) -> EncodedContext:
-        """A context without a token, so that every batch takes the same way through a model whose parameters are sharded."""
+        """An empty context: with sharded parameters every batch must run the same modules."""
         return self.read({"context_ids": torch.full_like(input_ids_BL[:, :1], -1).unsqueeze(1)}, embedding)
 
     def read(self, columns: dict[str, Tensor], embedding: nn.Embedding) -> EncodedContext:
-        """All texts beside a batch as one context."""
+        """Encode all texts beside a batch as one context."""
         states, first = [], []
         for ids_BPM, first_BP in context_texts(columns):
             ids_NM = ids_BPM[..., : self.longest].flatten(0, 1)
@@ -81,7 +81,7 @@ def context_texts(columns: dict[str, Tensor]) -> list[ContextTexts]:
 
 
 class CrossAttention(nn.Module):
-    """Attends to the context. Beside it stands a vector of zeros, so that a token that may read nothing gets exactly zeros."""
+    """Attention to the context and to one extra zero vector, so that a token which may read nothing gets exactly zeros."""
 
     def __init__(self, settings: schema.Moe) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class CrossAttention(nn.Module):
 
 
 def _with_rows(before_BHCE: Tensor, new_RHCE: Tensor, rows_R: Tensor) -> Tensor:
-    """Keys or values with other ones in some rows. None is lost: contexts only grow while a text is written."""
+    """Keys or values with some rows replaced. Holds: contexts only grow while a text is generated, so nothing is cut off."""
     whole_BHCE = F.pad(before_BHCE, (0, 0, 0, new_RHCE.shape[2] - before_BHCE.shape[2]))
     return whole_BHCE.index_copy(0, rows_R, new_RHCE)
 
 
 class WithCrossAttention(BlockPart):
-    """An attention, to whose output tanh(g) · cross-attention is added. g starts at 0: then it is the attention alone, to the bit."""
+    """Self-attention plus tanh(g) · cross-attention. The gate g starts at 0, where the output is exactly that of self-attention."""
 
     def __init__(self, attention: BlockPart, settings: schema.Moe) -> None:
         super().__init__()
@@ -136,23 +136,23 @@ class WithCrossAttention(BlockPart):
         self.cross = CrossAttention(settings)
         self.gate = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
-        attended_BLD, told = self.own(x_BLD, sight, cache)
-        if sight.context is None:
-            return attended_BLD, told
-        read_BLD = self.cross(x_BLD, sight.context, sight.past, cache)
-        told = told if sight.counted_BL is None else {**told, "cross_gate": self.gate.detach().tanh().mean()}
-        return attended_BLD + self.gate.tanh().to(read_BLD.dtype) * read_BLD, told
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
+        attended_BLD, outputs = self.own(x_BLD, inputs, cache)
+        if inputs.context is None:
+            return attended_BLD, outputs
+        read_BLD = self.cross(x_BLD, inputs.context, inputs.past, cache)
+        outputs = outputs if inputs.counted_BL is None else {**outputs, "cross_gate": self.gate.detach().tanh().mean()}
+        return attended_BLD + self.gate.tanh().to(read_BLD.dtype) * read_BLD, outputs
 
     def last_weights(self) -> list[Tensor]:
         return [self.cross.output.weight]
 
 
 def has_context(settings: schema.Moe) -> bool:
-    """Whether a model reads something beside its input."""
+    """Whether a model attends to a context: given texts, retrieved passages, or episodes of its memory."""
     return bool(settings.cross_attention.enabled or settings.retrieval.enabled or settings.episodic_memory.enabled)
 
 
 def attends_to_context(settings: schema.Moe, layer: int) -> bool:
-    """Whether this layer attends to the context. The last one always does."""
+    """Whether this layer has cross-attention. The last layer of a model with a context always has."""
     return has_context(settings) and (settings.num_layers - 1 - layer) % settings.cross_attention.every_layers == 0

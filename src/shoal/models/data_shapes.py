@@ -1,4 +1,4 @@
-"""What a model must know of the data, and the refusals when the two do not fit."""
+"""The sizes of the data that a model must know, and errors where the two do not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shoal.errors import ShoalError
 
 
 class DataShapes(Protocol):
-    """The sizes of the data; null where it has no such thing."""
+    """The sizes of the data; None where they do not apply."""
 
     @property
     def image_shape(self) -> tuple[int, int, int] | None:
@@ -24,7 +24,7 @@ class DataShapes(Protocol):
 
 
 def vocab_size_for(setting: int | None, shapes: DataShapes) -> int:
-    """The vocabulary of a language model: as set, or as the tokenizer has."""
+    """The vocabulary size of a language model: the setting, or that of the tokenizer."""
     if setting is None and shapes.vocab_size is None:
         raise ShoalError("a language model needs text: data.source gives no tokens; choose a text source, or set model.vocab_size")
     if setting is not None and shapes.vocab_size is not None and setting < shapes.vocab_size:

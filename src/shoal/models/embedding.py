@@ -1,8 +1,8 @@
-"""An embedding that is the output matrix, too: its gradient is one tensor from the beginning.
+"""Token embedding that may be tied to the output matrix, with one gradient tensor for both uses.
 
-Such a matrix learns from both of its uses. Left to itself, autograd makes a matrix of gradients for the lookup, which is almost all zeros,
-beside the one of the output, and adds them up. Here whoever uses the output matrix uses what a lookup lent, and the few rows of the
-tokens that were looked up are added to its gradient in place: a matrix less in memory, and less to write. The sums are the same ones.
+By itself autograd makes a dense gradient for the lookup, almost all zeros, beside that of the output matrix, and adds the two. Here the
+lookup also returns the matrix, the output layer uses that, and the backward pass adds the few rows of the tokens to its gradient in place:
+one matrix less in memory, and less to write. The sums are the same.
 
 Shapes: B batch, L tokens, D width, V vocabulary, U tokens that differ.
 """
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 
 class TokenEmbedding(nn.Embedding):
-    """A row of numbers for each token."""
+    """An embedding that can return its matrix together with the looked-up rows."""
 
     may_lend = True
-    """Whether it lends its matrix where that is of use; torch.func cannot follow it there."""
+    """False switches this off; torch.func does not support it."""
 
     def forward(self, input_ids_BL: Tensor, lends: bool = False) -> Any:
-        """The tokens' rows; `lends`: and the matrix, for one use as the output matrix in the same pass."""
+        """The rows of the tokens. With `lends` also the matrix, to be used once as the output matrix in the same pass."""
         if not lends:
             return super().forward(input_ids_BL)
         return LentLookup.apply(self.weight, input_ids_BL)  # type: ignore[no-untyped-call]
 
     @property
     def can_lend(self) -> bool:
-        """GPUs have kernels that make the matrix of zeros quickly, and the compiler knows the plain lookup."""
+        """Only in training on the CPU: GPUs have fast kernels for the dense gradient, and the compiler handles the plain lookup."""
         learns = torch.is_grad_enabled() and self.weight.requires_grad
         return self.may_lend and learns and self.weight.device.type == "cpu" and not torch.compiler.is_compiling()
 

@@ -1,18 +1,17 @@
-"""A bounded memory of past sequences: their hidden states are recalled where they are like what is being read, and the sequences
-themselves are replayed.
+"""Episodic memory: a bounded store of training sequences, whose hidden states are retrieved by similarity and whose tokens are replayed.
 
-An episode is one training sequence: the means of its hidden states over a few stretches, its tokens, and its importance. It is kept as long
-as it is more important than what comes: importance is a sequence's loss times the norm of the gradient at its hidden states, against the
-mean norm of its batch; it fades with every step, and is found anew when the sequence is replayed. Nothing in it is trained.
+An episode is one training sequence: the means of its hidden states over a few segments, its tokens, and its importance. Importance is the
+sequence's loss times the norm of the gradient at its hidden states, relative to the mean norm of its batch. It decays with every step and
+is computed anew when the sequence is replayed; a new episode replaces the least important one. Nothing in the memory is trained.
 
-A chunk recalls episodes by its mean hidden state, and the tokens after it read them: nothing depends on what comes later. A sequence never
-recalls an episode that began with the same tokens, which may be its own.
+A chunk retrieves episodes by its mean hidden state, and only the tokens after the chunk attend to them, so the model stays causal. A
+sequence never retrieves an episode that began with the same tokens, since that may be the sequence itself.
 
-Among many workers each tells the coordinator of the most important sequences that it wrote down since it last did, and the coordinator's
-own memory is made of those. Its newest ones travel with the weights, and workers write them down beside their own.
+In a run of many workers each reports its most important new episodes to the coordinator, whose memory consists of those. The coordinator
+sends its newest episodes with the weights, and workers store them beside their own.
 
 Shapes: B batch, L tokens, D width, N episodes, T longest sequence, U chunks, K episodes of a chunk, V vectors of an episode, W written,
-R numbers of an episode on its way: importance, T inputs, T labels, V · D of the vectors.
+R numbers of a reported episode: importance, T inputs, T labels, V · D of the vectors.
 """
 
 from __future__ import annotations
@@ -34,61 +33,61 @@ from shoal.models.trunk import NEVER, EncodedContext, LayerInputs
 IGNORED = -100
 _EMPTY = -1.0
 _FADING = 0.999
-"""What is left of an episode's importance after a step: half of it after some 700."""
+"""Decay of an episode's importance per step: half is left after about 700 steps."""
 _WRITTEN = 4
-"""New and replayed sequences each that one process writes down in a step."""
+"""New sequences, and replayed ones, that one process stores per step at most."""
 _SENT = 8
-"""Episodes that a worker tells of at once, and that come with new weights."""
+"""Episodes in a worker's report, and in what the coordinator sends with new weights."""
 _MOST_IMPORTANT = 100.0
-"""What a worker may claim for an episode: about the loss of a model that knows nothing, with ten times the mean norm of its batch."""
+"""Largest importance a worker may report: about the loss of an untrained model with ten times the mean norm of its batch."""
 _BASE = 6364136223846793005
-"""Powers of it tell sequences apart by their tokens, modulo 2^64."""
+"""Base of the polynomial hash of token sequences, modulo 2^64."""
 
 
 class PendingEpisodes(NamedTuple):
-    """Sequences that were learned from in this step, before they are written down."""
+    """Sequences of this step that may become episodes."""
 
     vectors_BVD: Tensor
     norms: list[Tensor]
-    """The norm of each sequence's gradient, once the backward pass was there."""
+    """The gradient norm of each sequence, once the backward pass has run."""
     scored: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    """Inputs, labels, losses and slots of the sequences; a slot of −1 is that of a sequence which was not replayed."""
+    """Inputs, labels, losses and memory slots of the sequences; slot −1: not replayed."""
 
 
 class RecallState(NamedTuple):
-    """What a text that is being written has recalled so far."""
+    """What a text that is being generated has retrieved so far; kept in its KV cache."""
 
     sum_BD: Tensor
-    """Of the hidden states of the chunk that is not complete."""
+    """Sum of the hidden states of the incomplete chunk."""
     code_B: Tensor
-    """Of the tokens so far."""
+    """Hash of the tokens so far."""
     recalled: EncodedContext | None
     merged: tuple[EncodedContext | None, EncodedContext | None, EncodedContext | None] = (None, None, None)
-    """What there was to read, what was recalled, and both together."""
+    """The given context, the retrieved one, and both joined."""
 
 
 class _Chunks(NamedTuple):
-    """Which chunks the new tokens of each row belong to. Places count from a row's first real token."""
+    """Which chunks the new tokens of each row belong to. Positions count from a row's first real token."""
 
     size: int
     past: int
-    """Columns that were seen before."""
+    """Columns in the cache."""
     start_B: Tensor
     """The column of each row's first real token."""
     place_BL: Tensor
     real_BL: Tensor | None
-    """False at padding; null: there is none."""
+    """False at padding; None: there is none."""
     first_B: Tensor
     """The chunk of each row's first new token."""
     complete_B: Tensor
     """Chunks that the new tokens complete."""
     complete: int
-    """The most of them."""
+    """The maximum of `complete_B`."""
 
     @classmethod
-    def of(cls, sight: LayerInputs, length: int, size: int) -> _Chunks:
-        ids_BL, past = sight.input_ids_BL, sight.past
-        real_BS = sight.real_BS
+    def of(cls, inputs: LayerInputs, length: int, size: int) -> _Chunks:
+        ids_BL, past = inputs.input_ids_BL, inputs.past
+        real_BS = inputs.real_BS
         if real_BS is None:
             real_BS = torch.ones(1, past + length, dtype=torch.bool, device=ids_BL.device).expand(len(ids_BL), -1)
         real_BS = real_BS.bool()
@@ -96,12 +95,12 @@ class _Chunks(NamedTuple):
         before_B = count_BS[:, past - 1] if past else torch.zeros_like(count_BS[:, 0])
         first_B, complete_B = before_B // size, count_BS[:, -1] // size - before_B // size
         place_BL = (count_BS[:, past:] - 1).clamp(min=0)
-        real_BL = None if sight.real_BS is None else real_BS[:, past:]
+        real_BL = None if inputs.real_BS is None else real_BS[:, past:]
         return cls(size, past, real_BS.long().argmax(1), place_BL, real_BL, first_B, complete_B, int(complete_B.max()))
 
     @property
     def ends_BU(self) -> Tensor:
-        """The places after the ends of the chunks that are complete now; some rows may have fewer than others."""
+        """End positions of the chunks that are complete now; some rows may have fewer than others."""
         return (self.first_B[:, None] + torch.arange(1, self.complete + 1, device=self.first_B.device)) * self.size
 
     @property
@@ -109,11 +108,11 @@ class _Chunks(NamedTuple):
         return torch.arange(self.complete, device=self.first_B.device) < self.complete_B[:, None]
 
     def column(self, place_BU: Tensor) -> Tensor:
-        """The column of each place among the new tokens; any column where it is not among them."""
+        """The column of each position among the new tokens; arbitrary where it is not among them."""
         return (place_BU + self.start_B[:, None] - self.past).clamp(0, self.place_BL.shape[1] - 1)
 
     def sums(self, x_BLD: Tensor) -> Tensor:
-        """The sums [B, U, D] of the hidden states of each chunk, of the first one as far as it is not in the cache."""
+        """Sums [B, U, D] of the hidden states of each chunk; of the first chunk only the part that is not in the cache."""
         (B, _, D), chunk_BL = x_BLD.shape, self.place_BL // self.size - self.first_B[:, None]
         chunk_BL = chunk_BL.clamp(min=0)
         wide = max(self.complete, int(chunk_BL.max())) + 1
@@ -123,7 +122,7 @@ class _Chunks(NamedTuple):
         return empty.index_add_(0, flat_N, real_BLD.flatten(0, 1)).view(B, wide, D)
 
     def left(self, sums_BUD: Tensor) -> Tensor:
-        """The sum [B, D] of each row's chunk that is not complete."""
+        """The sum [B, D] of each row's incomplete chunk."""
         return sums_BUD[torch.arange(len(sums_BUD), device=sums_BUD.device), self.complete_B]
 
 
@@ -141,48 +140,48 @@ class EpisodicMemory(StepState):
         self.top_k, self.chunk_size = min(memory.top_k, memory.capacity), memory.chunk_size
         self.replay_rate, self.replay_weight = memory.replay_rate, memory.replay_weight
         self.layer = settings.num_layers // 2 - 1 if settings.num_layers > 1 else -1
-        """The layer after which it is asked and written; −1: before the first."""
+        """The layer after which the memory is read and written; −1: before the first layer."""
         self.reading = True
-        """Whether anything is recalled: the loss without is found by switching it off."""
+        """Whether episodes are retrieved. Switched off to measure the loss without memory."""
         self.reports = False
-        """Whether there are others to tell of episodes, and to hear of theirs."""
+        """Whether episodes are exchanged with other workers."""
         self.vocab_size, N = vocab_size, memory.capacity
         self.register_buffer("vectors_NVD", torch.zeros(N, memory.vectors, width))
         self.register_buffer("ids_NT", torch.full((N, longest), -1, dtype=torch.int32))
         self.register_buffer("labels_NT", torch.full((N, longest), IGNORED, dtype=torch.int32))
         self.register_buffer("importance_N", torch.full((N,), _EMPTY))
         self.register_buffer("powers_T", _powers(longest), persistent=False)
-        self.register_buffer("told_WR", torch.full((_SENT, 1 + 2 * longest + memory.vectors * width), _EMPTY), persistent=False)
+        self.register_buffer("received_WR", torch.full((_SENT, 1 + 2 * longest + memory.vectors * width), _EMPTY), persistent=False)
         self._seen: list[PendingEpisodes] = []
-        self._untold = self.told_WR[:0]
+        self._unreported = self.received_WR[:0]
 
     vectors_NVD: Tensor
     ids_NT: Tensor
     labels_NT: Tensor
     importance_N: Tensor
     powers_T: Tensor
-    told_WR: Tensor
-    """A coordinator's episodes of its last round."""
+    received_WR: Tensor
+    """The coordinator's episodes of its last round."""
 
-    # --- recall --------------------------------------------------------------------------------------
+    # --- retrieval -----------------------------------------------------------------------------------
 
     @not_compiled
     @torch.no_grad()
-    def recall(self, x_BLD: Tensor, sight: LayerInputs, cache: KeyValueCache | None) -> EncodedContext | None:
-        """What there is to read from here on: the context, and what the chunks that are complete now recall."""
+    def recall(self, x_BLD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None) -> EncodedContext | None:
+        """The context of the layers above: the given context, and the episodes that complete chunks retrieve."""
         if not self.reading or not bool((self.importance_N > _EMPTY).any()):
-            return sight.context
+            return inputs.context
         thread = cache.memory if cache is not None and cache.memory is not None else self._begin(x_BLD)
-        chunks = _Chunks.of(sight, x_BLD.shape[1], self.chunk_size)
-        codes_BL = self._codes(sight.input_ids_BL, chunks) + thread.code_B[:, None]
+        chunks = _Chunks.of(inputs, x_BLD.shape[1], self.chunk_size)
+        codes_BL = self._codes(inputs.input_ids_BL, chunks) + thread.code_B[:, None]
         sums_BUD = chunks.sums(x_BLD)
         sums_BUD[:, 0] += thread.sum_BD
         recalled = thread.recalled
         if chunks.complete:
             recalled = _appended(recalled, self._nearest(sums_BUD[:, : chunks.complete], codes_BL, chunks, x_BLD.dtype), chunks)
         merged = thread.merged
-        if merged[2] is None or merged[0] is not sight.context or merged[1] is not recalled:
-            merged = (sight.context, recalled, _joined(sight.context, recalled) or _nothing(x_BLD))
+        if merged[2] is None or merged[0] is not inputs.context or merged[1] is not recalled:
+            merged = (inputs.context, recalled, _joined(inputs.context, recalled) or _nothing(x_BLD))
         if cache is not None:
             cache.memory = RecallState(chunks.left(sums_BUD), codes_BL[:, -1], recalled, merged)
         return merged[2]
@@ -192,12 +191,12 @@ class EpisodicMemory(StepState):
         return RecallState(torch.zeros_like(x_BLD[:, 0], dtype=torch.float32), nothing_B, None)
 
     def _codes(self, ids_BL: Tensor, chunks: _Chunks) -> Tensor:
-        """A number for the tokens up to each, which tells beginnings of sequences apart. Padding has no part in it."""
+        """Prefix hashes: one for the tokens up to each position. Padding does not change them."""
         terms_BL = (ids_BL.long() + 1) * self.powers_T[chunks.place_BL]
         return (terms_BL if chunks.real_BL is None else terms_BL * chunks.real_BL).cumsum(1)
 
     def _nearest(self, sums_BUD: Tensor, codes_BL: Tensor, chunks: _Chunks, dtype: torch.dtype) -> EncodedContext:
-        """What the chunks that are complete now recall, [B, U · K · V]."""
+        """The episodes that the complete chunks retrieve, as a context of U · K · V vectors."""
         keys_ND = F.normalize(self.vectors_NVD.mean(1), dim=1)
         likeness_BUN = F.normalize(sums_BUD, dim=2) @ keys_ND.t()
         ends_BU = chunks.ends_BU
@@ -212,11 +211,11 @@ class EpisodicMemory(StepState):
         first_BUKV = first_BUK.unsqueeze(-1).expand(-1, -1, -1, states_BUKVD.shape[3])
         return EncodedContext(states_BUKVD.flatten(1, 3), first_BUKV.flatten(1))
 
-    # --- writing down --------------------------------------------------------------------------------
+    # --- storing episodes ----------------------------------------------------------------------------
 
     @not_compiled
     def watch(self, x_BLD: Tensor) -> None:
-        """Called while learning with the hidden states at the memory's layer: their means, and the norms of their gradients to come."""
+        """Called in training with the hidden states at the memory's layer: record their means, and later their gradient norms."""
         norms: list[Tensor] = []
         if self.counting and x_BLD.requires_grad:
             x_BLD.register_hook(lambda slope_BLD: norms.append(_norms(slope_BLD)))  # type: ignore[no-untyped-call]
@@ -224,7 +223,7 @@ class EpisodicMemory(StepState):
             self._seen.append(PendingEpisodes(F.rms_norm(pooled, (pooled.shape[2],)), norms, []))
 
     def score(self, ids_BL: Tensor, labels_BL: Tensor, losses_B: Tensor, slots_B: Tensor) -> None:
-        """The losses of the sequences that were watched last."""
+        """Record the losses of the sequences of the last `watch`."""
         if self._seen and self.counting:
             self._seen[-1].scored.append((ids_BL, labels_BL, losses_B.detach().float(), slots_B))
 
@@ -233,15 +232,15 @@ class EpisodicMemory(StepState):
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Write down what all processes chose. All of them do the same."""
-        everybody = self._gathered(self._chosen())
+        """Store the episodes that all processes chose. Holds: all processes make the same changes."""
+        of_all_ranks = self._gathered(self._chosen())
         self._seen = []
-        if not bool((everybody[0] > _EMPTY).any()):
-            return  # learning from answers only reads: see docs/mixtures.md
+        if not bool((of_all_ranks[0] > _EMPTY).any()):
+            return  # policy gradients only read the memory: see docs/mixtures.md
         self._fade()
-        self._write(everybody)
+        self._write(of_all_ranks)
         if self.reports:
-            self._remember_to_tell(*everybody)
+            self._queue_report(*of_all_ranks)
 
     def _fade(self) -> None:
         self.importance_N[self.importance_N > _EMPTY] *= _FADING
@@ -254,19 +253,19 @@ class EpisodicMemory(StepState):
                 self.ids_NT[place], self.labels_NT[place] = ids_T.int(), labels_T.int()
 
     def _place(self, importance: float, slot: int, ids_T: Tensor) -> int | None:
-        """Where an episode goes: where it was, else in the place of the least important one, if it is more important."""
+        """The slot of an episode: its present one, else that of the least important episode if this one is more important."""
         if importance <= 0:
             return None
         same = (self.ids_NT == ids_T.int()).all(1) & (self.importance_N > _EMPTY)
         if bool(same.any()):
             return int(same.int().argmax())
         if slot >= 0:
-            return None  # it was given up meanwhile
+            return None  # the replayed episode has been replaced meanwhile
         least = int(self.importance_N.argmin())
         return least if importance > float(self.importance_N[least]) else None
 
     def _chosen(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """This process's most important sequences: importance, slot, inputs, labels, vectors. Rows with an importance of −1 are empty."""
+        """This process's most important sequences: importance, slot, inputs, labels, vectors. Importance −1 marks empty rows."""
         W, T, (_, V, D) = 2 * _WRITTEN, self.ids_NT.shape[1], self.vectors_NVD.shape
         device = self.ids_NT.device
         importance_W = torch.full((W,), _EMPTY, device=device)
@@ -292,55 +291,55 @@ class EpisodicMemory(StepState):
         return replayed[:_WRITTEN] + [one for one in found if one[1] < 0][:_WRITTEN]
 
     def _gathered(self, own: tuple[Tensor, ...]) -> list[Tensor]:
-        """The rows of all processes, in the order of their numbers."""
+        """The rows of all processes, in the order of their ranks."""
         gathered = []
         for values in own:
-            everybody = values.new_zeros(self.ranks, *values.shape)
-            everybody[self.rank] = values
-            gathered.append(self.total(everybody).flatten(0, 1))
+            of_all_ranks = values.new_zeros(self.ranks, *values.shape)
+            of_all_ranks[self.rank] = values
+            gathered.append(self.total(of_all_ranks).flatten(0, 1))
         return gathered
 
-    # --- among many workers --------------------------------------------------------------------------
+    # --- exchange between workers --------------------------------------------------------------------
 
-    def _remember_to_tell(self, importance_W: Tensor, slot_W: Tensor, ids_WT: Tensor, labels_WT: Tensor, vectors_WVD: Tensor) -> None:
+    def _queue_report(self, importance_W: Tensor, slot_W: Tensor, ids_WT: Tensor, labels_WT: Tensor, vectors_WVD: Tensor) -> None:
         rows_WR = torch.cat([importance_W[:, None], ids_WT.float(), labels_WT.float(), vectors_WVD.flatten(1)], 1)
-        rows_WR = torch.cat([self._untold.to(rows_WR), rows_WR[(slot_W < 0) & (importance_W > 0)]])
-        self._untold = rows_WR[rows_WR[:, 0].argsort(descending=True, stable=True)[:_SENT]]
+        rows_WR = torch.cat([self._unreported.to(rows_WR), rows_WR[(slot_W < 0) & (importance_W > 0)]])
+        self._unreported = rows_WR[rows_WR[:, 0].argsort(descending=True, stable=True)[:_SENT]]
 
     def state(self) -> list[Tensor]:
-        return [self.told_WR] if self.reports else []
+        return [self.received_WR] if self.reports else []
 
     def take_movement(self) -> list[Tensor]:
         if not self.reports:
             return []
-        rows_WR = torch.full_like(self.told_WR, _EMPTY)
-        rows_WR[: len(self._untold)], self._untold = self._untold, self._untold[:0]
+        rows_WR = torch.full_like(self.received_WR, _EMPTY)
+        rows_WR[: len(self._unreported)], self._unreported = self._unreported, self._unreported[:0]
         return [rows_WR]
 
-    def gathered(self) -> list[Tensor]:
-        return [self._untold] if len(self._untold) else []
+    def pending(self) -> list[Tensor]:
+        return [self._unreported] if len(self._unreported) else []
 
-    def load_gathered(self, values: list[Tensor]) -> None:
-        self._untold = values[0] if values else self._untold[:0]
+    def load_pending(self, values: list[Tensor]) -> None:
+        self._unreported = values[0] if values else self._unreported[:0]
 
-    def follow(self, movement: list[Tensor]) -> None:
+    def apply_movement(self, movement: list[Tensor]) -> None:
         for rows_WR in movement:
-            self.told_WR.copy_(self._believable(rows_WR))
+            self.received_WR.copy_(self._believable(rows_WR))
             self._fade()
-            self.hear()
+            self.on_state_loaded()
 
-    def hear(self) -> None:
-        """Write down the episodes that were told. Their vectors are of other weights by now, as those of all episodes are."""
+    def on_state_loaded(self) -> None:
+        """Store the received episodes. Their vectors were computed with older weights, as those of all episodes."""
         if not self.reports:
             return
         T, vectors_NVD = self.ids_NT.shape[1], self.vectors_NVD
-        there_WR = self.told_WR[self.told_WR[:, 0] > 0]
+        there_WR = self.received_WR[self.received_WR[:, 0] > 0]
         importance_W, ids_WT, labels_WT, vectors_WX = torch.split(there_WR, [1, T, T, vectors_NVD[0].numel()], 1)
         new_W = torch.full((len(there_WR),), -1)
         self._write((importance_W[:, 0], new_W, ids_WT.long(), labels_WT.long(), vectors_WX.view(-1, *vectors_NVD.shape[1:])))
 
     def _believable(self, rows_WR: Tensor) -> Tensor:
-        """Episodes as a sequence can have been; those that cannot have no importance."""
+        """Reported episodes, with the importance of impossible ones set to empty and all values clamped to their bounds."""
         T, limit = self.ids_NT.shape[1], self.vectors_NVD.shape[2] ** 0.5
         importance_W, ids_WT, labels_WT, vectors_WX = torch.split(rows_WR, [1, T, T, rows_WR.shape[1] - 1 - 2 * T], 1)
         sound_WT = (ids_WT >= -1) & (ids_WT < self.vocab_size) & (ids_WT == ids_WT.round())
@@ -352,7 +351,7 @@ class EpisodicMemory(StepState):
 
     @torch.no_grad()
     def mixed(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """A batch with sequences of the memory after its own, drawn by importance; and the slot of each sequence, −1 for its own."""
+        """A batch with replayed sequences, drawn by importance, after its own; and the slot of each sequence, −1 for its own."""
         ids_BL = batch["input_ids"]
         own_B = torch.full((len(ids_BL),), -1, dtype=torch.int64, device=ids_BL.device)
         wanted = int(len(ids_BL) * self.replay_rate + float(torch.rand(()))) if self.replay_rate else 0
@@ -368,18 +367,18 @@ class EpisodicMemory(StepState):
 
 
 _FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "context_ids": -1, "passage_ids": -1, "passage_from": 0}
-"""What stands in a column where a sequence has nothing."""
+"""Padding value of each batch column."""
 
 
 def _append(own: Tensor, more: Tensor | None, count: int, width: int, fill: int) -> Tensor:
-    """Rows after those of a column. Replayed sequences have no texts beside them."""
+    """Append rows to a column. Replayed sequences have no side texts."""
     if more is None:
         return torch.cat([own, own.new_full((count, *own.shape[1:]), fill)])
     return torch.cat([F.pad(own, (0, width - own.shape[1]), value=fill), F.pad(more, (0, width - more.shape[1]), value=fill).to(own.dtype)])
 
 
 def _nothing(x_BLD: Tensor) -> EncodedContext:
-    """A context that nobody may read, so that all rows take the same way through a model whose parameters are sharded."""
+    """A context that no token may read: with sharded parameters all rows must run the same modules."""
     return EncodedContext(torch.zeros_like(x_BLD[:, :1]), torch.full_like(x_BLD[:, :1, 0], NEVER, dtype=torch.int64))
 
 
@@ -390,8 +389,7 @@ def _joined(first: EncodedContext | None, second: EncodedContext | None) -> Enco
 
 
 def _appended(before: EncodedContext | None, found: EncodedContext, chunks: _Chunks) -> EncodedContext:
-    """What was recalled before, and what the chunks that are complete now recall, each at the place of its chunk: so rows that complete
-    theirs at different times have no gaps."""
+    """Earlier and new retrievals, each at the index of its chunk, so that rows which complete chunks at different times have no gaps."""
     each = found.first_BC.shape[1] // chunks.complete
     width = each * int((chunks.first_B + chunks.complete_B).max())
     known = EncodedContext(found.states_BCD[:, :0], found.first_BC[:, :0]) if before is None else before

@@ -19,7 +19,7 @@ from shoal.models.trunk import BlockPart, LayerInputs, SideOutputs, Trunk
 
 
 class Attention(BlockPart):
-    """Causal self-attention with fewer key and value heads where told."""
+    """Causal self-attention, with grouped queries where `num_kv_heads` is set."""
 
     def __init__(self, settings: schema.Transformer, weights_dropout: float) -> None:
         """`weights_dropout`: the share of attention weights that are dropped while training."""
@@ -32,32 +32,32 @@ class Attention(BlockPart):
         self.query_key_value = nn.Linear(settings.hidden_size, all_heads * self.head_size, bias=settings.bias)
         self.output = nn.Linear(settings.hidden_size, settings.hidden_size, bias=settings.bias)
 
-    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
-        query_BHLE, key_BKSE, value_BKSE = self._heads(x_BLD, sight.turns)
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
+        query_BHLE, key_BKSE, value_BKSE = self._heads(x_BLD, inputs.turns)
         if cache is not None:
             key_BKSE, value_BKSE = cache.append(key_BKSE, value_BKSE)
         attended_BHLE = F.scaled_dot_product_attention(
             query_BHLE,
             key_BKSE,
             value_BKSE,
-            attn_mask=sight.mask,
-            is_causal=sight.causal,
+            attn_mask=inputs.mask,
+            is_causal=inputs.causal,
             dropout_p=self.weights_dropout if self.training else 0.0,
             enable_gqa=self.kv_heads != self.query_heads,
         )
-        attended_BHLE, told = self.weigh(attended_BHLE, x_BLD, sight)
+        attended_BHLE, outputs = self.weigh(attended_BHLE, x_BLD, inputs)
         output_BLD: Tensor = self.output(attended_BHLE.transpose(1, 2).flatten(2))
-        return F.dropout(output_BLD, self.dropout, self.training), told
+        return F.dropout(output_BLD, self.dropout, self.training), outputs
 
-    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: LayerInputs) -> tuple[Tensor, SideOutputs]:
-        """What the heads give, each as much as it counts."""
+    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, inputs: LayerInputs) -> tuple[Tensor, SideOutputs]:
+        """Scale the outputs of the heads; a hook for mixtures of heads."""
         return attended_BHLE, {}
 
     def last_weights(self) -> list[Tensor]:
         return [self.output.weight]
 
     def _heads(self, x_BLD: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, heads before tokens; where nothing turns, views and no copies."""
+        """Queries, keys and values, heads before tokens. Without rotary positions they are views, not copies."""
         all_BLNE = self.query_key_value(x_BLD).view(*x_BLD.shape[:2], -1, self.head_size)
         if turns is not None and turns_in_one_pass(all_BLNE, turns):
             from shoal.models.kernels.rotary import turned_heads
@@ -72,7 +72,7 @@ class Attention(BlockPart):
 
 
 class FeedForward(BlockPart):
-    """Two matrices with GELU between them, or SwiGLU, whose gate and content are one product."""
+    """Two matrices with GELU between them, or SwiGLU with gate and content in one product."""
 
     def __init__(self, settings: schema.Transformer) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class FeedForward(BlockPart):
         self.up = nn.Linear(settings.hidden_size, 2 * inner if self.gated else inner, bias=settings.bias)
         self.down = nn.Linear(inner, settings.hidden_size, bias=settings.bias)
 
-    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         inner = self.up(x_BLD)
         if self.gated:
             gate, content = inner.chunk(2, dim=-1)
@@ -96,7 +96,7 @@ class FeedForward(BlockPart):
 
 
 class Gpt(Trunk):
-    """The same two parts in every layer."""
+    """GPT: the same attention and feed-forward in every layer."""
 
     def __init__(self, settings: schema.Gpt, vocab_size: int) -> None:
         super().__init__(settings, vocab_size, lambda layer: (Attention(settings, settings.dropout), FeedForward(settings)))

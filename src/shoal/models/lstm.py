@@ -17,10 +17,10 @@ from shoal.models.data_shapes import DataShapes, vocab_size_for
 
 
 class LstmCache:
-    """The recurrent state after the tokens seen so far: all an LSTM remembers of them."""
+    """The recurrent state after the tokens so far."""
 
     padded = False
-    """A state has one size, so rows are joined without padding."""
+    """The state has a fixed size, so rows are joined without padding."""
 
     def __init__(self) -> None:
         self.state: tuple[Tensor, Tensor] | None = None
@@ -45,7 +45,7 @@ class Lstm(nn.Module):
     """Embedding, recurrent layers, linear output. Dropout stands before and after each recurrent layer."""
 
     max_seq_len: int | None = None
-    """The state goes on for ever."""
+    """There is no limit."""
 
     def __init__(self, settings: schema.Lstm, vocab_size: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Lstm(nn.Module):
         self.dropout = settings.dropout
         width, layers = settings.hidden_size, settings.num_layers
         self.token_embedding = nn.Embedding(vocab_size, width)
-        # torch warns of a dropout between the layers of one layer
+        # torch warns about dropout between layers if there is one layer
         self.recurrent = nn.LSTM(width, width, layers, batch_first=True, dropout=settings.dropout if layers > 1 else 0.0)
         self.output = nn.Linear(width, vocab_size, bias=False)
 
@@ -63,12 +63,12 @@ class Lstm(nn.Module):
         return logits_BLV
 
     def hidden(self, input_ids_BL: Tensor, *, cache: LstmCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """What the output layer reads: logits = hidden @ output_weight.T."""
+        """Input of the output layer: logits = hidden @ output_weight.T."""
         if attention_mask is None:
             return self._recur(input_ids_BL, cache)
         if cache is not None:
             raise ValueError("an LSTM takes a cache or an attention mask, not both: padding would enter the state")
-        # Padding on the right cannot reach a token; padding on the left is turned round to the right, and back
+        # Padding on the right cannot influence a token; padding on the left is rotated to the right, and back
         order_BL = torch.arange(input_ids_BL.shape[1], device=input_ids_BL.device) + attention_mask.long().argmax(1, keepdim=True)
         order_BL = order_BL % input_ids_BL.shape[1]
         x_BLD = self._recur(input_ids_BL.gather(1, order_BL), None)
@@ -86,11 +86,11 @@ class Lstm(nn.Module):
         return self.output.weight
 
     def new_cache(self, capacity: int) -> LstmCache:
-        """A state has one size, whatever the number of tokens."""
+        """A new cache; the state has a fixed size."""
         return LstmCache()
 
     def next_logits(self, input_ids_BL: Tensor, cache: LstmCache, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, V] of the token after these, which the cache then holds too."""
+        """Logits [B, V] of the next token; the cache advances over these tokens."""
         logits_BV: Tensor = self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask)[:, -1])
         return logits_BV
 

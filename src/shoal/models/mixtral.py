@@ -1,4 +1,4 @@
-"""A mixture of experts as Mixtral of transformers, where it computes the same."""
+"""Export of a mixture of experts as Mixtral of transformers, where both compute the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.models.trunk import Trunk
 
 
 def as_mixtral(model: Trunk, settings: schema.Moe) -> Any:
-    """The model that transformers saves and loads. Raises ShoalError where Mixtral has no such thing."""
+    """The model as transformers' Mixtral. Raises ShoalError where Mixtral lacks a feature."""
     differences = [text for text, differs in _differences(settings) if differs]
     if differences:
         raise ShoalError(
@@ -49,7 +49,7 @@ def as_mixtral(model: Trunk, settings: schema.Moe) -> Any:
 
 
 def _differences(settings: schema.Moe) -> list[tuple[str, bool]]:
-    """What Mixtral does not have, and whether these settings ask for it."""
+    """Features that Mixtral lacks, and whether these settings use them."""
     return [
         (f"router {settings.experts.router}", settings.experts.router != "switch"),
         ("gate of one expert a token that is not 1", settings.experts.per_token == 1),
@@ -65,7 +65,7 @@ def _differences(settings: schema.Moe) -> list[tuple[str, bool]]:
 
 
 def _named(model: Trunk, settings: schema.Moe) -> dict[str, Tensor]:
-    """The weights under Mixtral's names, in its order."""
+    """The weights under Mixtral's names and in its layout."""
     state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     heads, kv_heads = settings.num_heads, settings.num_kv_heads or settings.num_heads
     size = settings.hidden_size // heads
@@ -92,5 +92,5 @@ def _named(model: Trunk, settings: schema.Moe) -> dict[str, Tensor]:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows for pairs (2i, 2i + 1) that turn together to rows for pairs (i, i + half), as transformers has them."""
+    """Reorder rows from rotary pairs (2i, 2i + 1) to pairs (i, i + half), as in transformers."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

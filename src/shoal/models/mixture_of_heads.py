@@ -1,4 +1,4 @@
-"""Attention of which each token uses a share of the heads.
+"""Mixture of heads: each token uses a routed share of the attention heads.
 
 Shapes: B batch, L tokens, D width, H heads, R routed heads, E head size.
 """
@@ -15,10 +15,10 @@ from shoal.models.trunk import FullPrecisionLinear, LayerInputs, SideOutputs
 
 
 class MixtureOfHeads(Attention):
-    """The first heads are active for every token; of the others a router chooses some. All heads are computed, and a gate weighs what they
-    give: this changes what is learned, and saves no time.
+    """The first heads are active for every token; a router chooses some of the others. All heads are computed and their outputs gated, so
+    this changes what is learned and saves no time.
 
-    A token's gates over its chosen heads are their probabilities among these, times their number: where all are alike, each gate is 1.
+    The gates of the chosen heads are their probabilities, normalised and times their number: equal probabilities give gates of 1.
     """
 
     def __init__(self, settings: schema.Moe) -> None:
@@ -34,7 +34,7 @@ class MixtureOfHeads(Attention):
             )
         self.router = FullPrecisionLinear(settings.hidden_size, self.routed, bias=False)
 
-    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: LayerInputs) -> tuple[Tensor, SideOutputs]:
+    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, inputs: LayerInputs) -> tuple[Tensor, SideOutputs]:
         with torch.autocast(x_BLD.device.type, enabled=False):
             probability_BLR = self.router(x_BLD.to(self.router.weight.dtype)).float().softmax(-1)
         top = probability_BLR.topk(self.chosen, dim=-1)
@@ -42,10 +42,10 @@ class MixtureOfHeads(Attention):
         gates_BLR = torch.zeros_like(probability_BLR).scatter(-1, top.indices, chosen)
         gates_BHL = torch.cat([torch.ones_like(gates_BLR[..., :1]).expand(-1, -1, self.shared), gates_BLR], dim=-1).transpose(1, 2)
         weighed_BHLE = attended_BHLE * gates_BHL.unsqueeze(-1).to(attended_BHLE.dtype)
-        return weighed_BHLE, self._choices(probability_BLR, top.indices, sight.counted_BL)
+        return weighed_BHLE, self._choices(probability_BLR, top.indices, inputs.counted_BL)
 
     def _choices(self, probability_BLR: Tensor, chosen: Tensor, counted_BL: Tensor | None) -> SideOutputs:
-        """How often the tokens that count chose each routed head, and its mean probability. The model makes a loss of it."""
+        """How often each routed head was chosen by tokens that count, and its mean probability, for the balance loss."""
         if counted_BL is None:
             return {}
         chosen_BLCR = chosen.unsqueeze(-1) == torch.arange(self.routed, device=chosen.device)

@@ -16,8 +16,8 @@ from shoal.models.data_shapes import DataShapes
 class Mlp(nn.Module):
     """Flatten, hidden layers with ReLU after each, one logit per class.
 
-    Input and hidden layers are normalised sample by sample: it learns about as much in one pass as a bare one does in two,
-    and needs no statistics of the data, which no single worker of many has.
+    Input and hidden layers have LayerNorm: the network learns about as much in one epoch as one without does in two, and needs no
+    statistics of the whole data set, which no single worker has.
     """
 
     def __init__(self, input_dim: int, hidden_sizes: tuple[int, ...], output_dim: int) -> None:

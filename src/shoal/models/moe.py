@@ -29,10 +29,10 @@ from shoal.models.trunk import AuxiliaryLoss, BlockPart, SideChannel, SideOutput
 
 
 class Moe(Trunk):
-    """Its own losses: balance of the experts' loads, and z-loss."""
+    """Transformer with expert layers. Auxiliary losses: load balance and z-loss."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
-        """`held`: the experts that are here; None: all of them."""
+        """`held`: the experts that this worker has; None: all of them."""
         reader = ContextEncoder(settings) if has_context(settings) else None
         parts = partial(block_parts, settings, vocab_size, held)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
@@ -48,7 +48,7 @@ class Moe(Trunk):
         self.loads = Loads(settings.num_layers, experts.count, routers, held)
 
     def only(self, first: int, last: int) -> Self:
-        """Loads are counted anew, for these layers alone."""
+        """The layers [first, last), with load counters of their own."""
         part = super().only(first, last)
         routers = [router for router in part.blocks.modules() if isinstance(router, SigmoidBiasRouter)]
         part.loads = Loads(last - first, self.loads.reported_LE.shape[1], routers, tuple(self.loads.held), first)
@@ -56,17 +56,17 @@ class Moe(Trunk):
         part.head_loads = StepLoads(last - first, self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
         return part
 
-    def tell(self, told: list[SideOutputs], beside: SideChannel) -> None:
-        super().tell(told, beside)
-        self._balance("", self.balance_weight, self.loads, told, beside)
+    def record_outputs(self, outputs: list[SideOutputs], beside: SideChannel) -> None:
+        super().record_outputs(outputs, beside)
+        self._balance("", self.balance_weight, self.loads, outputs, beside)
         if self.head_loads is not None:
-            self._balance("head_", self.head_balance_weight, self.head_loads, told, beside)
+            self._balance("head_", self.head_balance_weight, self.head_loads, outputs, beside)
 
-    def _balance(self, what: str, weight: float, loads: StepLoads, told: list[SideOutputs], beside: SideChannel) -> None:
-        """Count the choices of all layers, and put down how balanced they are: the number of experts, or heads, × Σ share of the choices
-        · mean probability; 1 where all are used alike."""
+    def _balance(self, what: str, weight: float, loads: StepLoads, outputs: list[SideOutputs], beside: SideChannel) -> None:
+        """Count the choices of all layers and add the balance loss: number of experts (or heads) × Σ share of the choices · mean
+        probability; it is 1 for uniform use."""
         end = "R" if what else "E"
-        routed = [own for own in told if f"{what}load_{end}" in own]
+        routed = [own for own in outputs if f"{what}load_{end}" in own]
         if not routed:
             return
         load_LE = torch.stack([own[f"{what}load_{end}"] for own in routed])
@@ -81,32 +81,32 @@ class Moe(Trunk):
 
 
 class StepLoads(StepState):
-    """How often each expert, or each routed head, of each layer was chosen in this step, over all processes and the batches so far."""
+    """How often each expert (or routed head) of each layer was chosen in this step, over all processes and batches so far."""
 
     def __init__(self, layers: int, count: int) -> None:
         super().__init__()
         self.register_buffer("load_LE", torch.zeros(layers, count), persistent=False)
         self.seen = False
-        """Whether there ever was a batch; asking the loads would make this process wait for a GPU."""
+        """Whether there was a batch; reading the loads would synchronise with the GPU."""
 
     load_LE: Tensor
 
     @not_compiled
     @torch.no_grad()
     def shares(self, load_LE: Tensor, training: bool, *, learning: bool) -> Tensor:
-        """The share of each in the choices of this step so far; where a model learns from answers, and routes as in evaluation, in those of
-        this batch over all processes; when nothing is learned, in those of this batch."""
+        """Shares of the choices: of this step so far in training; of this batch over all processes where a policy in evaluation mode
+        learns from answers; of this batch otherwise."""
         if training or learning:
             load_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
         if training:
-            load_LE = self.load_LE.add_(load_LE)  # in place: a recording finds it there again
+            load_LE = self.load_LE.add_(load_LE)  # in place: CUDA graphs keep the address
             self.seen = True
         return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
 
     def begin_step(self) -> None:
         self.load_LE = self.load_LE.float().zero_()
 
-    def take_over(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
+    def merge_layers(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
         assert isinstance(part, StepLoads)
         self.load_LE[first : first + len(part.load_LE)] = part.load_LE
         self.load_LE = total(self.load_LE)
@@ -114,7 +114,7 @@ class StepLoads(StepState):
 
 
 class Loads(StepLoads):
-    """The loads of experts, and what the biases of routers make of them."""
+    """Expert loads, and the router biases that follow from them."""
 
     def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter], held: HeldExperts = None, first: int = 0) -> None:
         """`first`: the number of the first layer."""
@@ -123,8 +123,8 @@ class Loads(StepLoads):
         self.first = first
         self.register_buffer("reported_LE", torch.zeros(layers, experts), persistent=False)
         self.reports = False
-        """Whether workers report each expert's share in the choices since their last report. A coordinator's are of its last round."""
-        # Not as submodules: they are the blocks' own
+        """Whether workers report each expert's share of the choices. A coordinator has those of its last round."""
+        # Not as submodules: the blocks own them
         self.__dict__["routers"] = routers
         self._decided: list[Tensor] = []
         self._moved: list[Tensor] = []
@@ -138,7 +138,7 @@ class Loads(StepLoads):
         self._moved = [before + one for before, one in zip(self._moved, now, strict=True)] if self._moved else now
 
     def figures(self) -> dict[str, Tensor]:
-        """How uneven the loads of the step were. The entropy is a share of that of even loads: 1 is even, 0 is one expert for all."""
+        """Imbalance of the step's loads. The entropy is normalised: 1 for uniform loads, 0 for one expert."""
         experts = self.load_LE.shape[1]
         share_LE = self._shares()
         entropy_L = torch.special.entr(share_LE).sum(1) / math.log(max(2, experts))
@@ -150,7 +150,7 @@ class Loads(StepLoads):
         return {f"layers/{layer}/{name}": value for name, values_L in by_name.items() for layer, value in enumerate(values_L, self.first)}
 
     def details(self) -> dict[str, Tensor]:
-        """Each expert's share in the choices of the step; at a coordinator, which computes no step, in those of its last round."""
+        """Each expert's share of the choices of the step; at a coordinator, which computes no steps, of its last round."""
         share_LE, held = self._shares(), self.held
         if not len(share_LE) and self.reported_LE.any():
             share_LE, held = self.reported_LE, [*range(self.reported_LE.shape[1])]
@@ -161,13 +161,13 @@ class Loads(StepLoads):
         }
 
     def _load_of_all(self) -> Tensor:
-        """The loads of the step, 0 for experts that are not here."""
+        """Loads of the step, 0 for experts that this worker does not hold."""
         load_LE = torch.zeros_like(self.reported_LE)
         load_LE[:, self.held] = self.load_LE.to(load_LE)
         return load_LE
 
     def _shares(self) -> Tensor:
-        """Without layers where nothing was seen: a coordinator computes no step."""
+        """Shares of the choices; without layers at a coordinator, which computes no steps."""
         load_LE = self.load_LE.float()
         return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1) if self.seen else load_LE[:0]
 
@@ -185,20 +185,20 @@ class Loads(StepLoads):
             moved[-1] = moved[-1] / moved[-1].sum(1, keepdim=True).clamp(min=1)
         return moved
 
-    def gathered(self) -> list[Tensor]:
+    def pending(self) -> list[Tensor]:
         return self._moved
 
-    def load_gathered(self, values: list[Tensor]) -> None:
+    def load_pending(self, values: list[Tensor]) -> None:
         self._moved = values
 
     def _so_far(self) -> list[Tensor]:
-        """How far the biases moved since the last report, and the loads where those are reported."""
+        """Movement of the biases since the last report, and the loads if they are reported."""
         return self._moved or [torch.zeros_like(one) for one in self.state()]
 
     def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
         self._moved = [mean(one) for one in self._so_far()]
 
-    def follow(self, movement: list[Tensor]) -> None:
+    def apply_movement(self, movement: list[Tensor]) -> None:
         for router, movement_E in zip(self.routers, movement, strict=False):
             router.shift(movement_E)
         if self.reports:
@@ -216,7 +216,7 @@ def block_parts(settings: schema.Moe, vocab_size: int, held: HeldExperts, layer:
 
 def players(model: schema.Moe, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     network = Moe(model, vocab_size_for(model.vocab_size, shapes), run.engine.experts)
-    network.loads.reports = run.shares_updates and not run.updates.privacy.enabled  # what experts are chosen tells of the data
+    network.loads.reports = run.shares_updates and not run.updates.privacy.enabled  # loads would leak information about the data
     if network.memory is not None:
         network.memory.reports = run.shares_updates
     return {"model": network}

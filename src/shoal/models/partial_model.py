@@ -1,7 +1,7 @@
-"""A language model of which this process has some layers: to its task and to whoever writes text with it, it is the whole model.
+"""A language model of which this process has some layers (pipeline parallelism), with the interface of the whole model.
 
-All processes that have a part of it must call it together. The first embeds the tokens, each passes the stream on to the next, and the last
-makes the logits. How the stream travels is the engine's business.
+All processes with a part of the model must call it together. The first embeds the tokens, each sends the residual stream to the next, and
+the last computes the logits. The engine sends the stream.
 
 Shapes: B batch, L tokens, D width, V vocabulary.
 """
@@ -21,28 +21,28 @@ from shoal.models.trunk import SideChannel
 
 
 class StageTransport:
-    """How the stream goes between the processes. An engine sets it."""
+    """How the residual stream is sent between the processes. The engine sets it."""
 
     receive: Callable[[], Tensor]
-    """The stream of the process before."""
+    """Receive the stream of the previous process."""
     send: Callable[[Tensor], None]
-    """Pass the stream on to the process after."""
+    """Send the stream to the next process."""
     share: Callable[[Tensor], Tensor]
-    """The last process's logits, in all processes; the others give a tensor of the same size."""
+    """Broadcast the logits of the last process; the others pass a tensor of the same size."""
 
 
 class PartialCache:
-    """The cache of this process's layers, and how many tokens all layers have seen."""
+    """The KV cache of this process's layers, and the number of tokens that it holds."""
 
     def __init__(self, own: Any) -> None:
         self.own, self.length = own, 0
 
 
 class PartialModel(nn.Module):
-    """The layers [first, last) of a model, and what stands before and after them where these are the first, or the last.
+    """The layers [first, last) of a model; the first process also has the embeddings, the last one the output matrix.
 
-    Its parameters have the names and the order that they have in the whole model. A tied matrix is the first process's; the last one has a
-    copy, which is none of its parameters.
+    Parameters have the names and the order that they have in the whole model. A tied matrix belongs to the first process; the last process
+    has a copy that is not among its parameters.
     """
 
     def __init__(self, whole: Any, first: int, last: int, depth: int) -> None:
@@ -58,7 +58,7 @@ class PartialModel(nn.Module):
         here = {id(parameter) for _, parameter in super().named_parameters()}
         names = {name: parameter for name, parameter in whole.named_parameters() if id(parameter) in here}
         self.tied = next((parameter for parameter in names.values() if id(parameter) in shared), None)
-        """The matrix that the first process has and the last one copies, where this is one of them."""
+        """The tied matrix, in the first process and (as a copy) in the last."""
         copied = self.tied if not self.begins else None
         self.own = {name: parameter for name, parameter in names.items() if parameter is not copied}
         self.kept_buffers = dict(_kept_buffers(whole, self))
@@ -73,7 +73,7 @@ class PartialModel(nn.Module):
         yield from ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in self.own.items())
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers of a checkpoint, by their names in the whole model."""
+        """Parameters and buffers for a checkpoint, by their names in the whole model."""
         yield from self.own.items()
         for name, (owner, key) in self.kept_buffers.items():
             value = owner._buffers[key]
@@ -100,7 +100,7 @@ class PartialModel(nn.Module):
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
-        """The stream after the layers that are here."""
+        """The residual stream after the layers of this process."""
         past = cache.length if cache is not None else 0
         if self.entry is not None:
             self.before_layer(-1)
@@ -129,13 +129,13 @@ class PartialModel(nn.Module):
 
 
 class PartialTrunk(PartialModel):
-    """Of a transformer of Shoal's own, which takes and tells things beside the tokens."""
+    """A part of one of Shoal's own transformers, which have side inputs and outputs."""
 
     def new_beside(self, **given: Tensor) -> SideChannel:
         return SideChannel(**given)
 
     def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
-        """What the output matrix reads, in the last process."""
+        """Input of the output matrix, in the last process."""
         after: Any = self.exit
         hidden_BLD: Tensor = after.hidden(self.through(input_ids_BL, attention_mask=attention_mask, beside=beside))
         return hidden_BLD
@@ -148,7 +148,7 @@ class PartialTrunk(PartialModel):
 
 
 def partial_model(whole: Any, first: int, last: int, depth: int) -> PartialModel:
-    """This process's part of a model. The whole one can be forgotten afterwards."""
+    """This process's part of a model. The whole model can be freed afterwards."""
     kind = PartialTrunk if hasattr(whole, "new_beside") else PartialModel
     return kind(whole, first, last, depth)
 
@@ -162,7 +162,7 @@ def layers_in(stage: ModelStage) -> dict[str, nn.Module]:
 
 
 def _shared_by_ends(whole: Any) -> dict[int, Tensor]:
-    """The parameters that stand before the first layer and after the last: tied matrices."""
+    """Parameters both before the first layer and after the last: tied matrices."""
     before, after = (make_ends(whole, before=entry, after=not entry) for entry in (True, False))
     there = {id(parameter) for parameter in after.parameters()}
     return {id(parameter): parameter for parameter in before.parameters() if id(parameter) in there}

@@ -1,4 +1,4 @@
-"""Rotary positions: each pair of numbers of a query or key is turned by an angle that grows with its position.
+"""Rotary position embeddings: each pair of numbers of a query or key is rotated by an angle that grows with its position.
 
 Shapes: B batch, L tokens, N heads, S positions, E head size, P pairs in a head; the last 2 are cosine and sine, or the two of a pair.
 """
@@ -17,12 +17,12 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 class Rotary(nn.Module):
-    """The turns of all positions, for pairs of neighbours (2i, 2i+1)."""
+    """Table of cosines and sines for all positions, for adjacent pairs (2i, 2i+1)."""
 
     turns_SP2: Tensor
 
     def __init__(self, max_seq_len: int, head_size: int, frequencies_P: Tensor | None = None) -> None:
-        """`frequencies_P`: by how much each pair is turned from one position to the next; null: the usual ones."""
+        """`frequencies_P`: rotation of each pair per position, in radians; None: the usual ones."""
         super().__init__()
         self.max_seq_len, self.head_size, self.frequencies_P = max_seq_len, head_size, frequencies_P
         self._fill(torch.get_default_device(), torch.float32)
@@ -40,14 +40,14 @@ class Rotary(nn.Module):
         self.register_buffer("turns_SP2", turns_SP2.to(device, dtype), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A conversion to bfloat16 would round the angles, and `to_empty` would lose them: make them anew at full precision
+        # A conversion to bfloat16 would round the table, and `to_empty` would lose it: recompute it in full precision
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._fill(self.turns_SP2.device, torch.float64 if self.turns_SP2.dtype == torch.float64 else torch.float32)
         return self
 
 
 def rotate(x_BLNE: Tensor, turns_LP2: Tensor) -> Tensor:
-    """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair. Turns may be those of all rows, or [B, L, P, 2]."""
+    """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair. The table is shared by all rows, or [B, L, P, 2]."""
     pairs_BLNP2 = x_BLNE.view(*x_BLNE.shape[:-1], -1, 2)
     if _has_complex(x_BLNE) and x_BLNE.dtype == turns_LP2.dtype:
         turned = torch.view_as_complex(pairs_BLNP2) * torch.view_as_complex(turns_LP2).unsqueeze(-2)
@@ -58,12 +58,12 @@ def rotate(x_BLNE: Tensor, turns_LP2: Tensor) -> Tensor:
 
 
 def turns_in_one_pass(all_BLNE: Tensor, turns_LP2: Tensor) -> bool:
-    """Whether `rotary_kernels` cut and turn these heads: on a GPU in half precision, at places that all rows share."""
+    """Whether `kernels/rotary` splits and rotates these heads: on a GPU in half precision, at positions that all rows share."""
     size = all_BLNE.shape[-1]
     half = all_BLNE.is_cuda and all_BLNE.dtype in (torch.bfloat16, torch.float16) and turns_LP2.dtype == torch.float32
     return _HAS_TRITON and half and turns_LP2.dim() == 3 and size & (size - 1) == 0
 
 
 def _has_complex(x: Tensor) -> bool:
-    """Complex numbers go through memory once, which is several times faster; but compilers do not fuse them, and low precision has none."""
+    """Complex products read memory once, which is several times faster; but compilers do not fuse them, and half precision has none."""
     return not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.float64) and x.device.type in ("cpu", "cuda")

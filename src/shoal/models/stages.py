@@ -41,12 +41,12 @@ class ModelStage(nn.Module):
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
-        """The stream after these layers. `attention_mask` [B, S] is 0 at padding, the tokens in the cache counted; `beside` takes up what
-        these layers tell: losses count by their share of all layers."""
+        """The residual stream after these layers. `attention_mask` [B, S] is 0 at padding and covers the tokens in the cache. `beside`
+        collects the side outputs; losses are scaled by the share of all layers."""
         raise NotImplementedError
 
     def new_cache(self, capacity: int) -> Any:
-        """Room for the keys and values of so many tokens in these layers; it grows where there are more."""
+        """A KV cache of these layers for `capacity` tokens; it grows as needed."""
         raise NotImplementedError
 
     def gradient_checkpointing(self, enabled: bool) -> None:
@@ -55,7 +55,7 @@ class ModelStage(nn.Module):
 
 
 class ModelEnds(nn.Module):
-    """What comes before the first layer (`entry`) and after the last (`exit`): either, or both."""
+    """What stands before the first layer (`entry`) and after the last (`exit`): either, or both."""
 
     vocab_size: int
     max_seq_len: int | None
@@ -65,16 +65,16 @@ class ModelEnds(nn.Module):
         self.entry, self.exit = entry, after
 
     def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
-        """The stream before the first layer. `past`: tokens in the cache."""
+        """The residual stream before the first layer. `past`: tokens in the cache."""
         raise NotImplementedError
 
     def logits(self, x_BLD: Tensor) -> Tensor:
-        """Logits [B, L, V] of the stream after the last layer."""
+        """Logits [B, L, V] from the residual stream after the last layer."""
         raise NotImplementedError
 
 
 class TrunkStage(ModelStage):
-    """Layers of a transformer of Shoal's own."""
+    """Layers of one of Shoal's own transformers."""
 
     def __init__(self, model: Trunk, first: int, last: int) -> None:
         super().__init__(first, last)
@@ -111,7 +111,7 @@ class TrunkStage(ModelStage):
 
 
 class TrunkEnds(ModelEnds):
-    """Embeddings, last normalisation and output matrix of a transformer of Shoal's own. A tied matrix is there once."""
+    """Embeddings, last normalisation and output matrix of one of Shoal's own transformers. A tied matrix is present once."""
 
     def __init__(self, model: Trunk, entry: bool, after: bool) -> None:
         super().__init__(entry, after)
@@ -139,7 +139,7 @@ class TrunkEnds(ModelEnds):
         return self.part.embed(input_ids_BL, past, attention_mask)
 
     def hidden(self, x_BLD: Tensor) -> Tensor:
-        """What the output matrix reads."""
+        """Input of the output matrix."""
         hidden_BLD: Tensor = self.part.norm(x_BLD)
         return hidden_BLD
 
@@ -166,14 +166,14 @@ class TrunkEnds(ModelEnds):
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Models that are made meanwhile have parameters without numbers, which take no memory; their buffers are real."""
+    """Context in which new modules get parameters on the meta device, which take no memory; their buffers are real."""
     with _ONE_AT_A_TIME:
         original: Callable[..., None] = nn.Module.register_parameter
         own = threading.get_ident()
 
         def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             original(module, name, parameter)
-            # A tied parameter is registered twice, and must stay one; and other threads make models with numbers meanwhile
+            # A tied parameter is registered twice, and must stay one; other threads may build real models meanwhile
             if parameter is not None and not parameter.is_meta and threading.get_ident() == own:
                 module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
@@ -185,7 +185,7 @@ def without_weights() -> Iterator[None]:
 
 
 def required_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that must be put into a stage or into ends, by their names in the whole model; of tied ones the first name."""
+    """The tensors of a stage or of ends, by their names in the whole model; a tied tensor under its first name."""
     seen: set[int] = set()
     found = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -196,18 +196,18 @@ def required_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors into a stage or into ends that was made as a skeleton. They are not copied. Raises ShoalError."""
-    homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    """Put tensors into a module made with `without_weights`. They are not copied. Raises ShoalError."""
+    slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for owner in module.modules():
         tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
         for table in tables:
             for name, tensor in table.items():
-                homes.setdefault(id(tensor), []).append((table, name))
+                slots.setdefault(id(tensor), []).append((table, name))
     for name, tensor in required_tensors(module).items():
         given = tensors.get(name)
         if given is None or given.shape != tensor.shape:
             what = "is missing" if given is None else f"has the shape {tuple(given.shape)} instead of {tuple(tensor.shape)}"
             raise ShoalError(f"the tensor {name} of the model {what}")
         made = nn.Parameter(given, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else given
-        for table, key in homes[id(tensor)]:
+        for table, key in slots[id(tensor)]:
             table[key] = made

@@ -1,8 +1,7 @@
-"""State of a third kind: buffers that are neither trained nor averaged. They follow from what all processes of an engine saw in a step, so
-they are the same in all of them, and they are saved with the weights.
+"""Buffers that are updated once per step from the statistics of all processes, such as router biases; neither trained nor averaged.
 
-Among many workers the coordinator holds such state. A worker reports how far it would move it, and the coordinator moves it by the mean
-of what the workers of a round report.
+They are the same in all processes of an engine, and are saved with the weights. In a run of many workers the coordinator holds this state:
+a worker reports how far its steps would move it, and the coordinator applies the mean of the reports of a round.
 """
 
 from __future__ import annotations
@@ -13,60 +12,60 @@ from torch import Tensor, nn
 
 
 class StepState(nn.Module):
-    """A module with such state. An engine tells it when a step begins and ends."""
+    """A module with per-step state. The engine calls it when a step begins and ends."""
 
     total: Callable[[Tensor], Tensor] = staticmethod(lambda values: values)
-    """Adds a tensor up over all processes; the engine sets it."""
+    """All-reduce (sum) over the processes; the engine sets it."""
     rank: int = 0
     ranks: int = 1
-    """The number of this process, and how many there are; the engine sets them."""
+    """Rank of this process and number of processes; the engine sets them."""
     counting: bool = True
-    """Whether the batch that comes counts: a process without a share of a small batch computes one that does not."""
+    """Whether the next batch counts. False in a process that gets no samples of a small batch and computes a dummy one."""
 
     def begin_step(self) -> None:
-        """Forget what was seen in the step before."""
+        """Reset the statistics of the step."""
 
     def end_step(self) -> None:
-        """Decide how far the state moves, from what all processes saw in this step."""
+        """Compute the movement of the state from the statistics of all processes."""
 
     def move(self) -> None:
-        """Move the state as far as the step decided, once."""
+        """Apply the movement that `end_step` computed."""
 
     def figures(self) -> dict[str, Tensor]:
-        """Single numbers to record of the step that has ended, the same in all processes."""
+        """Scalars to record for the step that has ended, the same in all processes."""
         return {}
 
     def details(self) -> dict[str, Tensor]:
-        """Further numbers of that step, too many to travel between machines."""
+        """Further scalars of that step, too many to send between machines."""
         return {}
 
     def state(self) -> list[Tensor]:
-        """The state itself, which the coordinator hands out."""
+        """The tensors that the coordinator sends to workers."""
         return []
 
     def take_movement(self) -> list[Tensor]:
-        """How far the steps since the last call would have moved each of them."""
+        """The movement of each state tensor over the steps since the last call."""
         return []
 
-    def gathered(self) -> list[Tensor]:
-        """What `take_movement` would go by now."""
+    def pending(self) -> list[Tensor]:
+        """The movement accumulated since the last `take_movement`, for a checkpoint."""
         return []
 
-    def load_gathered(self, values: list[Tensor]) -> None:
-        """Take over what `gathered` gave, before a break."""
+    def load_pending(self, values: list[Tensor]) -> None:
+        """Restore what `pending` returned."""
 
     def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
-        """Processes that step by themselves agree on how far their steps would move it: `mean` is over all of them."""
+        """Average the accumulated movement of processes that step independently. `mean` is over all of them."""
 
-    def take_over(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
-        """Where each process has other layers: take over what `part` saw in the layers from number `first` on, and the `total` of all
-        processes' parts. Then this is what was seen in all layers."""
+    def merge_layers(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
+        """Pipeline stages: copy the statistics of `part`, whose layers start at number `first`, and sum over all stages with `total`.
+        Afterwards this object has the statistics of all layers."""
 
-    def hear(self) -> None:
-        """The coordinator's state is here."""
+    def on_state_loaded(self) -> None:
+        """Called after the coordinator's state was copied into `state()`."""
 
-    def follow(self, movement: list[Tensor]) -> None:
-        """Move the state as workers report. What they report is a claim: it must not lead out of the state's bounds."""
+    def apply_movement(self, movement: list[Tensor]) -> None:
+        """Apply the movement that workers reported. Holds: whatever they report, the state stays within its bounds."""
 
 
 def step_states(module: nn.Module) -> Iterator[StepState]:

@@ -27,48 +27,48 @@ from shoal.models.rotary import Rotary
 
 INITIAL_STD = 0.02
 NEVER = 2**62
-"""A place that no token of a sequence has."""
+"""A position that no token reaches: marks context vectors that must not be read."""
 _ENDS = ("token_embedding", "position_embedding", "norm", "output")
 """The modules before and after the layers."""
 SideOutputs = dict[str, Tensor]
-"""What a part gives beside the stream, by name: auxiliary losses, and figures to record."""
+"""Outputs of a part besides the residual stream, by name: auxiliary losses, and figures to record."""
 
 
 class AuxiliaryLoss(NamedTuple):
-    """A loss of the network itself, which the task adds to its own."""
+    """A loss of the network itself, which the task adds to its own loss."""
 
     name: str
     weight: float
     value: Tensor
-    """The mean over the tokens of this batch that count, as the task's own loss is; of some of the layers their share of it."""
+    """Mean over the tokens that count in the loss. A stage with some of the layers gives their share of it."""
 
 
 class SideChannel:
-    """What goes into a model beside the tokens of a batch, and what comes out of it beside the logits."""
+    """Inputs of a model besides the tokens of a batch, and outputs besides the logits."""
 
     def __init__(self, counted_BL: Tensor | None = None, rows_R: Tensor | None = None, **columns: Tensor) -> None:
-        """`columns`: texts to read, as a batch has them; of these rows alone, if `rows_R` is given."""
+        """`columns`: batch columns of the texts to read; for these rows only, if `rows_R` is given."""
         self.counted_BL, self.rows_R = counted_BL, rows_R
         """True where a token counts in the loss."""
         self.columns = columns
         self.losses: list[AuxiliaryLoss] = []
         self.output_weight: Tensor | None = None
-        """The output matrix as it was lent for this pass: see `embedding.py`. Null: take the model's own."""
+        """The tied output matrix for this pass: see `embedding.py`. None: use the model's own."""
         self.figures: dict[str, Tensor] = {}
-        """Single numbers, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
+        """Scalars, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
 
 
 class EncodedContext(NamedTuple):
-    """What layers with cross-attention attend to."""
+    """Encoded texts that cross-attention layers attend to."""
 
     states_BCD: Tensor
     first_BC: Tensor
-    """The first token of the sequence that may attend to each."""
+    """The first position of the sequence that may attend to each vector."""
     since: ContextUpdate | None = None
-    """How it came from an earlier one; null: it is another altogether."""
+    """The difference from an earlier context; None: there is no earlier one."""
 
     def with_rows(self, rows_R: Tensor, new: EncodedContext) -> EncodedContext:
-        """The same with other vectors in some rows, which may be more."""
+        """A copy with the vectors of some rows replaced, and widened if the new ones are more."""
         width = max(self.first_BC.shape[1], new.first_BC.shape[1])
         states_BCD, first_BC = (one.clone() for one in self.widened(width))
         states_RCD, first_RC = new.widened(width)
@@ -76,49 +76,49 @@ class EncodedContext(NamedTuple):
         return EncodedContext(states_BCD, first_BC, ContextUpdate(self.first_BC, rows_R))
 
     def widened(self, width: int) -> tuple[Tensor, Tensor]:
-        """Its vectors and first tokens, with vectors after them that nobody may read."""
+        """Vectors and first positions, padded to a width with vectors that no token may read."""
         missing = width - self.first_BC.shape[1]
         return F.pad(self.states_BCD, (0, 0, 0, missing)), F.pad(self.first_BC, (0, missing), value=NEVER)
 
 
 class ContextUpdate(NamedTuple):
-    """What a context has that an earlier one had not."""
+    """The difference of a context from an earlier one."""
 
     earlier_BC: Tensor
-    """The earlier one's `first_BC`: it is known by that."""
+    """`first_BC` of the earlier context, which identifies it."""
     rows_R: Tensor
-    """The rows that are other ones now."""
+    """The rows that changed."""
 
 
 class LayerInputs(NamedTuple):
-    """What the parts of every layer may look at beside the stream."""
+    """Inputs of every layer besides the residual stream."""
 
     turns: Tensor | None
-    """Of rotary positions."""
+    """Cosines and sines of the rotary positions."""
     mask: Tensor | None
-    """True where a token sees another, [L, S] or [B, 1, L, S]; null: what `causal` says."""
+    """True where a token attends to another, [L, S] or [B, 1, L, S]; None: see `causal`."""
     causal: bool
     input_ids_BL: Tensor
     counted_BL: Tensor | None = None
-    """True where a token counts in the loss; null: nobody asks for losses and figures."""
+    """True where a token counts in the loss; None: losses and figures are not wanted."""
     context: EncodedContext | None = None
     past: int = 0
     """Tokens in the cache."""
     real_BS: Tensor | None = None
-    """False at padding; null: there is none before a text."""
+    """False at padding; None: no row is padded on the left."""
 
 
 class BlockPart(nn.Module):
-    """An attention or a feed-forward. What it returns is added to the stream."""
+    """An attention or a feed-forward. Its first output is added to the residual stream."""
 
-    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         raise NotImplementedError
 
     def initialise(self, std: float) -> None:
-        """Draw the weights that are not those of Linear and Embedding layers below."""
+        """Initialise the weights that are not in Linear or Embedding layers."""
 
     def last_weights(self) -> list[Tensor]:
-        """The matrices whose product is added to the stream: they start smaller, the more layers add to it."""
+        """The output projections onto the residual stream: they start smaller in deeper models."""
         raise NotImplementedError
 
 
@@ -127,7 +127,7 @@ Parts = Callable[[int], tuple[BlockPart, BlockPart]]
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each after a normalisation and added to the stream."""
+    """Pre-norm transformer block: attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, settings: schema.Transformer, attention: BlockPart, feed_forward: BlockPart) -> None:
         super().__init__()
@@ -136,11 +136,11 @@ class Block(nn.Module):
         self.feed_forward_norm = norm(settings)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BLD: Tensor, sight: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
-        attended_BLD, told = self.attention(self.attention_norm(x_BLD), sight, cache)
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
+        attended_BLD, outputs = self.attention(self.attention_norm(x_BLD), inputs, cache)
         x_BLD = x_BLD + attended_BLD
-        fed_BLD, more = self.feed_forward(self.feed_forward_norm(x_BLD), sight, cache)
-        return x_BLD + fed_BLD, {**told, **more}
+        fed_BLD, more = self.feed_forward(self.feed_forward_norm(x_BLD), inputs, cache)
+        return x_BLD + fed_BLD, {**outputs, **more}
 
 
 class Trunk(nn.Module):
@@ -149,20 +149,20 @@ class Trunk(nn.Module):
     def __init__(
         self, settings: schema.Transformer, vocab_size: int, parts: Parts, initial_std: float = INITIAL_STD, reader: Any = None
     ) -> None:
-        """`reader` encodes texts beside the input, where layers attend to them: see `context.py`."""
+        """`reader` encodes the texts that cross-attention layers attend to: see `cross_attention.py`."""
         super().__init__()
         self.reader = reader
         self.memory: Any = None
-        """Episodes that the layers above `memory.layer` attend to: see `memory.py`."""
+        """Episodes that the layers above `memory.layer` attend to: see `episodic_memory.py`."""
         width = settings.hidden_size
         self.vocab_size, self.max_seq_len, self.dropout = vocab_size, settings.max_seq_len, settings.dropout
         self.checkpointing = False
         self.packed_output: Callable[[Tensor], Tensor] | None = None
-        """The product with the output matrix, where it was made quicker: see `packing.py`."""
+        """A faster product with the output matrix: see `kernels/cpu_packing.py`."""
         self.first_layer, self.share = 0, 1.0
-        """The number of the first layer that is here, and the share of the layers that are: see `only`."""
+        """Number of the first layer in this process, and the share of all layers that it has: see `only`."""
         self.loss_weights: dict[str, float] = {}
-        """What the parts tell that is a loss, and how much it weighs; everything else is a figure."""
+        """Weights of the side outputs that are losses; all others are figures."""
         self.token_embedding = TokenEmbedding(vocab_size, width)
         learned = settings.positions == "learned"
         self.position_embedding = nn.Embedding(settings.max_seq_len, width) if learned else None
@@ -191,7 +191,7 @@ class Trunk(nn.Module):
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
-        """What the output matrix reads: logits = hidden @ output_weight.T."""
+        """Input of the output matrix: logits = hidden @ output_weight.T."""
         x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask, beside)
         hidden_BLD: Tensor = self.norm(self.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
         return hidden_BLD
@@ -205,23 +205,23 @@ class Trunk(nn.Module):
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
-        """The stream after the layers that are here, from the stream before them."""
+        """Run the residual stream through the layers of this process."""
         past, length = cache.length if cache else 0, input_ids_BL.shape[1]
         turns = self._turns(past, length, attention_mask if cache else None)
-        sight = _sight(input_ids_BL, turns, past, attention_mask)
+        inputs = _layer_inputs(input_ids_BL, turns, past, attention_mask)
         context = self._context(input_ids_BL, beside, cache)
-        sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past, real_BS=attention_mask)
-        told: list[SideOutputs] = []
-        sight = self._remember(-1, x_BLD, sight, cache)
+        inputs = inputs._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past, real_BS=attention_mask)
+        outputs: list[SideOutputs] = []
+        inputs = self._remember(-1, x_BLD, inputs, cache)
         for i, block in enumerate(self.blocks.children()):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
-                x_BLD, own = checkpoint(block, x_BLD, sight, use_reentrant=False)
+                x_BLD, own = checkpoint(block, x_BLD, inputs, use_reentrant=False)
             else:
-                x_BLD, own = block(x_BLD, sight, cache.layers[i] if cache else None)
-            told.append(own)
-            sight = self._remember(i, x_BLD, sight, cache)
+                x_BLD, own = block(x_BLD, inputs, cache.layers[i] if cache else None)
+            outputs.append(own)
+            inputs = self._remember(i, x_BLD, inputs, cache)
         if beside is not None:
-            self.tell(told, beside)
+            self.record_outputs(outputs, beside)
         return x_BLD
 
     def only(self, first: int, last: int) -> Self:
@@ -235,21 +235,21 @@ class Trunk(nn.Module):
         return part
 
     def without_layers(self) -> Self:
-        """What comes before and after the layers. Parameters are shared, and keep their names."""
+        """Embeddings, last normalisation and output matrix. Parameters are shared, and keep their names."""
         part = copy.copy(self)
         part._modules = {name: module for name, module in self._modules.items() if name in _ENDS}
         return part
 
-    def _remember(self, layer: int, x_BLD: Tensor, sight: LayerInputs, cache: KeyValueCache | None) -> LayerInputs:
-        """At the memory's layer, what the layers above may read of it; and while learning, what it may write down."""
+    def _remember(self, layer: int, x_BLD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None) -> LayerInputs:
+        """At the memory's layer: add recalled episodes to the context of the layers above, and in training let the memory record."""
         if self.memory is None or layer != self.memory.layer:
-            return sight
+            return inputs
         if self.training and cache is None and torch.is_grad_enabled():
             self.memory.watch(x_BLD)
-        return sight._replace(context=self.memory.recall(x_BLD, sight, cache))
+        return inputs._replace(context=self.memory.recall(x_BLD, inputs, cache))
 
     def _context(self, input_ids_BL: Tensor, beside: SideChannel | None, cache: KeyValueCache | None) -> EncodedContext | None:
-        """What there is to read beside the tokens; where they are written one by one, what was there to read before, unless it is new."""
+        """The encoded context of the batch. In decoding it is kept in the cache until a new one is given."""
         if self.reader is None:
             return None
         if beside is not None and beside.columns:
@@ -268,17 +268,17 @@ class Trunk(nn.Module):
             cache.context = context
         return context
 
-    def tell(self, told: list[SideOutputs], beside: SideChannel) -> None:
-        """Put down what the layers gave: losses as their mean over the layers, single numbers as figures of their layer."""
+    def record_outputs(self, outputs: list[SideOutputs], beside: SideChannel) -> None:
+        """Collect the side outputs of the layers: losses as their mean over the layers, scalars as figures of their layer."""
         for name, weight in self.loss_weights.items():
-            values = [own[name] for own in told if name in own]
+            values = [own[name] for own in outputs if name in own]
             if values:
                 beside.losses.append(AuxiliaryLoss(name, weight, self.share * torch.stack(values).mean()))
-        for layer, own in enumerate(told, self.first_layer):
+        for layer, own in enumerate(outputs, self.first_layer):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
     def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
-        """The stream before the first layer."""
+        """Embed the tokens: the residual stream before the first layer."""
         length = past + input_ids_BL.shape[1]
         if length > self.max_seq_len:
             raise ShoalError(f"a sequence of {length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
@@ -288,23 +288,23 @@ class Trunk(nn.Module):
         else:
             x_BLD = self.token_embedding(input_ids_BL)
         if self.position_embedding is not None:
-            # With padding on the left they count from the first real token. Either way the module is called: of processes that share its
-            # weights some may have such rows and others none, and they must gather the same in the same order
+            # With padding on the left, positions count from the first real token. The module is called in both cases: processes that shard
+            # its weights must gather them in the same order, whether or not their rows are padded
             places = torch.arange(past, length, device=x_BLD.device) if attention_mask is None else _positions(attention_mask)[:, past:]
             x_BLD = x_BLD + self.position_embedding(places)
         if torch.is_autocast_enabled(x_BLD.device.type):
-            # The stream between the blocks is read and written more than anything else: half the bytes
+            # The residual stream is read and written more than anything else: half the bytes
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
         return F.dropout(x_BLD, self.dropout, self.training)
 
     def _turns(self, past: int, length: int, mask_BS: Tensor | None) -> Tensor | None:
-        """The turns of the new tokens. Rows in a cache that are padded differently stand at positions of their own."""
+        """Rotary cosines and sines of the new tokens. With a cache, rows that are padded differently have positions of their own."""
         if self.rotary is None or mask_BS is None:
             return self.rotary(past, length) if self.rotary is not None else None
         return self.rotary.turns_SP2[_positions(mask_BS)[:, past:]]
 
     def new_beside(self, **given: Tensor) -> SideChannel:
-        """What `forward` and `hidden` take as `beside`, with what goes in; what comes out is in it afterwards."""
+        """A value for the argument `beside` of `forward` and `hidden`: holds inputs, and afterwards the outputs."""
         return SideChannel(**given)
 
     @property
@@ -312,7 +312,7 @@ class Trunk(nn.Module):
         return self.token_embedding.weight if self.output is None else self.output.weight
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Logits of what the output matrix reads."""
+        """Logits of hidden states."""
         return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
 
     def gradient_checkpointing(self, enabled: bool) -> None:
@@ -320,13 +320,13 @@ class Trunk(nn.Module):
         self.checkpointing = enabled
 
     def new_cache(self, capacity: int) -> KeyValueCache:
-        """Room for the keys and values of so many tokens."""
+        """A KV cache for `capacity` tokens."""
         return KeyValueCache(len(self.blocks), capacity)
 
     def next_logits(
         self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None, beside: SideChannel | None = None
     ) -> Tensor:
-        """Logits [B, V] of the token after these, which the cache then holds too. `beside`: what there is to read from now on."""
+        """Logits [B, V] of the next token; these tokens are appended to the cache. `beside`: texts to read from now on."""
         last_BD = self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1]
         value_head: Any = getattr(self, "value_head", None)
         if value_head is not None:
@@ -334,7 +334,7 @@ class Trunk(nn.Module):
         return self.project(last_BD)
 
     def _initialise(self, std: float) -> None:
-        """As GPT-2: what is added to the stream starts smaller, the more layers add to it."""
+        """As GPT-2: output projections are scaled by 1 / sqrt(2 · layers)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -356,7 +356,7 @@ class RmsNorm(nn.RMSNorm):
 
 
 class FullPrecisionLinear(nn.Linear):
-    """A linear layer that decides: its weights are not rounded, whatever the precision of others."""
+    """A linear layer of a router or gate: its weights are not rounded, whatever the precision of other layers."""
 
     full_precision = True
 
@@ -383,8 +383,8 @@ def _positions(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> LayerInputs:
-    """No mask where the kernel's own causal one will do, nor where one token sees all before it."""
+def _layer_inputs(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> LayerInputs:
+    """Attention masks. None where the kernel's causal mask suffices, or where one token attends to all before it."""
     length = input_ids_BL.shape[1]
     if attention_mask is None and (past == 0 or length == 1):
         return LayerInputs(turns, None, past == 0, input_ids_BL)
@@ -393,6 +393,6 @@ def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask
     seen_LS = torch.ones(length, past + length, dtype=torch.bool, device=input_ids_BL.device).tril(past)
     if attention_mask is None:
         return LayerInputs(turns, seen_LS, False, input_ids_BL)
-    # Padding sees itself: a row that sees nothing would give NaN
+    # Padding attends to itself: a row that attends to nothing would give NaN
     itself_LS = seen_LS.triu(past)
     return LayerInputs(turns, (seen_LS & attention_mask.bool()[:, None, None, :]) | itself_LS, False, input_ids_BL)

@@ -1,4 +1,4 @@
-"""A network that ends in one number for each token, in place of logits: what a reward or a value is read from.
+"""Scalar heads on a language model: one number for each token, for reward and value models.
 
 Shapes: B batch, L tokens, D width.
 """
@@ -15,7 +15,7 @@ from shoal.errors import ShoalError
 
 
 class ScoreModel(nn.Module):
-    """The trunk of a language model with one row of weights in place of its output matrix. They start at zero: all texts are equal."""
+    """A language model with a scalar head in place of its output matrix. The head starts at zero, so all texts score the same."""
 
     def __init__(self, trunk: Any, *, head_only: bool = False) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class ScoreModel(nn.Module):
             freeze_output(trunk)
 
     def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
-        """A number for each token [B, L], in float32; `given` is what the trunk takes besides."""
+        """Scores [B, L] in float32. `given`: further arguments of the trunk."""
         scores_BL: Tensor = self.head(self.trunk.hidden(input_ids_BL, **given))
         return scores_BL
 
     def save(self, folder: Path) -> None:
-        """As transformers loads a classifier of sequences with one label, where the trunk is a model of theirs. The model is used up."""
+        """Save as a sequence classifier with one label, for trunks of transformers. The model must not be used afterwards."""
         self.trunk.save_scored(folder, self.head.weight.detach())
 
     def gradient_checkpointing(self, enabled: bool) -> None:
@@ -40,14 +40,14 @@ class ScoreModel(nn.Module):
         self.trunk.gradient_checkpointing(enabled)
 
     def __getattr__(self, name: str) -> Any:
-        """What else a model of language offers: its vocabulary, and what goes in and out beside the tokens."""
+        """Attributes of the language model that callers need."""
         if name in ("vocab_size", "max_seq_len", "new_beside"):
             return getattr(self.trunk, name)
         return super().__getattr__(name)
 
 
 def add_value_head(model: Any, kind: str) -> dict[str, nn.Module]:
-    """What predicts an answer's score, for a policy: a network of its own, or a head of the policy itself."""
+    """Add the value function of a policy: a separate network, or a head on the policy itself."""
     if kind == "network":
         return {"value": ScoreModel(copy.deepcopy(model))}
     if not hasattr(model, "output_weight"):
@@ -57,14 +57,14 @@ def add_value_head(model: Any, kind: str) -> dict[str, nn.Module]:
 
 
 class ScalarHead(nn.Linear):
-    """One row of weights that makes a number of each hidden state. It starts at zero."""
+    """Linear head with one output. It starts at zero."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1, bias=False)
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
-        """In the type of the weights: half precision has about three digits, and scores are compared."""
+        """Computed in the type of the weights: half precision has about three digits, too few to compare scores."""
         return (hidden_BLD.to(self.weight.dtype) * self.weight[0]).sum(-1)
 
 
@@ -74,7 +74,7 @@ def width_of(model: Any) -> int:
 
 
 def freeze_output(model: Any) -> None:
-    """An output matrix that nothing reads gets no gradient, so it is not trained; one that is the embedding, too, is."""
+    """Freeze an output matrix that nothing uses. A tied one stays trainable as the embedding."""
     output = getattr(model, "output", None)
     if isinstance(output, nn.Linear):
         output.requires_grad_(False)

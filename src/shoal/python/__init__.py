@@ -1,1 +1,1 @@
-"""The door for Python programs: `from shoal import train`."""
+"""The Python API: `shoal.train`."""

@@ -1,4 +1,4 @@
-"""What `shoal.train` was called with: checked, and turned into settings and live parts of a run."""
+"""Checks the arguments of `shoal.train` and turns them into settings and live objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Config = TrainerConfig | Run | str | Path | Sequence[str | Path] | Mapping[str, 
 
 
 class ArgumentError(ShoalError, TypeError):
-    """An argument that is not what `train` takes."""
+    """An argument that `train` does not take."""
 
     def __init__(self, name: str, takes: str, found: object) -> None:
         super().__init__(f"{name}= takes {takes}; this is {_described(found)}")
@@ -33,20 +33,20 @@ def _described(found: object) -> str:
     return f"{type(found).__name__} {shown[:60]}".rstrip()
 
 
-class Brought(NamedTuple):
-    """What a program brings along: live parts, and the settings that name what it does not have yet."""
+class ProgramObjects(NamedTuple):
+    """Objects that a program passes, and the settings for those that it names as functions."""
 
     given: LiveObjects
     settings: list[Override]
     live: tuple[str, ...]
-    """Names of live parts that workers need."""
+    """Names of the arguments that are live objects, which only threads of this process can use."""
 
 
 # --- the configuration -------------------------------------------------------------------------------
 
 
 def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequence[Override]], LoadedConfig]:
-    """Resolves the configuration with these settings on top, and some more."""
+    """A function that loads the configuration with these settings and further ones on top."""
     if isinstance(config, TrainerConfig):
         return lambda more: config.resolve(overrides=[*settings, *more])
     if isinstance(config, (Run, Mapping)):
@@ -61,7 +61,7 @@ def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequenc
 
 
 def _plain(run: Run) -> dict[str, Any]:
-    """The settings of a run as plain data, its secrets too."""
+    """The settings of a run as plain data, including secrets."""
     plain: dict[str, Any] = as_data(run, mask=None)
     for path, value in flat(run):
         if isinstance(value, Secret):
@@ -83,8 +83,8 @@ def overrides_of(overrides: Iterable[str]) -> list[Override]:
 # --- live parts --------------------------------------------------------------------------------------
 
 
-def brought(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> Brought:
-    """Check what was brought along. Raises ArgumentError."""
+def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> ProgramObjects:
+    """Check the objects that the program passes. Raises ArgumentError."""
     _check_model(model)
     _check_data("data", data)
     _check_data("eval_data", eval_data)
@@ -96,17 +96,17 @@ def brought(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metr
     settings = [*_settings("model", "model", model, loss=loss), *_settings("data", "data.source", data, eval_data, collate)]
     parts = {"model": model, "data": data, "collate": collate, "loss": loss}
     live = tuple(name for name, part in parts.items() if part is not None and not _is_named(name, part, parts))
-    return Brought(_given(model, data, eval_data, collate, loss, metrics), settings, live)
+    return ProgramObjects(_live_objects(model, data, eval_data, collate, loss, metrics), settings, live)
 
 
 def _is_named(name: str, part: Any, parts: Mapping[str, Any]) -> bool:
-    """Whether workers find a part by its name. A loss goes by name with a model that does, a collate with data that does."""
+    """Whether workers can import an argument by name. A loss needs a model, and a collate needs data, that is named as well."""
     beside = {"loss": "model", "collate": "data"}.get(name)
     return _is_factory(part) and (beside is None or _is_factory(parts[beside]))
 
 
-def _given(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> LiveObjects:
-    """The live parts. A name that goes into the settings is looked up where the run is put together."""
+def _live_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> LiveObjects:
+    """The live objects. Functions that the settings name are called where the run is built."""
     return LiveObjects(
         model=None if _is_factory(model) else model,
         train=None if _is_factory(data) else data,
@@ -118,7 +118,7 @@ def _given(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metri
 
 
 def _settings(argument: str, section: str, part: Any, eval_data: Any = None, collate: Any = None, loss: Any = None) -> Iterator[Override]:
-    """Settings that say where a part comes from."""
+    """Settings for a live or a named object."""
     if part is None:
         return
     if not _is_factory(part):

@@ -1,4 +1,4 @@
-"""What `shoal.train` gives back."""
+"""The result of `shoal.train`."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from shoal.runs.training.loop import TrainingLoop
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A run that has ended."""
+    """The outcome of a run."""
 
     status: str
     """`completed`, `stopped early` or `interrupted`."""
     run_dir: Path
     model: nn.Module | None
-    """The trained network: your own object, if you gave one. None in a process of torchrun's that does not coordinate."""
+    """The trained network; the same object if the program passed one. None in a torchrun process that does not coordinate."""
     metrics: Mapping[str, Mapping[str, float]]
-    """The last figures on the data learned from (`train`) and on held-out data (`eval`)."""
+    """The last metrics on training data (`train`) and held-out data (`eval`)."""
     history: tuple[Mapping[str, Any], ...]
     """Every record of the run, as in `metrics.jsonl`: `step`, `split`, `samples` and the metrics."""
     contributions: Mapping[str, int]
-    """What the coordinator did with what workers sent: `accepted`, `rejected` and so on; empty for one process alone."""
+    """Number of contributions by outcome (`accepted`, `rejected` …); empty for a single-worker run."""
     summary: Mapping[str, Any]
-    """All that `summary.json` has."""
+    """The content of `summary.json`."""
     own_model: bool = False
-    """Whether the network is one that the program, or a function that it named, has made."""
+    """Whether the network is the program's own."""
 
     @property
     def steps(self) -> int:
-        """Updates of the weights."""
+        """Number of updates of the weights."""
         return int(self.summary["steps"])
 
     def __repr__(self) -> str:
@@ -48,8 +48,9 @@ class Result:
         return f"Result({self.status} after {self.steps} steps: {figures}; {self.run_dir})"
 
     def export(self, path: str | Path) -> Path:
-        """Write the trained model into a new folder, for other programs: a model of transformers as `from_pretrained` loads it, another
-        one as `model.safetensors`. Raises ShoalError."""
+        """Write the trained model into a new folder: a Transformers model for `from_pretrained`, another one as `model.safetensors`.
+
+        Raises ShoalError."""
         from shoal.runs.trained_model import export, export_network
 
         folder = Path(path)
@@ -63,7 +64,7 @@ class Result:
 
 
 def result_of(loop: TrainingLoop | CoordinatorLoop, summary: Mapping[str, Any]) -> Result:
-    """The result in the process that trained, or coordinated."""
+    """The result in the process that trained or coordinated."""
     loop.engine.finish()
     players = loop.engine.task.players
     model = players["model"] if len(players) == 1 else nn.ModuleDict(players)
@@ -74,7 +75,7 @@ def result_of(loop: TrainingLoop | CoordinatorLoop, summary: Mapping[str, Any]) 
 
 
 def result_elsewhere(folder: Path, summary: Mapping[str, Any]) -> Result:
-    """The result in a process that followed another one."""
+    """The result in a process that worked for a coordinator elsewhere."""
     return _made(RunDirectory(folder), None, summary, False)
 
 

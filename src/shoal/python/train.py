@@ -1,4 +1,4 @@
-"""`shoal.train`: training from Python, with a configuration, with parts of one's own, or both."""
+"""`shoal.train`: training from Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.config.plugins import load as load_plugins
 from shoal.errors import ShoalError
 from shoal.launch.start import headline, start_run
 from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
-from shoal.python.arguments import Brought, Config, brought, check_workers, loader_of, overrides_of, reporters_of
+from shoal.python.arguments import Config, ProgramObjects, check_objects, check_workers, loader_of, overrides_of, reporters_of
 from shoal.python.result import Result, result_elsewhere, result_of
 from shoal.reporters.progress import progress_for
 from shoal.reporters.sinks import sinks_for
@@ -39,30 +39,30 @@ def train(
     progress: bool = True,
     plugins: Iterable[str | Path] = (),
 ) -> Result:
-    """Train, alone or with workers on this machine, and return what came of it.
+    """Train, alone or with workers on this machine, and return the result.
 
     `config` is a file, a preset, a list of them, a dict of settings, a `TrainerConfig` or a `Run`; `overrides` are `path=value`, as on the
-    command line. `model`, `data` and `eval_data` take the place of what it describes: a torch.nn.Module, which is trained in place, and
-    data sets, lists of samples or something to iterate over. `collate(samples)` makes a batch, `loss(model, batch)` gives a scalar or a
-    dict with `loss`, `metrics` are functions of model and batch for held-out data.
+    command line. `model`, `data` and `eval_data` replace those of the configuration: a torch.nn.Module, which is trained in place, and data
+    sets, lists of samples or other iterables. `collate(samples)` returns a batch, `loss(model, batch)` a scalar or a dict with `loss`;
+    `metrics` are functions of model and batch for held-out data.
 
-    Each but `metrics` may be named as `"module:function"`: a function that makes it, or is it. Workers that need live objects are threads
-    of this process, others are processes. Several need a strategy: syncps, where none is configured. `progress` shows on standard error
-    what `shoal train` shows. `plugins` are files or modules with other parts (docs/extending.md). Raises ConfigError for wrong settings,
-    ShoalError where the run cannot go on. docs/python.md tells more.
+    Each except `metrics` may be a name, `"module:function"`. Workers that need live objects are threads of this process; others are
+    processes. The default strategy for several workers is syncps. `progress` prints on standard error what `shoal train` prints.
+    `plugins` are files or modules (docs/extending.md). Raises ConfigError for wrong settings, ShoalError if the run cannot continue.
+    See docs/python.md.
     """
     _check_main()
     load_plugins(*map(str, plugins))
     check_workers(workers)
-    own, watching = brought(model, data, eval_data, collate, loss, metrics), reporters_of(reporters)
+    own, watching = check_objects(model, data, eval_data, collate, loss, metrics), reporters_of(reporters)
     load = loader_of(config, [*own.settings, *overrides_of(overrides)])
-    made = plan_start(load, StartOptions(str(run_dir) if run_dir is not None else None, resume, workers, default_workers=1, live=own.live))
-    _check_fit(made, own)
-    return _follow(made, watching) if made.mode is StartMode.FOLLOWS else _train(made, own, watching, progress)
+    plan = plan_start(load, StartOptions(str(run_dir) if run_dir is not None else None, resume, workers, default_workers=1, live=own.live))
+    _check_fit(plan, own)
+    return _follow(plan, watching) if plan.mode is StartMode.FOLLOWS else _train(plan, own, watching, progress)
 
 
 def _check_main() -> None:
-    """Raise ShoalError where a process that loads data ahead imports the program, and the program trains when it is imported."""
+    """Raise ShoalError in a data-loader process that imports a program which trains at import."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ShoalError(
             "data.loader.num_workers: the processes that load data ahead import this program, and it trains when it is imported: "
@@ -70,40 +70,40 @@ def _check_main() -> None:
         )
 
 
-def _train(made: StartPlan, own: Brought, watching: list[Reporter], progress: bool) -> Result:
-    """Train in this process, or coordinate in it. Of the processes of an engine the first one tells, for all of them."""
-    run, speaks = made.run, made.here is None or made.here.rank == 0
+def _train(plan: StartPlan, own: ProgramObjects, watching: list[Reporter], progress: bool) -> Result:
+    """Train or coordinate in this process. Of an engine's processes only rank 0 reports."""
+    run, speaks = plan.run, plan.here is None or plan.here.rank == 0
     shown: list[Reporter] = (
-        [progress_for(sys.stderr, run.log_level, made.mode is StartMode.COORDINATES, run.log_format)] if progress else []
+        [progress_for(sys.stderr, run.log_level, plan.mode is StartMode.COORDINATES, run.log_format)] if progress else []
     )
-    with start_run(made, [*shown, *sinks_for(run), *watching] if speaks else [], live=own.given) as ready:
-        for text in (made.note, *(f"warning: {problem.message}" for problem in made.loaded.problems), headline(made, ready.loop)):
+    with start_run(plan, [*shown, *sinks_for(run), *watching] if speaks else [], live=own.given) as ready:
+        for text in (plan.note, *(f"warning: {problem.message}" for problem in plan.loaded.problems), headline(plan, ready.loop)):
             if text:
                 ready.loop.message(text)
         return result_of(ready.loop, ready.train().summary)
 
 
-def _check_fit(made: StartPlan, own: Brought) -> None:
-    """Raise ShoalError where parts of one's own and the settings do not make a run."""
-    run, settings = made.run, made.loaded.settings
+def _check_fit(plan: StartPlan, own: ProgramObjects) -> None:
+    """Raise ShoalError if the program's objects and the settings do not fit together."""
+    run, settings = plan.run, plan.loaded.settings
     source = run.data.source.kind if run.data.source is not None else ""
-    if made.mode is StartMode.RANKS:
+    if plan.mode is StartMode.RANKS:
         raise ShoalError(f"the engine {run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`")
     if source in USER_KINDS and run.model.kind not in USER_KINDS:
         raise ShoalError(
-            f"data= is your own, and a model of kind {run.model.kind} is made for data that settings describe: give model=, too"
+            f"data= is your own, and a model of kind {run.model.kind} is plan for data that settings describe: give model=, too"
         )
     if run.model.kind in USER_KINDS and not settings.given("data.source.kind"):
         raise ShoalError("model= is your own, and nothing says what it learns from: give data=, or name data.source in the configuration")
     if own.given.eval is not None and source not in USER_KINDS and run.chosen_task.needs != "labels":
         raise ShoalError("eval_data= goes with data=: text that settings describe has held-out text of its own")
     if run.chosen_task.needs == "tokens" and run.model.kind in USER_KINDS and not settings.given("data.tokenizer"):
-        raise ShoalError("data.tokenizer: name the tokenizer that your model was made for")
+        raise ShoalError("data.tokenizer: name the tokenizer that your model was plan for")
 
 
-def _follow(made: StartPlan, watching: list[Reporter]) -> Result:
-    """Work as torchrun's process that does not coordinate."""
-    fleet = made.torchrun
+def _follow(plan: StartPlan, watching: list[Reporter]) -> Result:
+    """Work as a torchrun process that does not coordinate."""
+    fleet = plan.torchrun
     assert fleet is not None
 
     def tell(text: str) -> None:

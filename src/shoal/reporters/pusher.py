@@ -35,7 +35,7 @@ class Pusher(Generic[State]):
         self.trouble = ""
         """Why the last attempt failed; empty if it succeeded."""
         self._send = send
-        self._bell = threading.Condition()
+        self._wakeup = threading.Condition()
         self._waiting: State | None = None
         self._not_before = 0.0
         self._asked_to_wait = False
@@ -47,24 +47,24 @@ class Pusher(Generic[State]):
 
     def offer(self, state: State) -> None:
         """Push this state as soon as possible."""
-        with self._bell:
+        with self._wakeup:
             self._waiting = state
-            self._bell.notify()
+            self._wakeup.notify()
 
     def finish(self, within_s: float) -> None:
         """Wait until the last state is pushed, for at most `within_s` seconds."""
-        with self._bell:
+        with self._wakeup:
             self._until = time.monotonic() + within_s
             if not self._asked_to_wait:
                 self._not_before = 0.0
-            self._bell.notify()
+            self._wakeup.notify()
         self._thread.join(within_s)
         if self._thread.is_alive():
             self.trouble = self.trouble or f"the hub took longer than {within_s:.0f} s"
 
     def _next_state(self) -> State | None:
         """The next state to push, once its time has come; None after `finish`."""
-        with self._bell:
+        with self._wakeup:
             while True:
                 now = time.monotonic()
                 if self._until is not None and (self._waiting is None or max(now, self._not_before) > self._until):
@@ -72,7 +72,7 @@ class Pusher(Generic[State]):
                 if self._waiting is not None and now >= self._not_before:
                     state, self._waiting = self._waiting, None
                     return state
-                self._bell.wait(self._not_before - now if self._waiting is not None else None)
+                self._wakeup.wait(self._not_before - now if self._waiting is not None else None)
 
     def _work(self) -> None:
         while (state := self._next_state()) is not None:
@@ -88,7 +88,7 @@ class Pusher(Generic[State]):
 
     def _failed(self, state: State, error: PushError) -> None:
         reason = self.trouble = str(error)
-        with self._bell:
+        with self._wakeup:
             self._failures += 1
             self._asked_to_wait = error.wait_s is not None
             own = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._failures - 1))

@@ -1,4 +1,4 @@
-"""What a run is made of, put together: the same for the same settings, whoever trains."""
+"""Builds the parts of a run: data, networks, task, engine and feed. Holds: the same settings give the same parts on every machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CountSteps = Callable[[data.Data], int]
 
 
 class RunParts(NamedTuple):
-    """What a run is made of, before it moves."""
+    """The parts of a run before its first step."""
 
     run: Run
     data: data.Data
@@ -45,13 +45,13 @@ class RunParts(NamedTuple):
 
     @property
     def single(self) -> SingleEngine:
-        """The engine of one process, which strategies between workers take."""
+        """The engine, which must be the one of a single process: strategies with workers use that."""
         assert isinstance(self.engine, SingleEngine)
         return self.engine
 
     @property
     def frozen(self) -> int:
-        """Weights that are used and not trained, such as those beside LoRA's small matrices."""
+        """Number of weights that are not trained, such as those that LoRA adds to."""
         networks = self.engine.task.players.values()
         return sum(value.numel() for network in networks for value in network.parameters() if not value.requires_grad)
 
@@ -67,11 +67,11 @@ def assemble(
     joins: bool = False,
     known: data.Data | None = None,
 ) -> RunParts:
-    """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
+    """Build data, networks, task and engine. A resumed run takes the tokenizer from its folder, `tokenizer_of`.
 
-    `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
-    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `live` are live parts
-    that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
+    `length`: computes the number of steps; None: that of one worker alone. `here` and `world`: for a process of the engine that the
+    settings choose; without them a single process computes, whatever the engine. `live`: objects that the program passes. `joins`: for
+    a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
     source = _with_parts_of_policy(run, tokenizer_of)
     samples = known or data_for(run, live, lambda: data.load(source, progress=progress))
@@ -105,8 +105,8 @@ def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World
 
 
 def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
-    """A run that goes on keeps its tokenizer. A policy keeps that of the run that it goes on from, and reads the passages that it learned
-    to read, unless the settings name others."""
+    """The settings with the tokenizer of the run's folder. A policy uses the tokenizer and the passage index of the run that it starts
+    from, unless the settings name others."""
     policy, retrieval = run.rlhf.policy if run.rlhf is not None else None, data.retrieval_of(run)
     saved = own_folder / "tokenizer" if own_folder else run_folder_of(policy) / "tokenizer" if policy else None
     if saved is not None and saved.is_dir():
@@ -124,7 +124,7 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
 def _with_rollouts(
     run: Run, samples: data.Data, task: Task, device: torch.device, length: CountSteps | None, world: World | None
 ) -> RunParts:
-    """A run whose feed makes its batches with the model itself."""
+    """The parts of a run whose feed generates its batches with the model."""
     assert run.rlhf is not None
     assert samples.info.tokenizer is not None
     ppo = run.rlhf.ppo
@@ -138,11 +138,11 @@ def _with_rollouts(
 
 
 def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.ShardFeed:
-    """The batches of a seat. Seats beyond the number of shards go through a shard that another has, too, in an order of their own.
+    """The batches of a seat. Seats beyond the number of shards read a shard a second time, in another order.
 
-    `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
+    `part`: index of this process among those of the seat, and their number; each reads `batch_size` samples of a batch.
     """
-    if run.scheduled:  # all seats are stretches of the same order, and positions are those of the whole data
+    if run.scheduled:  # seats are ranges of one order, so positions count in the whole data
         seat, shards = 0, 1
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
@@ -160,7 +160,7 @@ def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, 
 
 
 def held_out_batches(run: Run, samples: data.Samples | None) -> Callable[[], Iterator[data.Batch]] | None:
-    """Batches of the held-out data, from the start at each call."""
+    """A function that yields the held-out batches from the start; None where the run is not evaluated."""
     if samples is None or run.evaluation.strategy == "never":
         return None
     size, most = run.evaluation.batch_size or 32, run.evaluation.batches
@@ -183,7 +183,7 @@ def warn_reporters(reporters: list[Reporter]) -> Callable[[str], None]:
 
 
 def report_changes(found: list[SettingChange], reporters: list[Reporter]) -> None:
-    """A run that goes on with other settings says which."""
+    """Report the settings that a resumed run changes."""
     if found:
         for reporter in reporters:
             reporter.message(f"the run goes on with other settings:{format_changes(found)}")
@@ -192,8 +192,8 @@ def report_changes(found: list[SettingChange], reporters: list[Reporter]) -> Non
 def find_run_to_resume(
     run: Run, run_dir: str | None, warn: Callable[[str], None], alone: bool = False
 ) -> tuple[RunDirectory, Checkpoint | None]:
-    """The run to go on with: the one that is named, or the newest with the same settings. `alone`: no coordinator will ask whether another
-    process is at work there, so it is asked here."""
+    """The run to resume, and its newest checkpoint: the run that is named, or the newest with the same settings. `alone`: check that no
+    other process uses the folder; otherwise the coordinator checks."""
     directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
     if directory is None:
         raise ShoalError(f"there is no earlier run with these settings in {run.output_dir}: name one with --run-dir")
@@ -220,7 +220,7 @@ def _newest_like(run: Run) -> RunDirectory | None:
         try:
             if not forbidden_changes(directory.config(), run):
                 return directory
-        except ShoalError:  # of another version, or no run at all
+        except ShoalError:  # of another version, or not a run
             continue
     return None
 
@@ -235,7 +235,7 @@ def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
 
 
 def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
-    """A run goes on with the data that it began with. Raises ShoalError. Runs of earlier versions have not written down what that was."""
+    """Raises ShoalError where a resumed run would read other data than it began with."""
     try:
         before = json.loads((directory.path / "data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -248,7 +248,7 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
 
 
 def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.SideTexts | None:
-    """What is read beside a text that is being written: passages that it finds, and a context that is given."""
+    """The side texts for generation: passages that the finder retrieves, and a context."""
     return models.make_side_texts(finder, [tokenizer.encode(context)] if context else ())
 
 
@@ -261,7 +261,7 @@ def stream_text(
     decoding: Any,
     beside: models.SideTexts | None = None,
 ) -> Iterator[str]:
-    """The text that follows a prompt, piece by piece. `beside`: what the model reads meanwhile."""
+    """Yield the text that the model generates after a prompt. `beside`: side texts that the model reads."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
     text, prompts = data.StreamedText(tokenizer, start), torch.tensor([start])
     stream = models.generate(model, prompts, max_new_tokens=count, decoding=decoding, seed=seed, eos_id=tokenizer.eos_id, beside=beside)
@@ -273,7 +273,7 @@ def stream_text(
 
 
 def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], None]:
-    """What the run shows of itself at each evaluation: a grid of images, or a piece of text."""
+    """A function that writes a sample at a step: a grid of images, or a piece of text."""
     task, run, tokenizer = parts.engine.task, parts.run, parts.data.info.tokenizer
     folder = directory.path / "samples"
 

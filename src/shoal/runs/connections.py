@@ -1,4 +1,4 @@
-"""A worker's line to its coordinator: a transport's client, or the board of units in a database, which answers in its place."""
+"""A worker's connection to its coordinator: over a transport, or to a database that leases units in the coordinator's place."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
 from shoal.worker.session import COMPUTING, Frames
 
 if TYPE_CHECKING:
-    from shoal.transports.postgres import UnitDesk
-    from shoal.transports.postgres.lease_client import Unit, Weights
+    from shoal.transports.postgres import LeaseClient
+    from shoal.transports.postgres.lease_client import LeasedUnit, PublishedWeights
 
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
 _CLAIM_S = 60.0
 _LONGEST_STATE = 80
-"""Letters that a database takes for a worker's state; it takes plain ones only."""
+"""Longest state of a worker that the database accepts, in printable ASCII."""
 _NOTICE_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """A coordinator that cannot be reached may be reached again: the courier tries."""
+    """Turns `Unreachable` into `Lost`, after which the sender tries again."""
     try:
         yield
     except Unreachable as error:
@@ -39,12 +39,12 @@ def _losing() -> Iterator[None]:
 
 
 def _plain(said: str) -> str:
-    """What the database takes for a worker's state: it refuses letters that could steer a terminal, and all it cannot tell from those."""
+    """The text with `?` for every character that the database refuses: anything but printable ASCII."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in said)[:_LONGEST_STATE]
 
 
 class TransportConnection:
-    """A transport's client."""
+    """A connection over a transport (ZeroMQ, XML-RPC, in-process, or messages in PostgreSQL)."""
 
     def __init__(self, address: str, token: str, key: str | None) -> None:
         self._connect: Callable[[int], Client] = lambda largest: connect(
@@ -57,7 +57,7 @@ class TransportConnection:
         return self.client.traffic.sent_bytes
 
     def allow(self, largest: int) -> None:
-        """From now on frames may be this large."""
+        """Reconnect with this limit for the size of a frame."""
         traffic = self.client.traffic
         self.client.close()
         self.client = self._connect(max(largest, _WELCOME_BYTES))
@@ -80,30 +80,30 @@ class TransportConnection:
             return CoordinatorAnswer(*self.client.answer(timeout_s))
 
     def still_wanted(self, unit: int) -> bool:
-        """Only the coordinator knows, and tells with its answers to signs of life."""
+        """Always True: the coordinator reports units that are no longer wanted with its answers to heartbeats."""
         return True
 
     def wake(self) -> None:
-        """A coordinator holds no answer back for long."""
+        """Nothing to do: a coordinator does not delay answers for long."""
 
     def close(self) -> None:
         self.client.close()
 
 
 class DatabaseConnection:
-    """The board of units in a database: it lends units, takes results and shows weights, whether the coordinator is there or not.
+    """A connection to a database that leases units, takes results and publishes weights, whether the coordinator runs or not.
 
-    The desk behind it tries again by itself where the database cannot be reached.
+    The lease client retries by itself where the database cannot be reached.
     """
 
-    def __init__(self, desk: UnitDesk, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, desk: LeaseClient, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
         self.desk, self.welcome, self.tell = desk, welcome, tell
         self.sent_bytes = 0
-        self._unit: Unit | None = None
+        self._unit: LeasedUnit | None = None
         self._lease_s, self._leased_at, self._told_slow = lease_s, 0.0, False
         self._notice_at = 0.0
         self._fetching = False
-        """Whether the worker has a unit and waits for its weights: it is at work, though it does not compute yet."""
+        """Whether the worker has a unit and waits for its weights; it then counts as computing."""
         self._figures: dict[str, float] = {}
         self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "most_lag": float("inf")}
         self._answers: dict[str, Callable[[dict[str, Any], Frames], CoordinatorAnswer]] = {
@@ -118,7 +118,7 @@ class DatabaseConnection:
         }
 
     def allow(self, largest: int) -> None:
-        """A database's rows may be as large as they are."""
+        """Nothing to do: the database does not limit frames."""
 
     def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
         with _losing():
@@ -131,7 +131,7 @@ class DatabaseConnection:
         raise AssertionError("nothing is ever posted here")
 
     def still_wanted(self, unit: int) -> bool:
-        return self._unit is None or self.desk.wanted(self._unit)
+        return self._unit is None or self.desk.is_lease_valid(self._unit)
 
     def wake(self) -> None:
         self.desk.wake()
@@ -142,7 +142,7 @@ class DatabaseConnection:
     # --- answers -----------------------------------------------------------------------------------
 
     def _join(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
-        name = self.desk.enter(header["name"], header["about"])
+        name = self.desk.join(header["name"], header["about"])
         place = {"seat": 0, "epoch": 0, "position": 0, "last_seq": -1}
         known = {"kind": "welcome", "name": name, "session": name, **place}
         return CoordinatorAnswer(self.welcome.header | known, self.welcome.frames)
@@ -153,15 +153,15 @@ class DatabaseConnection:
             raise ConnectionLostError("there are no weights yet")
         return self._news({"kind": "weights"}, newer)
 
-    def _news(self, header: dict[str, Any], newer: Weights | None) -> CoordinatorAnswer:
-        """Where the run stands, with weights where there are newer ones."""
+    def _news(self, header: dict[str, Any], newer: PublishedWeights | None) -> CoordinatorAnswer:
+        """The version of the run, with the weights where there are newer ones."""
         if newer is None:
             return CoordinatorAnswer(header | self._known | {"weights": "same"}, ())
         self._known |= {"version": newer.version, "step": newer.header["step"], "done": newer.header["done"]}
         return CoordinatorAnswer(header | self._known | {"weights": newer.header["weights"]}, newer.frames)
 
     def _claim(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
-        """A unit for the weights that the worker has; where there are newer ones, those first."""
+        """A unit for the weights that the worker has; where there are newer weights, those instead."""
         nothing = {"kind": "lease", "unit": -1}
         if (newer := self.desk.weights(header["have"])) is not None:
             return self._news(nothing, newer)
@@ -175,7 +175,7 @@ class DatabaseConnection:
         newer = self.desk.weights(header["have"]) if unit.iteration != header["have"] else None
         self._fetching = False
         if unit.iteration not in (header["have"], newer.version if newer is not None else None):
-            self.desk.give_back(unit)  # weights come one difference at a time: the right ones are not there yet
+            self.desk.return_unit(unit)  # weights come as one difference at a time, and more are to come
             return self._news(nothing, newer)
         lease = {"kind": "lease", "unit": unit.id, "epoch": unit.epoch, "start": unit.start, "batches": unit.batches}
         return self._news(lease, newer)
@@ -185,30 +185,30 @@ class DatabaseConnection:
         sent = {name: header[name] for name in ("base", "weight", "samples", "metrics")}
         status = self.desk.submit(self._unit, sent, frames)
         if status == "late" and self._told_slow:
-            self.tell("warning: the result of this unit came too late: somebody else was given the unit meanwhile, or the round was over")
+            self.tell("warning: the result of this unit came too late: another worker was given the unit meanwhile, or the round was over")
         self.sent_bytes += sum(len(frame) for frame in frames)
         receipt = {"kind": "receipt", "status": status, "seq": self._unit.id, "round": header["round"], "repeated": False}
         return CoordinatorAnswer(receipt | self._known, ())
 
     def _give_back(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         assert self._unit is not None
-        self.desk.give_back(self._unit)
+        self.desk.return_unit(self._unit)
         return CoordinatorAnswer({"kind": "noted"}, ())
 
     def _fail(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         assert self._unit is not None
-        self.desk.fail(self._unit, header["reason"])
+        self.desk.fail_unit(self._unit, header["reason"])
         return CoordinatorAnswer({"kind": "noted"}, ())
 
     def _tell_notice(self) -> None:
-        """Say why there is no work, where that is because of this worker. The database is asked now and then."""
+        """Report why this worker gets no unit, where that is its own fault. The database is queried every few seconds."""
         if time.monotonic() >= self._notice_at:
             self._notice_at = time.monotonic() + _NOTICE_EVERY_S
-            if notice := self.desk.notice():
+            if notice := self.desk.why_no_work():
                 self.tell(f"warning: {notice}")
 
     def _tell_slow(self, state: str) -> None:
-        """Say once that a unit takes longer than the timeout. It is not lost: signs of life renew its lease."""
+        """Warn once when a unit takes longer than the timeout. Heartbeats renew its lease, so it is not lost."""
         took_s = time.monotonic() - self._leased_at
         if state == COMPUTING and self._unit is not None and took_s > self._lease_s and not self._told_slow:
             self._told_slow = True
@@ -221,12 +221,12 @@ class DatabaseConnection:
     def _beat(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         self._tell_slow(header["state"])
         self._figures = header["figures"]
-        self.desk.beat(COMPUTING if self._fetching else header["state"], self._figures)
+        self.desk.heartbeat(COMPUTING if self._fetching else header["state"], self._figures)
         return CoordinatorAnswer({"kind": "pulse"}, ())
 
     def _leave(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         if header["reason"]:
-            self.desk.beat(_plain(f"left: {header['reason']}"), self._figures)
+            self.desk.heartbeat(_plain(f"left: {header['reason']}"), self._figures)
         self.desk.leave()
         return CoordinatorAnswer({"kind": "goodbye"}, ())
 
@@ -235,7 +235,7 @@ WorkerConnection = TransportConnection | DatabaseConnection
 
 
 class ConnectOptions(NamedTuple):
-    """Who joins: what it wants to be called, where it keeps its secrets, how long it waits, and whom it tells."""
+    """How a worker connects: the name it wants, the folder of its secrets, how long it waits, and a function for messages."""
 
     name: str | None
     folder: Path
@@ -244,7 +244,7 @@ class ConnectOptions(NamedTuple):
 
 
 def connect_worker(address: str, token: str, key: str | None, caller: ConnectOptions) -> tuple[WorkerConnection, WorkerConnection]:
-    """A worker's line to its coordinator, and one for its signs of life."""
+    """A worker's connection to its coordinator, and one for its heartbeats."""
     if is_address(address):
         address = _own_address(address, caller)
         if (board := _board(address, caller.patience_s, caller.tell)) is not None:
@@ -253,19 +253,19 @@ def connect_worker(address: str, token: str, key: str | None, caller: ConnectOpt
 
 
 def _own_address(address: str, caller: ConnectOptions) -> str:
-    """The address with this worker's own role in it, which is made where the address is the class's."""
-    from shoal.transports.postgres.enrolment import own_access  # asks for a driver that others do without
+    """The address with this worker's own database role, which is created where the address names the class's role."""
+    from shoal.transports.postgres.enrolment import own_access  # imported here: only databases need the driver
 
     return own_access(parse(address), caller.name, caller.folder, caller.patience_s, caller.tell).address
 
 
 def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> DatabaseConnection | None:
-    """The board of units in a database, where its run leases units."""
-    from shoal.transports.postgres import UnitDesk  # asks for a driver that others do without
+    """A connection to the database's leases; None where its run leases no units."""
+    from shoal.transports.postgres import LeaseClient  # imported here: only databases need the driver
 
-    desk = UnitDesk(address, poll_interval_s=1.0, patience_s=patience_s, tell=tell)
+    desk = LeaseClient(address, poll_interval_s=1.0, patience_s=patience_s, warn=tell)
     try:
-        welcome = desk.welcome(wait_s=patience_s)
+        welcome = desk.read_run(wait_s=patience_s)
         run = configuration(welcome.header, ())
         feed = strategies.policies_for(run, welcome.header["shards"]).feed
         if feed.leased:

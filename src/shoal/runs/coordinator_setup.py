@@ -1,4 +1,4 @@
-"""A coordinator put together: new, or as it was when it ended."""
+"""Builds a coordinator: a new one, or one restored from its storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.config.load import LoadedConfig
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import MemberLimits, RelayPlace, RunPlan
+from shoal.coordinator.run_plan import MemberLimits, RelayPlace, RunPlan
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import AdoptWeights, EngineLearner
@@ -43,11 +43,11 @@ from shoal.updates import codecs
 
 _ENDLESS = 2**31
 _MOST_DEVICES = 8
-"""Devices of a worker, where the settings say nothing: as many as one machine has."""
+"""Devices of a worker where the settings give no number: those of one large machine."""
 
 
 class ReadyCoordinator(NamedTuple):
-    """A coordinator that is ready to serve."""
+    """A coordinator that listens and is ready to serve."""
 
     loop: CoordinatorLoop
     invitation: Invitation
@@ -66,7 +66,7 @@ def prepare(
     live: LiveObjects = NO_LIVE_OBJECTS,
     above: JoinedWorker | None = None,
 ) -> ReadyCoordinator:
-    """A coordinator, new or continued, that listens. `above`: it is a relay, which has joined another one."""
+    """A coordinator, new or resumed, that listens. `above`: for a relay, its membership at the coordinator above."""
     run = loaded.run
     place = transport or run.transport
     home = storage_for(run, run_dir, resume, place, hosts)
@@ -81,7 +81,8 @@ def prepare(
     with directory.kept_if_begun():
         made = _coordinating(loaded, home, directory, agreed, place, hosts, resume, reporters)
         if above is not None:
-            made.loop.higher = Relay(above, made.loop)
+            loop = made.loop
+            loop.relay = Relay(above, loop.coordinator, loop.learner, loop.driver, directory.path, loop.server.wake, loop.message)
         return made
 
 
@@ -104,7 +105,7 @@ def _coordinating(
     welcome = _welcome(run, directory, agreed, learner)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    plan = plan_for(run, agreed)._replace(intake=learner.intake)
+    plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
@@ -117,18 +118,19 @@ def _coordinating(
     try:
         _go_on(loop, run, resume, warn)
     except BaseException:
-        loop.driver.close()  # another may try with the folder, in this process too
+        loop.driver.close()  # releases the lock of the folder
         opened.server.close()
         raise
-    if run.updates.privacy.enabled:
-        loop.warn_of_epsilon(loaded.settings.spelling("updates.privacy.noise_multiplier"))
+    warning = loop.privacy.warning(loaded.settings.spelling("updates.privacy.noise_multiplier")) if run.updates.privacy.enabled else ""
+    if warning:
+        loop.message(warning)
     return ReadyCoordinator(loop, opened.invitation)
 
 
 def agree(
     run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, live: LiveObjects, known: data.Data | None = None
 ) -> RunAgreement:
-    """What the run is made of, and what its workers must agree on. `known`: its data, where that was loaded before."""
+    """The parts of the run and what its workers must agree on. `known`: the data, if loaded."""
     if run.engine.experts is not None:
         raise ShoalError("engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set engine.experts=[0,1]")
     policies, lengths = strategies.policies_for(run, expected), list[RunLength]()
@@ -143,7 +145,7 @@ def agree(
 
 
 def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDirectory | None, progress: Progress | None) -> RunAgreement:
-    """The same for a relay's own workers: the run is as long, and as large, as the coordinator above has it."""
+    """The same for a relay's own workers. The length of the run and its data are those of the coordinator above."""
     header, policies = joined.welcome.header, strategies.policies_for(run, expected)
     if reason := strategies.no_relay(run, policies, strategies.policies_for(joined.run, header["shards"])):
         raise ShoalError(f"this run cannot have relays: {reason}")
@@ -159,7 +161,7 @@ def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDi
 
 
 def plan_for(run: Run, agreed: RunAgreement) -> RunPlan:
-    """The run, as far as its coordinator must know it. A relay's ends when the coordinator above says so."""
+    """The plan of the coordinator. A relay's run ends when the coordinator above ends it."""
     plan, above = _plan_of(run, agreed), agreed.above
     if above is None:
         return plan
@@ -174,7 +176,7 @@ def plan_for(run: Run, agreed: RunAgreement) -> RunPlan:
 
 
 def devices_per_worker(run: Run) -> int:
-    """Devices that one who joins may count for."""
+    """The largest number of devices that one worker may count for."""
     return run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_per_worker(run))
 
 
@@ -221,7 +223,7 @@ def _samples_per_epoch(length: RunLength, samples: object) -> int | None:
 
 
 def _cut(run: Run, agreed: RunAgreement) -> TaskSplit:
-    """The data cut into tasks. What a contribution takes on its way decides how much a worker's bandwidth counts."""
+    """The data divided into tasks. The bytes of a contribution decide how much a worker's bandwidth counts."""
     length, size = agreed.length, agreed.parts.engine.vector.numel()
     extent = SplitInput(
         batches=length.batches_per_epoch or 0,
@@ -236,7 +238,7 @@ def _cut(run: Run, agreed: RunAgreement) -> TaskSplit:
 
 
 def _go_on(loop: CoordinatorLoop, run: Run, resume: bool, warn: Callable[[str], None]) -> None:
-    """From where the run was when its coordinator ended, or from another run's weights, or from the start."""
+    """Restore the run from its last snapshot, start from another run's weights, or leave the initial weights."""
     snapshots, weights = loop.store.snapshots, run.coordinator.checkpoint_path
     snapshot = snapshots.newest(warn) if resume else None
     if snapshot is not None:
@@ -257,7 +259,7 @@ def _go_on(loop: CoordinatorLoop, run: Run, resume: bool, warn: Callable[[str], 
 
 
 def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
-    """Where to evaluate: on the device that a worker would take, if this machine has it."""
+    """The device for evaluations: the one that a worker would use, if this machine has it, else the CPU."""
     try:
         return choose_device(run.training.device)
     except ShoalError:
@@ -267,7 +269,7 @@ def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
 
 
 def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], run: Run, agreed: RunAgreement, warn: Callable[[str], None]) -> None:
-    """Warn of what users might rely on, and cannot."""
+    """Warn of a transport that is not encrypted, and of evaluations in another precision."""
     if transport.kind == "xmlrpc" and needs_keys(transport, hosts):
         warn("XML-RPC is not encrypted, and the token travels in clear: use it for debugging, on a network you trust")
     if run.training.precision.kind == "fp8" and agreed.parts.engine.scales is None and run.evaluation.batches != 0:
@@ -275,13 +277,13 @@ def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], run: Run, agreed
 
 
 def _largest_frame(run: Run, learner: EngineLearner) -> int:
-    """Bytes that any frame of this run can have, and some more."""
+    """Upper bound of the bytes of a frame in this run."""
     size = learner.vector.numel()
     return max(4 * size, codecs.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel()) + (1 << 20)
 
 
 def _welcome(run: Run, directory: RunDirectory, agreed: RunAgreement, learner: EngineLearner) -> Message:
-    """What every worker is told: the configuration, what the data must be, and the tokenizer's files."""
+    """The welcome message of every worker: the configuration, the fingerprint of the data, and the tokenizer's files."""
     text = (directory.path / "config.yaml").read_text(encoding="utf-8")
     folder = directory.path / "tokenizer"
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""The door of a coordinator: where it listens, and what a worker needs to be let in."""
+"""The address and secrets with which workers join a coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from shoal.transports.interface import Guest
 from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
 
 _LATER = ("expected", "address", "encrypted")
-"""What older runs do not have in their file."""
 
 
 class Invitation(NamedTuple):
@@ -27,11 +26,11 @@ class Invitation(NamedTuple):
     token: str
     key: str | None
     identity: str | None = None
-    """The worker's own secret key, where whoever started it has made it: the processes of an island are one worker."""
+    """The worker's secret key, where the launcher created it: all processes of an island are one worker."""
 
 
 def write_join_command(folder: Path, line: str, token: str = "") -> None:
-    """Keep in a run's folder what people type to join, for those who may read the folder. `token`: a word that is asked for beside it."""
+    """Write invitation.json: the command with which workers join, and a token that the command asks for separately."""
     partial = folder / ".invitation.json"
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         json.dump({"line": line, "token": token}, file)
@@ -39,16 +38,16 @@ def write_join_command(folder: Path, line: str, token: str = "") -> None:
 
 
 class CoordinatorSecrets(NamedTuple):
-    """What a worker needs to be let in, kept with the run so that a coordinator that comes back is the same to its workers."""
+    """The token and keys of a coordinator, kept with the run so that workers recognise a coordinator that restarts."""
 
     token: str
     keys: Keys
     port: int = 0
     expected: int = 0
-    """Workers the run was begun for: the data is cut into so many shards, whoever takes part later."""
+    """Workers that the run was begun for, which is the number of shards of the data from then on."""
     address: str = ""
     encrypted: bool = False
-    """Where the coordinator listened last, and whether a worker needs its key."""
+    """`address`: where the coordinator listened last; `encrypted`: whether workers need its public key."""
 
     @classmethod
     def of(cls, folder: Path) -> CoordinatorSecrets:
@@ -60,7 +59,7 @@ class CoordinatorSecrets(NamedTuple):
         return cls(new_token(), new_keys()) if given is None else cls(given[0], keys_from_secret(given[1]))
 
     def save(self, folder: Path) -> None:
-        partial = folder / ".secrets.json"  # never half a file: a run that has lost its secrets has lost its workers
+        partial = folder / ".secrets.json"  # written whole, since a run without its secrets loses its workers
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             later = {name: getattr(self, name) for name in _LATER}
@@ -69,8 +68,8 @@ class CoordinatorSecrets(NamedTuple):
 
 
 class GuestList(Mapping[str, int]):
-    """People with an invitation of their own, and how many workers each may have here at a time. `shoal invite` writes the file, and a
-    coordinator that is running reads it again when it has changed."""
+    """Guests with an own token, and how many workers each may run at a time. `shoal invite` writes the file; a running coordinator reads
+    it again when it has changed."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "guests.json"
@@ -100,14 +99,14 @@ class GuestList(Mapping[str, int]):
         return len(self._known())
 
     def invite(self, name: str, workers: int) -> Guest:
-        """Let somebody in; whoever has an invitation keeps its token."""
+        """Add a guest, or change a guest's number of workers; the token of an earlier invitation stays."""
         known = dict(self._known())
         guest = known[name] = Guest(name, known[name].token if name in known else new_token(), workers)
         self._save(known)
         return guest
 
     def withdraw(self, name: str) -> bool:
-        """Let somebody in no longer. Return whether they had an invitation; if they are invited again, it is with another token."""
+        """Remove a guest. Return whether there was such a guest; another invitation would have another token."""
         known = dict(self._known())
         if known.pop(name, None) is None:
             return False
@@ -122,7 +121,7 @@ class GuestList(Mapping[str, int]):
 
 
 def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, largest: int, expected: int) -> tuple[Server, Invitation]:
-    """Open the door; the same one as before, for a run that goes on. No frame may have more bytes than `largest`."""
+    """Listen for workers, at the same port as before for a resumed run. `largest`: the most bytes of a frame."""
     known = CoordinatorSecrets.of(folder)
     if known.port and getattr(transport, "port", None) == 0:
         transport = transport.replace(port=known.port)

@@ -1,4 +1,4 @@
-"""Parts of a run that a program brings along, in place of what the settings describe."""
+"""Live objects of the calling program (model, data, loss) that replace what the settings describe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.tasks.user_task import LossFunction, Metric, UserTask, WithMetrics, n
 
 
 class LiveObjects(NamedTuple):
-    """What a program has: live objects of this process, which its threads may share. Nothing of it goes to other processes."""
+    """Objects of this process that its threads may share. They are never sent to other processes."""
 
     model: nn.Module | None = None
     train: Any = None
@@ -34,7 +34,7 @@ class LiveObjects(NamedTuple):
     metrics: Mapping[str, Metric] | None = None
 
     def copied(self) -> LiveObjects:
-        """The same with a model of its own, for a worker."""
+        """The same objects with a copy of the model, for one worker."""
         return self._replace(model=copy.deepcopy(self.model))
 
 
@@ -42,7 +42,7 @@ NO_LIVE_OBJECTS = LiveObjects()
 
 
 def data_for(run: Run, live: LiveObjects, load: Callable[[], data.Data]) -> data.Data:
-    """The data of a run: what the program gave, what a factory of the settings makes, or what the settings describe."""
+    """The data of a run: the program's, what a factory of the settings makes, or what the settings describe (`load`)."""
     source, train, held_out, collate = run.data.source, live.train, live.eval, live.collate
     if isinstance(source, FactoryData):
         train = call_factory(source.function) if train is None else train
@@ -57,7 +57,7 @@ def data_for(run: Run, live: LiveObjects, load: Callable[[], data.Data]) -> data
 
 
 def is_indexable(samples: Any) -> bool:
-    """Whether samples can be asked for by number."""
+    """Whether samples can be read by index."""
     return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
 
 
@@ -70,12 +70,12 @@ def _batcher(collate: Collate | None) -> Callable[[Sequence[Any]], data.Batch]:
 
 
 def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:
-    """At the top of the module, since processes that load ahead find functions by their name."""
+    """A function of the module, since loader processes find functions by their name."""
     return named(collate(list(samples)))
 
 
 def players_for(run: Run, live: LiveObjects, info: data.Info) -> dict[str, nn.Module]:
-    """The networks of a run, likewise."""
+    """The networks of a run, by name: the program's, a factory's, or those of the settings."""
     model = live.model
     if model is None and isinstance(run.model, FactoryModel):
         with torch.random.fork_rng(devices=[]):
@@ -92,7 +92,7 @@ def players_for(run: Run, live: LiveObjects, info: data.Info) -> dict[str, nn.Mo
 
 
 def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
-    """What is learned: a loss of the program's own, or the task of the settings."""
+    """The task: the program's loss, or the task of the settings."""
     loss = live.loss
     if loss is None and isinstance(run.model, FactoryModel) and run.model.loss:
         loss = import_function(run.model.loss)
@@ -106,7 +106,7 @@ def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: d
 
 
 def factory_names(run: Run) -> list[str]:
-    """The functions of other people's code that a run names, as `module:function`."""
+    """The functions that the settings of a run name, as `module:function`."""
     source, named_ones = run.data.source, list[str | None]()
     if isinstance(run.model, FactoryModel):
         named_ones += [run.model.function, run.model.loss]
@@ -116,12 +116,12 @@ def factory_names(run: Run) -> list[str]:
 
 
 def call_factory(name: str) -> Any:
-    """What a function named `module:function` gives."""
+    """Call a function named `module:function`, and return its result."""
     return import_function(name)()
 
 
 def import_function(name: str) -> Any:
-    """The function itself. A module in the folder where the program was started is found, too."""
+    """The function named `module:function`. Modules in the current folder are found too."""
     module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:

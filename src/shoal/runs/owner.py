@@ -1,6 +1,6 @@
-"""The owner of a run: whoever has its owner.json, from this machine or another one, gives orders to its coordinator.
+"""Sends the owner's commands (stop, pause, status …) to a running coordinator. The run's owner.json authorises them, on any machine.
 
-The file holds the way to the coordinator and a key. An order is signed with the key, which itself never travels.
+The file holds the coordinator's address and a secret key. Commands are signed with the key, which is never sent.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _MOST_BYTES = 16 << 20
 
 
 class OwnerFile(NamedTuple):
-    """What owner.json holds."""
+    """The content of owner.json."""
 
     address: str
     token: str
     key: str | None
-    """The coordinator's public key; None: nothing is encrypted, or a database has keys of its own."""
+    """The coordinator's public key; None where the transport is not encrypted, or is a database."""
     secret: str
-    """The owner's key."""
+    """The owner's secret key."""
 
     @classmethod
     def read(cls, path: Path) -> OwnerFile | None:
-        """None where there is no such file. Raises ShoalError where it is no file of an owner's."""
+        """None where there is no such file. Raises ShoalError where it is not an owner.json."""
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             return cls(*(saved[name] for name in cls._fields))
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ShoalError(f"{path} cannot be read: {error.strerror}. Only whoever started the run may") from None
+            raise ShoalError(f"{path} cannot be read: {error.strerror}. Only the user who started the run may read it") from None
         except (ValueError, KeyError, TypeError):
             raise ShoalError(f"{path} is not the owner.json of a run") from None
 
 
 def write_owner_file(folder: Path, invitation: Invitation) -> str:
-    """Write owner.json into a run's folder, with the key that was there if one was. Return the public half of the key."""
+    """Write owner.json into a run's folder, with the key of an earlier one if there is one. Return the public key."""
     before = OwnerFile.read(folder / FILE)
     identity = Identity.new() if before is None else Identity(before.secret)
     owner = OwnerFile(invitation.address, invitation.token, invitation.key, identity.secret)
@@ -57,7 +57,7 @@ def write_owner_file(folder: Path, invitation: Invitation) -> str:
 
 
 def read_owner_file(path: Path) -> OwnerFile:
-    """The owner by a run's folder or by an owner.json that was copied. Raises ShoalError where nobody would hear an order."""
+    """Read the owner.json of a run's folder, or a copy of one. Raises ShoalError where the run has no running coordinator."""
     if not path.is_dir():
         found = OwnerFile.read(path)
         if found is None:
@@ -73,12 +73,12 @@ def read_owner_file(path: Path) -> OwnerFile:
 
 
 def send_command(owner: OwnerFile, action: str, name: str | None = None) -> str:
-    """Have the coordinator do something. Return what it says. Raises ShoalError."""
+    """Send a command to the coordinator, and return its answer. Raises ShoalError."""
     return str(clean(_ask(owner, action, name).header.get("text", "done")))
 
 
 def fetch_status(owner: OwnerFile) -> dict[str, Any]:
-    """How the run goes, as its coordinator tells."""
+    """Fetch the status from the coordinator. Raises ShoalError."""
     answer = _ask(owner, "status", None)
     return complete_status(json.loads(bytes(answer.frames[0])) if answer.frames else {})
 
@@ -104,6 +104,6 @@ def _call(client: Client, wanted: Order) -> Message:
 
 
 def _shown(address: str) -> str:
-    """An address without the password in it."""
+    """The address without its password."""
     scheme, _, rest = address.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"

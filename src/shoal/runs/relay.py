@@ -1,12 +1,15 @@
-"""A relay: a coordinator whose rounds are contributions to another one. It is a worker whose engine is a coordinator."""
+"""A relay: a coordinator whose rounds are contributions to a coordinator above."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
-from shoal.coordinator.state import UpstreamAnswered, UpstreamState
-from shoal.engines.learners.apply import AdoptingLearner
-from shoal.runs.coordinator_run import CoordinatorLoop
+from shoal.coordinator import Coordinator
+from shoal.coordinator.driver import CoordinatorDriver
+from shoal.coordinator.events import UpstreamAnswered, UpstreamState
+from shoal.engines.learners.apply import AdoptingLearner, EngineLearner
 from shoal.runs.worker_run import JoinedWorker
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.relay import UpstreamSession
@@ -14,61 +17,70 @@ from shoal.worker.session import SessionEvent
 
 
 class Relay:
-    """Passes on what the rounds of a loop make, and has the loop go on with the answer."""
+    """Sends the rounds of a coordinator upward as contributions, and lets the coordinator adopt the answers."""
 
-    def __init__(self, joined: JoinedWorker, loop: CoordinatorLoop) -> None:
-        """Take up the run where the coordinator above has it, or where this relay's journal ends."""
-        self.joined, self.loop, self.protocol = joined, loop, joined.protocol
-        learner, self.coordinator = loop.learner, loop.coordinator
-        self.receipts = ReceiptsFile(loop.directory.path / "upstream.jsonl")
-        codec = self.coordinator.plan.updates.codec
+    def __init__(
+        self,
+        joined: JoinedWorker,
+        coordinator: Coordinator,
+        learner: EngineLearner,
+        driver: CoordinatorDriver,
+        folder: Path,
+        wake: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Take up the run where the coordinator above has it, or where this relay's journal ends. `wake`: wakes the driver's server."""
+        self.joined, self.coordinator, self.driver, self.protocol = joined, coordinator, driver, joined.protocol
+        self.wake, self.tell = wake, tell
+        self.receipts = ReceiptsFile(folder / "upstream.jsonl")
+        codec = coordinator.plan.updates.codec
         self.climber = UpstreamSession(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
-        self._under_way: Future[list[SessionEvent]] | None = None
+        self._pending: Future[list[SessionEvent]] | None = None
         self.protocol.ready, joined.doing = True, "relaying"
         self.climber.hear(joined.sender.exchange())
-        if not self.coordinator.state.upstream:
+        if not coordinator.state.upstream:
             assert isinstance(learner, AdoptingLearner)
             learner.begin(self.climber.weights, self.climber.statistics)
-            self.coordinator.begin_below(self._upstream(self._learned()))
+            coordinator.begin_below(self._upstream(self._batches_learned()))
 
-    def look(self) -> None:
-        """Pass on what a round made, once it is written down; or take what came of it."""
-        if self._under_way is not None:
-            if self._under_way.done():
-                self._hear(self._under_way.result())
+    def tick(self) -> None:
+        """Send a round that is in the journal, or take the answer to the last one."""
+        if self._pending is not None:
+            if self._pending.done():
+                self._on_answer(self._pending.result())
             return
-        upward = self.coordinator.book.upward
+        upward = self.coordinator.replayed.relayed
         if upward is None:
             if self.protocol.done:
                 self.coordinator.end_here()
             return
-        self.loop.driver.drain()  # it has its number for good, before anybody is told
+        self.driver.drain()  # the round's number must be durable before it is sent
         if self.climber.offer(upward.asked, upward.frames):
-            self._under_way = self.joined.sender.begin()
-            self._under_way.add_done_callback(lambda future: self.loop.server.wake())
+            self._pending = self.joined.sender.begin()
+            self._pending.add_done_callback(lambda future: self.wake())
 
     def leave(self) -> None:
-        """Go. What is not answered yet is said again by the relay that goes on with this run."""
+        """Leave the coordinator above. A relay that resumes this run sends again what is not answered yet."""
         self.joined.sender.leave_early("")
         self.joined.close()
         self.receipts.close()
 
-    def _hear(self, events: list[SessionEvent]) -> None:
-        self._under_way = None
+    def _on_answer(self, events: list[SessionEvent]) -> None:
+        self._pending = None
         answered = self.climber.hear(events)
         if answered is None:
             return
         if answered.status not in ("accepted", "finished"):
-            self.loop.message(f"warning: the coordinator above did not take a round of this relay: {answered.status}")
+            self.tell(f"warning: the coordinator above did not take a round of this relay: {answered.status}")
         upstream = self._upstream(self.coordinator.state.upstream["begun_at"])
-        self.loop.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
+        self.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
 
     def _upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber
         return UpstreamState(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
 
-    def _learned(self) -> int:
-        """Batches of the relay's seat that were learned from before."""
+    def _batches_learned(self) -> int:
+        """Batches of the relay's seat that were already learned from."""
         epoch, position = self.protocol.place
         above = self.coordinator.plan.above
         return epoch * ((above and above.batches_per_shard) or 0) + position

@@ -1,4 +1,4 @@
-"""What a coordinator and its workers must agree on: how much there is to learn from, and how many must take part."""
+"""Sizes that the coordinator and its workers must compute alike: contributions needed, processes per worker, extent of the data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.strategies import DataExtent
 
 
 def needed_contributions(run: Run) -> int:
-    """Contributions without which the aggregation rule cannot work."""
+    """The least number of contributions that the aggregation rule needs."""
     rule, mixing = run.updates.aggregation, run.updates.mixing
     byzantine = getattr(rule, "byzantine", None) or 0
     least = quorum(rule.kind, byzantine, mixing.size if isinstance(mixing, Bucketing) else 1)
@@ -24,19 +24,19 @@ def needed_contributions(run: Run) -> int:
 
 
 def ranks_per_worker(run: Run) -> int:
-    """Processes of a worker that take batches of their own, as far as the settings say. A worker may have others, and counts its own."""
+    """Processes of a worker that read batches of their own, by the settings. A worker that sets its own engine counts its own."""
     return 1 if run.engine.kind == "single" else batch_share(run, 0, (run.launch.devices_per_node or 1) * (run.launch.nodes or 1))[1]
 
 
 def data_extent(run: Run, samples: data.Data, expected: int) -> DataExtent:
-    """How much there is to learn from, by so many workers."""
+    """The amount of data, for this number of workers."""
     return DataExtent(
         expected, ranks_per_worker(run), lambda shards: feed_for_seat(run, samples, 0, shards).batches_per_epoch, run.scheduled
     )
 
 
 def weight_per_sample(run: Run, samples: object) -> float:
-    """What one sample can weigh at most: its tokens, where those count, or 1. Of a program's own stream nobody knows."""
+    """The largest weight of one sample: its number of tokens, or 1. Unbounded for a stream of the program's own."""
     if not isinstance(samples, data.Samples):
         return run.data.sequence_length or math.inf
     one = samples.batch([0]).values() if len(samples) else ()

@@ -1,7 +1,7 @@
-"""The tasks of a run as stages of its model: what each needs, and which machine has it.
+"""The stages of a pipeline over machines: what each stage needs, and which machine runs it.
 
-Machines are known by what the settings claim of them. Of one that they say nothing about, every stage is taken to fit it; its process looks
-at the memory that is really free when it starts.
+The settings describe the machines. A machine without a description is assumed to fit every stage; its process checks the free memory when
+it starts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shoal.scheduling import memory_estimate as memory
 from shoal.scheduling.task_stages import bounds_by_share, match_stages, stage_shares
 
 _PASSES = 6
-"""Operations for each product of the forward pass: two forward, four backward."""
+"""Floating-point operations per multiplication of the forward pass: two forward, four backward."""
 _USUAL = 1e11
-"""Operations a second of a machine of usual speed. It says what computing weighs against sending where tasks do not tell what they need."""
+"""Assumed FLOP/s of a median machine; it weighs computing against sending where tasks give no FLOPs."""
 _SHAPED = ("gpt", "moe", "huggingface")
-"""Models that can be laid out without their numbers; others are made by a program, with them."""
+"""Models that can be built on the meta device; a program builds the others with their weights."""
 
 
 class PipelineStage(NamedTuple):
@@ -36,9 +36,9 @@ class PipelineStage(NamedTuple):
     last: int
     """The layer after its last one."""
     share: float
-    """Of the model's weights."""
+    """Share of the model's weights."""
     work: float
-    """Products for one token."""
+    """Multiplications for one token."""
     memory: memory.MemoryEstimate
     priority: float = 1.0
     flops: float = 0.0
@@ -50,14 +50,14 @@ class PipelineStage(NamedTuple):
 
 
 def layers_and_vocabulary(run: Run) -> tuple[LayerSizes, int]:
-    """A run's model by its layers, and the tokens that it chooses from. Raises ShoalError where it cannot be cut."""
+    """The layers of a run's model, and the size of its vocabulary. Raises ShoalError where it cannot be split."""
     info = data.load(run).info
     players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_for(run, NO_LIVE_OBJECTS, info)
     return layers_of(players["model"]), info.vocab_size or 0
 
 
 def stages_of(run: Run, layers: LayerSizes, vocabulary: int) -> list[PipelineStage]:
-    """The stages that the tasks stand for, in whole layers."""
+    """The stages that the tasks of the settings describe, rounded to whole layers."""
     parts = stage_shares(run.scheduler.tasks)
     bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
     stages = stages_between(run, layers, vocabulary, bounds)
@@ -65,12 +65,12 @@ def stages_of(run: Run, layers: LayerSizes, vocabulary: int) -> list[PipelineSta
 
 
 def stages_between(run: Run, layers: LayerSizes, vocabulary: int, bounds: Sequence[int]) -> list[PipelineStage]:
-    """Stages with these layers, named by their numbers."""
+    """Stages between these layer bounds, named by their numbers."""
     return [stage_of_layers(run, layers, vocabulary, (number, len(bounds) - 1), cut) for number, cut in enumerate(pairwise(bounds))]
 
 
 def stage_of_layers(run: Run, layers: LayerSizes, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> PipelineStage:
-    """A stage by its number, of how many there are, and by its first layer and the one after its last."""
+    """One stage. `place`: its number, and the number of stages; `cut`: its first layer, and the one after its last."""
     (number, stages), (first, last) = place, cut
     passes, ends = micro_batches_per_step(run), last == len(layers.sizes)
     under_way = passes if getattr(run.engine, "schedule", "") == "gpipe" else min(passes, stages - number)
@@ -91,11 +91,11 @@ def tokens_per_batch(run: Run) -> int:
 
 
 def stream_bytes(run: Run) -> int:
-    """What goes from one stage to the next for a batch, forward; the gradients that come back are as large."""
+    """Bytes from one stage to the next for a batch; the gradients that come back are as large."""
     return 4 * tokens_per_batch(run) * (getattr(run.model, "hidden_size", None) or 0)
 
 
-# --- who has which -------------------------------------------------------------------------------------
+# --- machines -------------------------------------------------------------------------------------
 
 
 def listed_machines(run: Run) -> dict[str, str]:
@@ -104,9 +104,9 @@ def listed_machines(run: Run) -> dict[str, str]:
 
 
 def place_stages(run: Run, stages: Sequence[PipelineStage], names: Mapping[str, str], must_have: str = "") -> dict[str, str]:
-    """The machine of each stage, by the stage's name, as the run's scheduler says. Raises ShoalError where a stage has none.
+    """By stage name: the machine that the run's scheduler chooses. Raises ShoalError where no machine fits a stage.
 
-    `names`: of the machines, and under which one the settings tell of each; `must_have` is one that has a stage in any case.
+    `names`: the machines, each with the name under which the settings describe it; `must_have`: a machine that must get a stage.
     """
     hosts = {shown: run.cluster.hosts.get(name, Host()) for shown, name in names.items()}
     claims = [host.flops for host in hosts.values() if host.flops]
@@ -116,7 +116,7 @@ def place_stages(run: Run, stages: Sequence[PipelineStage], names: Mapping[str, 
 
 
 def _jobs(run: Run, stages: Sequence[PipelineStage], usual: float) -> list[PendingTask]:
-    """Stages as a scheduler sees them: a step of each is its work, in seconds of a machine of usual speed."""
+    """The stages as jobs of a scheduler. Work is the time of a step in seconds on a median machine."""
     tokens, megabits, found = tokens_per_batch(run), 8e-6 * stream_bytes(run), []
     for number, stage in enumerate(stages):
         work = stage.flops / usual if stage.flops else _PASSES * stage.work * tokens / _USUAL
@@ -126,12 +126,12 @@ def _jobs(run: Run, stages: Sequence[PipelineStage], usual: float) -> list[Pendi
 
 
 def format_stages(stages: Sequence[PipelineStage], machines: dict[str, str]) -> str:
-    """The stages and their machines, for people."""
+    """The stages and their machines, for the user."""
     return "; ".join(f"{stage}{f' on {machines[stage.id]}' if stage.id in machines else ''}" for stage in stages)
 
 
 def format_rest(run: Run, stages: Sequence[PipelineStage]) -> str:
-    """A word on the stages that no task stands for; empty: there are none."""
+    """A note on the stages that no task describes; empty where there are none."""
     further = [stage.id for stage in stages[len(run.scheduler.tasks) :]]
     if not further:
         return ""

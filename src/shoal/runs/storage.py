@@ -1,6 +1,7 @@
-"""Where a coordinator is at home: the run's folder, the door workers come through, and the state that survives it.
+"""Where a coordinator stores its durable state, and the server that its workers connect to.
 
-In a folder of its own, with a port that workers reach; or in a database that everybody reaches, from which alone a run can go on.
+`FolderStorage` uses the run's folder and a port. `DatabaseStorage` uses a PostgreSQL database, from which a run can be resumed without its
+folder.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
@@ -29,32 +30,22 @@ if TYPE_CHECKING:
 
 
 class OpenedStorage(NamedTuple):
-    """A home with its door open."""
+    """The storage of a run, with a server that workers can connect to."""
 
     server: Server
     store: CoordinatorStore
     invitation: Invitation
     board: LeaseDatabase | None = None
-    """The server, where it also keeps leases of units."""
+    """The server, where it is a database that leases units."""
     guests: Mapping[str, int] = MappingProxyType({})
-    """People with an invitation of their own, and how many workers each may have."""
-
-
-class RunStorage(Protocol):
-    """What is known of it before the run is put together."""
-
-    directory: RunDirectory | None
-    """The folder of a run that goes on; None for a new one."""
-    expected: int
-    """Workers that a run that goes on was begun for; 0 for a new one."""
-
-    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
-        """Let workers in. No frame may have more bytes than `largest`."""
-        ...
+    """Guests by name, and how many workers each may run."""
 
 
 class FolderStorage:
-    """State in the run's folder, and a port."""
+    """Durable state in the run's folder, and a server on a port.
+
+    `directory`: the folder of a resumed run; None for a new one. `expected`: workers that a resumed run was begun for; 0 for a new one.
+    """
 
     def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> None:
         self.run, self.resume, self.transport, self.hosts = run, resume, transport, hosts
@@ -64,7 +55,7 @@ class FolderStorage:
         self.expected = CoordinatorSecrets.of(self._state(self.directory)).expected if self.directory else 0
 
     def _refuse_lost_state(self, directory: RunDirectory) -> None:
-        """A run may find its state in another place than before, and does not begin again because it is not there."""
+        """Raises ShoalError where coordinator.state_path was changed and the state was not moved there."""
         folder, before = self._state(directory), directory.config().coordinator.state_path
         if before != self.run.coordinator.state_path and not (folder / "secrets.json").exists():
             kept = before or directory.path / "coordinator"
@@ -76,6 +67,7 @@ class FolderStorage:
         return Path(self.run.coordinator.state_path) if self.run.coordinator.state_path else directory.path / "coordinator"
 
     def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
+        """Listen for workers. `largest`: the most bytes of a frame."""
         folder = self._state(directory)
         folder.mkdir(parents=True, exist_ok=True)
         if not self.resume and (folder / "secrets.json").exists():
@@ -87,7 +79,7 @@ class FolderStorage:
 
 
 class DatabaseStorage:
-    """Everything in a database. The folder holds what people look at, and may be lost."""
+    """Durable state and messages in a database. The run's folder holds only logs and figures, and may be lost."""
 
     def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Postgres) -> None:
         from shoal.transports.postgres import stored_run
@@ -109,14 +101,14 @@ class DatabaseStorage:
             )
         try:
             directory, _ = find_run_to_resume(self.run, run_dir, lambda text: None)
-        except ShoalError:  # the folder was lost, or is on another machine: it is not needed
+        except ShoalError:  # the folder is lost or on another machine, and not needed
             directory = RunDirectory.create(self.run, run_dir)
             unpack(directory.path / "tokenizer", stored.header["tokenizer"], stored.frames)
         return directory
 
     def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
         from shoal.transports.postgres import PostgresServer
-        from shoal.transports.postgres.store import Store as DatabaseStore
+        from shoal.transports.postgres.store import PostgresStore as DatabaseStore
 
         server = PostgresServer(self.address, max_frame_bytes=largest, poll_interval_s=self.transport.poll_interval_s)
         try:
@@ -129,12 +121,15 @@ class DatabaseStorage:
         return OpenedStorage(server, DatabaseStore(server), Invitation(self.address, "", None), server)
 
     def _with_images(self, server: PostgresServer, welcome: Message) -> Message:
-        """Put the images into the database, where the settings say so, and tell those who join that they are there."""
+        """Copy the images to the database, if the settings say so, and announce them in the welcome message."""
         path = images_to_serve(self.run)
         if path is None or server.stored_run() is not None:
             return welcome
         offer = publish_images(image_chunks(path), ".npz" if path.suffix == ".npz" else ".zip", server.put_piece)
         return welcome._replace(header=welcome.header | {"images": list(offer)})
+
+
+RunStorage = FolderStorage | DatabaseStorage
 
 
 def storage_for(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> RunStorage:

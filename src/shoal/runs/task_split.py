@@ -1,4 +1,4 @@
-"""The run's data cut into tasks for a scheduler: those that the settings list, and what they leave."""
+"""Divides the data of a run into tasks for a scheduler: the tasks that the settings list, and further ones for the rest."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.schema.cluster import ScheduledTask
-from shoal.coordinator.state import DataTask, DeclaredResources, TaskPlan
+from shoal.coordinator.run_plan import DataTask, DeclaredResources, TaskPlan
 from shoal.errors import ShoalError
 from shoal.scheduling import KINDS, memory_estimate
 
 _PER_WORKER = 4
-"""Tasks for each worker where the data is cut by itself: a fast worker can do several while a slow one does one."""
+"""Tasks per worker where the settings list none: a fast worker can do several while a slow one does one."""
 _CONTRIBUTIONS = 8
-"""Contributions that such a task is made of at least, as long as there is a task for every worker: to begin another takes time."""
+"""The least number of contributions in such a task, if every worker still gets one: starting a task takes time."""
 
 
 class SplitInput(NamedTuple):
-    """What is to be cut."""
+    """The data and the model that are divided."""
 
     batches: int
     """Batches of an epoch."""
     grain: int
-    """Batches of a contribution: tasks begin and end at multiples of it."""
+    """Batches of a contribution; tasks begin and end at multiples of it."""
     workers: int
     parameters: int
     vocabulary: int
     megabits: float
-    """What travels for a contribution, both ways."""
+    """Megabits sent for a contribution, both ways."""
     frozen: int = 0
     """Weights that are not trained."""
 
 
 class TaskSplit(NamedTuple):
-    """The tasks of a run, and a word to people."""
+    """The tasks of a run, and a note for the user."""
 
     tasks: TaskPlan
     note: str
 
 
 def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
-    """Cut the data. Raises ShoalError where there is too little of it."""
+    """Divide the data. Raises ShoalError where there is too little of it."""
     listed, note = run.scheduler.tasks, ""
     if listed:
         wanted, note = _with_rest(listed, extent)
@@ -56,7 +56,7 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
 
 
 def listed_workers(run: Run) -> dict[str, str]:
-    """Workers that the settings name, and where they are, as far as the settings say it."""
+    """By name: the addresses of the workers that the settings list; empty where none is given."""
     found = {}
     for name in run.cluster.workers:
         host = run.cluster.hosts.get(name)
@@ -66,13 +66,13 @@ def listed_workers(run: Run) -> dict[str, str]:
 
 
 def _count(extent: SplitInput) -> int:
-    """Tasks that data is cut into by itself."""
+    """Number of tasks where the settings list none."""
     contributions = extent.batches // extent.grain
     return min(contributions, max(extent.workers, min(_PER_WORKER * extent.workers, contributions // _CONTRIBUTIONS)))
 
 
 def _with_rest(listed: tuple[ScheduledTask, ...], extent: SplitInput) -> tuple[list[ScheduledTask], str]:
-    """The tasks with a share each, and further ones for what they leave, like the others in size and needs."""
+    """The tasks with a share each, and further ones of similar size for the rest of the data; and a note for the user."""
     given = [task.data_share for task in listed if task.data_share is not None]
     rest, open_ones = 1.0 - sum(given), len(listed) - len(given)
     if open_ones:
@@ -88,7 +88,7 @@ def _with_rest(listed: tuple[ScheduledTask, ...], extent: SplitInput) -> tuple[l
 
 
 def _placed(wanted: list[ScheduledTask], extent: SplitInput, needs_gb: float) -> tuple[DataTask, ...]:
-    """Tasks at their places in an epoch, one after the other. Whole contributions only, so shares are kept as well as can be."""
+    """The tasks as consecutive ranges of an epoch. They are whole contributions, so shares are approximate."""
     whole, at, found = extent.batches // extent.grain, 0.0, list[DataTask]()
     if whole < len(wanted):
         raise ShoalError(
@@ -106,7 +106,7 @@ def _placed(wanted: list[ScheduledTask], extent: SplitInput, needs_gb: float) ->
 
 
 def _density(wanted: list[ScheduledTask], extent: SplitInput) -> float:
-    """Work of a batch of tasks that do not say what they need: as much as those that do; 1 where none does."""
+    """Work per batch of tasks without `required_flops`: the mean of those with it; 1 where none has it."""
     telling = [task for task in wanted if task.required_flops]
     data = sum(task.data_share or 0.0 for task in telling) * extent.batches
     return sum(task.required_flops for task in telling) / data if telling else 1.0

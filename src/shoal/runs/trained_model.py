@@ -1,4 +1,4 @@
-"""What a finished run is used for: its networks, without its data."""
+"""Opens and exports the networks of a past run, without its data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.runs.training.initial_weights import passage_index_of
 
 
 class SavedShapes(NamedTuple):
-    """What the networks must know of the data, kept with the run."""
+    """The shapes of the data that the networks are built from, as data.json keeps them."""
 
     image_shape: tuple[int, int, int] | None
     num_classes: int | None
@@ -43,7 +43,7 @@ class TrainedModel(NamedTuple):
     tokenizer: data.Tokenizer | None
     root: Path
     passages: Path | None = None
-    """The index that it finds passages in."""
+    """The index for retrieval."""
 
 
 def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
@@ -72,10 +72,10 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
 
 
 def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, mixtral: bool = False) -> None:
-    """A run's networks in a folder of their own, which appears whole or not at all. Raises ShoalError.
+    """Write a run's networks to a new folder, which appears whole or not at all. Raises ShoalError.
 
-    A model of Hugging Face as transformers loads it, or with `adapters` LoRA's matrices alone, as peft loads them; one of Shoal's own as
-    `shoal generate` does, or with `mixtral` a mixture of experts as transformers loads it.
+    A Hugging Face model is written for transformers, or with `adapters` only its LoRA matrices, for peft. A model of Shoal is written for
+    `shoal generate`, or with `mixtral` a mixture of experts for transformers.
     """
     _refuse_full(folder)
     trained = open_run(path, warn)
@@ -100,7 +100,7 @@ def _write_adapters(trained: TrainedModel, folder: Path) -> None:
 
 
 def export_network(model: nn.Module, folder: Path) -> None:
-    """A network of somebody's own, likewise: as transformers loads it where it is a model of theirs, else its weights by name."""
+    """Write the network of a program: for transformers where it is one of its models, else its weights by name."""
 
     def write(partial: Path) -> None:
         save = getattr(model, "save_pretrained", None)
@@ -120,7 +120,7 @@ def _refuse_full(folder: Path) -> None:
 
 
 def _appear(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder that is there whole or not at all."""
+    """Write a folder that appears whole or not at all."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -138,11 +138,11 @@ def _appear(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def export_final_model(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
-    """The model of a completed run beside its checkpoints, where others than Shoal can read it; None: nobody else could."""
+    """Export the model of a completed run into its folder, if transformers can load it. Return that folder, else None."""
     if run.model.kind != "huggingface" or summary["status"] != "completed":
         return None
     final = folder / "model"
-    shutil.rmtree(final, ignore_errors=True)  # of a run that was shorter then
+    shutil.rmtree(final, ignore_errors=True)  # from before the run was resumed
     export(str(folder), final, lambda text: None)
     if getattr(run.model, "lora", None) is not None:
         shutil.rmtree(folder / "adapters", ignore_errors=True)
@@ -170,7 +170,7 @@ def _write(trained: TrainedModel, folder: Path) -> None:
 def generate_text(
     trained: TrainedModel, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None, context: str = ""
 ) -> Iterator[str]:
-    """The text that follows a prompt, piece by piece. `context`: a text that the model reads beside it."""
+    """Yield the text that the model generates after a prompt. `context`: a side text that the model reads."""
     if trained.tokenizer is None:
         raise ShoalError(f"a model of kind {trained.run.model.kind} does not write text; --grid draws images")
     if context and not getattr(getattr(trained.run.model, "cross_attention", None), "enabled", False):
@@ -180,7 +180,7 @@ def generate_text(
 
 
 def side_texts_for(trained: TrainedModel, context: str = "") -> models.SideTexts | None:
-    """What the model reads beside what it writes: passages that it finds in its index, and a context that is given."""
+    """The side texts of the model: passages retrieved from its index, and a context."""
     assert trained.tokenizer is not None
     finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None
     return read_beside(finder, trained.tokenizer, context)

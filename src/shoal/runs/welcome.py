@@ -1,5 +1,5 @@
-"""What a coordinator tells every worker that joins: the settings, what the data must be, and the tokenizer's files. A worker puts the run
-together from it on its own machine, or says why that cannot be."""
+"""The welcome message that a worker gets: settings, fingerprint of the data, tokenizer files. The worker builds its parts of the run from
+it, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.worker.session import Frames
 
 WORKER_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
-"""What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""
+"""Settings that a worker may override: where its data lies, and how and on how many devices it computes."""
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -35,7 +35,7 @@ def parts_for(
     meeting: Rendezvous | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
-    """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
+    """The parts of the run on this machine. Raises ShoalError where they differ from the coordinator's."""
     fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
     run = configuration(header, [*overrides, *fetched])
     here = meeting.here if meeting is not None else None
@@ -57,7 +57,7 @@ def parts_for(
 
 
 def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
-    """The run's settings, as the coordinator sent them, with what this worker sets for itself."""
+    """The settings that the coordinator sent, with this worker's overrides. Raises ShoalError."""
     text = header["config"]
     if hashlib.sha256(text.encode()).hexdigest() != header["digest"]:
         raise ShoalError("the configuration was damaged on its way: try again")
@@ -72,7 +72,7 @@ def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
 
 
 def settings_of(header: dict[str, Any], overrides: Sequence[Override]) -> LoadedConfig:
-    """The settings that a coordinator sent, with others on top."""
+    """The settings that a coordinator sent, with overrides on top."""
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(header["config"], encoding="utf-8")
@@ -80,7 +80,7 @@ def settings_of(header: dict[str, Any], overrides: Sequence[Override]) -> Loaded
 
 
 def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:
-    """Write the tokenizer's files; their names come from elsewhere and may not lead out of the folder."""
+    """Write the tokenizer's files. Their names are not trusted: none may lead out of the folder."""
     for name, content in zip(names, frames, strict=True):
         if not _PLAIN_NAME.fullmatch(name) or name.startswith("."):
             raise ShoalError(f"the coordinator sent a file with an impossible name: {name!r}")

@@ -1,4 +1,4 @@
-"""A worker's own key: made once for a run and a name, and kept, so that a worker that comes back is known again."""
+"""A worker's secret key: created once for a run and a name, and kept in a file, so that a worker that returns is recognised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECRET = re.compile(r"[0-9a-f]{64}")
 
 
 class WorkerKeyFile:
-    """Where the key for a run and a name lies: in the worker's state folder, or else in the user's."""
+    """The file of the key for a run and a name, in the worker's state folder or else in the user's."""
 
     def __init__(self, folder: Path | None, invitation: Invitation, name: str) -> None:
         whose = f"{invitation.token}\0{invitation.key}" if invitation.token else invitation.address
@@ -25,7 +25,7 @@ class WorkerKeyFile:
         self.path = (folder or state_folder()) / f"identity-{run}-{name}"
 
     def read(self) -> Identity | None:
-        """The key that was kept; None: there is none yet. Raises ShoalError where it cannot be read."""
+        """The key; None where there is no file yet. Raises ShoalError where it cannot be read."""
         try:
             secret = self.path.read_text(encoding="ascii").strip()
         except FileNotFoundError:
@@ -37,9 +37,9 @@ class WorkerKeyFile:
         return Identity(secret)
 
     def write(self, identity: Identity) -> None:
-        """Keep a key, for this user's eyes alone. Raises OSError."""
+        """Write the key, readable by this user only. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")  # never half a key
+        partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")  # so that the file is never incomplete
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
             file.write(identity.secret)
         os.replace(partial, self.path)

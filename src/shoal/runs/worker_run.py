@@ -179,7 +179,7 @@ class JoinedWorker:
         line, header = self.lines[0], self.welcome.header
         if "images" in header and isinstance(line, DatabaseConnection) and is_without_images(self.run):
             folder = (self.way.state or state_folder()) / "images"
-            found = fetch_images(ImageOffer.of(header["images"]), line.desk.piece, folder, progress)
+            found = fetch_images(ImageOffer.of(header["images"]), line.desk.read_piece, folder, progress)
             self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property

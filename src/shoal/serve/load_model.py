@@ -123,7 +123,7 @@ def _computed(served: ServedModel, tensors: WeightStore) -> ServedModel:
     own, described = gpt_conversion(served.model), describe_huggingface_model(served.model)
     if own is None:
         return served._replace(tensors=tensors, described=described)
-    model = own.make() if served.nodes > 1 else own.whole(tensors.get).to(choose_device(served.run.training.device))
+    model = own.make() if served.nodes > 1 else own.convert(tensors.get).to(choose_device(served.run.training.device))
     return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described, gpt_conversion=own)
 
 

@@ -8,20 +8,20 @@ from collections.abc import Callable
 
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.machines import always_lit
-from shoal.transports.netem.profiles import Profile
-from shoal.transports.netem.streams import PACKET_BYTES, Lane
+from shoal.transports.netem.profiles import LinkProfile
+from shoal.transports.netem.streams import PACKET_BYTES, LinkDirection
 
 
 class Link:
     """A worker's link to the coordinator, as the proxy of `--netem` has it: bytes come late, never out of order. A lost packet is a stall,
     and now and then the end of the connection."""
 
-    def __init__(self, profile: Profile, dice: random.Random, dark: Callable[[float], float]) -> None:
+    def __init__(self, profile: LinkProfile, dice: random.Random, dark: Callable[[float], float]) -> None:
         """`dark(moment)`: the moment itself, or the end of the time in which the worker's whole site is cut off."""
         self.profile, self._dice, self._dark = profile, dice, dark
         self._steady_s = None if dark is not always_lit or profile.loss or profile.outage_every_s else profile.round_trip_ms / 2000
         """What a few bytes take where nothing can happen to them on the way; None: something can."""
-        self._lanes = (Lane(profile), Lane(profile))
+        self._lanes = (LinkDirection(profile), LinkDirection(profile))
         self._earliest = [0.0, 0.0]
 
     def arrival(self, size: float, now: float, down: bool) -> float | None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.transports.netem.profiles import PROFILES, Profile, profile
+from shoal.transports.netem.profiles import PROFILES, LinkProfile, profile
 
 Stay = tuple[float, float]
-CALM = Profile(0.5, 0.0, 0.0, 1000)
+CALM = LinkProfile(0.5, 0.0, 0.0, 1000)
 """A quiet network in one room."""
 _MIXED = {"good": 0.45, "cellular": 0.25, "brownout": 0.15, "degraded": 0.1, "satellite": 0.05}
 _SITES = 20
@@ -28,7 +28,7 @@ class SimulatedMachine(NamedTuple):
     name: str
     step_s: float
     """Seconds that one batch takes on it, when nobody else computes there."""
-    link: Profile = CALM
+    link: LinkProfile = CALM
     stays: tuple[Stay, ...] = ((0.0, math.inf),)
     """From when to when it is there, in virtual seconds; it disappears without a word."""
     site: str = ""
@@ -90,7 +90,7 @@ def weather_named(name: str, count: int, step_s: float, hours: float, seed: int,
     return Weather(tuple(machines), dark, {})
 
 
-def _profile(name: str) -> Profile:
+def _profile(name: str) -> LinkProfile:
     try:
         return profile(name)
     except ShoalError:

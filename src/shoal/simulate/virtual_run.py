@@ -13,7 +13,8 @@ from typing import NamedTuple
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import TICK_S, CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Learner, RequestReceived, RunConcluded, RunPlan
+from shoal.coordinator.events import RequestReceived, RunConcluded
+from shoal.coordinator.run_plan import Learner, RunPlan
 from shoal.protocol.messages import EMPTY, Asked, Contribute, Message
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Cores, Link
@@ -91,7 +92,7 @@ class VirtualRun:
         self._before: tuple[float, ...] = (0.0,) * 5
         """At the last point of the curves: samples, contributions taken and judged, bytes, useful seconds."""
         self.coordinator = Coordinator(scenario.plan, policies, scenario.learner)
-        self.coordinator.door.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
+        self.coordinator.authenticator.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
         self.driver = self._driver()
         self.each: list[tuple[float, Callable[[VirtualRun], None]]] = []
         """What is to be done again and again: after how many virtual seconds, and what."""

@@ -16,7 +16,7 @@ from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, at_the_end,
 from shoal.tasks.base import Batch, TaskInfo
 
 
-def build(task: schema.Reward, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Reward:
+def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Reward:
     return Reward(players)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from shoal.config.schema.cluster import Transport
 from shoal.errors import ShoalError
 from shoal.transports import addresses
-from shoal.transports.interface import Call, Client, Guest, Place, Server
+from shoal.transports.interface import Client, ConnectOptions, Guest, ListenOptions, Server
 from shoal.transports.keys import Keys
 
 
@@ -37,8 +37,8 @@ def serve(
     guests: Callable[[], Sequence[Guest]] = tuple,
 ) -> Server:
     """A server as configured. With `keys` everything is encrypted; `insecure` lets XML-RPC, which cannot be, leave this machine."""
-    place = Place(listening_hosts(settings, hosts), token, keys, max_frame_bytes, further_ports, insecure, guests)
-    server: Server = settings.builder().serve(settings, place)
+    options = ListenOptions(listening_hosts(settings, hosts), token, keys, max_frame_bytes, further_ports, insecure, guests)
+    server: Server = settings.builder().serve(settings, options)
     return server
 
 
@@ -57,5 +57,5 @@ def connect(
     if found is None:
         expected = ", ".join(f"{kind.schemes[0]}://…" for kind in Transport.kinds.values() if kind.schemes)
         raise ShoalError(f"`{address}` is not an address of a coordinator: one of {expected} is expected")
-    client: Client = found.builder().connect(Call(address, token, server_key, max_frame_bytes, insecure, local))
+    client: Client = found.builder().connect(ConnectOptions(address, token, server_key, max_frame_bytes, insecure, local))
     return client

@@ -1,103 +1,132 @@
-"""The connections that an HTTP server of this process has: so many in all, and from one address three quarters of them.
+"""Limits on the connections that a server of this process has: in all, and from one address.
 
-Where all places are taken, the connection that has been silent for longest, of those that have not shown a token yet, gives its place up to
-the next one; where there is none, one that has, and that waits for nothing.
+Each connection takes a file descriptor, and a run that cannot open a file ends. So there are fewer connections than descriptors, and one
+address gets three quarters of them at most. When all are taken, a new connection replaces the one that has been silent for longest among
+those that have not authenticated; then among those that have and wait for nothing. Where there is none, the new connection is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
-from collections.abc import Hashable
-from typing import Any, Generic, TypeVar
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+from shoal.protocol.address_groups import household
 
 Connection = TypeVar("Connection", bound=Hashable)
+RESERVED_DESCRIPTORS = 256
+"""For files, processes and whatever else the run opens."""
+AUTHENTICATION_S = 10.0
+"""How long a connection may take to authenticate, however it sends its bytes."""
 _SHARE_OF_AN_ADDRESS = 3 / 4
-"""However many places there are, one address leaves some to the others."""
-STRANGERS_S = 10.0
-"""How long one that has not shown the token may take to do so, however it sends its words."""
-HEADER_BYTES = 16 << 10
-"""What comes before a question's body may have at most: http.server alone would take megabytes from a stranger."""
+_LEAST = 16
 
 
-def hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Its thread hears of it, and closes it."""
-    with contextlib.suppress(OSError):  # it may have ended meanwhile
-        connection.shutdown(how)
+def within_descriptor_limit(wanted: int) -> int:
+    """How many connections this process can have. The system is asked for more descriptors where it allows too few."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + RESERVED_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        more = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_LEAST, soft - RESERVED_DESCRIPTORS))
 
 
-class Place:
-    """A connection: where it is from, since when it is silent, and whether it has shown the token."""
-
+class _State:
     def __init__(self, address: str, now: float) -> None:
-        self.address, self.came_at, self.heard_at = address, now, now
-        self.is_stranger = True
+        self.address, self.accepted_at, self.active_at = address, now, now
+        self.is_authenticated = False
         self.is_busy = False
-        """Whether it waits for an answer, or sends a question."""
+        """Whether it waits for an answer, or sends a request."""
 
 
-class Places(Generic[Connection]):
-    """The connections there are. Any thread may call it."""
+class Admission(NamedTuple, Generic[Connection]):
+    """Whether a new connection was added, and which one the caller must close for it."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.most_of_an_address = most, int(_SHARE_OF_AN_ADDRESS * most)
+    accepted: bool
+    evicted: Connection | None
+
+
+class ConnectionLimiter(Generic[Connection]):
+    """Holds: at most `most` connections, and at most `most_per_address` from one address. Any thread may call it."""
+
+    def __init__(self, most: int, most_per_address: int | None = None) -> None:
+        self.most = within_descriptor_limit(most)
+        share = int(_SHARE_OF_AN_ADDRESS * self.most)
+        self.most_per_address = max(1, share if most_per_address is None else min(most_per_address, share))
         self._lock = threading.Lock()
-        self._places: dict[Connection, Place] = {}
+        self._states: dict[Connection, _State] = {}
+        self._counts: Counter[str] = Counter()
 
     def all(self) -> list[Connection]:
         with self._lock:
-            return list(self._places)
+            return list(self._states)
 
-    def take(self, connection: Connection, address: str, now: float) -> tuple[bool, Connection | None]:
-        """Whether there is a place for one more, and who has to give up its own for that."""
+    def count(self, address: str) -> int:
         with self._lock:
-            own = [one for one, place in self._places.items() if place.address == address]
-            among = own if len(own) >= self.most_of_an_address else list(self._places) if len(self._places) >= self.most else None
-            leaving = None if among is None else self._longest_silent(among)
-            if among is not None and leaving is None:
-                return False, None
-            if leaving is not None:
-                del self._places[leaving]
-            self._places[connection] = Place(address, now)
-            return True, leaving
+            return self._counts[household(address)]
 
-    def _longest_silent(self, among: list[Connection]) -> Connection | None:
-        idle = [one for one in among if not self._places[one].is_busy]
-        return min(idle, key=lambda one: (not self._places[one].is_stranger, self._places[one].heard_at), default=None)
-
-    def hear(self, connection: Connection, *, is_busy: bool) -> None:
-        """It has shown the token, and asks something, or was answered."""
+    def add(
+        self, connection: Connection, address: str, now: float, has_authenticated: Callable[[Connection], bool] = lambda connection: False
+    ) -> Admission[Connection]:
+        """Add a connection from an address. `has_authenticated`: asked before a connection is evicted that was not marked as authenticated,
+        where the server learns of that late; one that has is never evicted then."""
+        group = household(address)
         with self._lock:
-            if (place := self._places.get(connection)) is not None:
-                place.is_stranger, place.is_busy, place.heard_at = False, is_busy, time.monotonic()
+            self._remove(connection)
+            evicted: Connection | None = None
+            if self._counts[group] >= self.most_per_address:
+                evicted = self._longest_silent([one for one, state in self._states.items() if state.address == group], has_authenticated)
+            elif len(self._states) >= self.most:
+                evicted = self._longest_silent(list(self._states), has_authenticated)
+            else:
+                self._add(connection, group, now)
+                return Admission(True, None)
+            if evicted is None:
+                return Admission(False, None)
+            self._remove(evicted)
+            self._add(connection, group, now)
+            return Admission(True, evicted)
 
-    def slow_strangers(self, now: float) -> list[Connection]:
+    def _add(self, connection: Connection, group: str, now: float) -> None:
+        self._states[connection] = _State(group, now)
+        self._counts[group] += 1
+
+    def _longest_silent(self, among: list[Connection], has_authenticated: Callable[[Connection], bool]) -> Connection | None:
+        states = self._states
+        idle = [one for one in among if not states[one].is_busy]
+        for connection in sorted(idle, key=lambda one: (states[one].is_authenticated, states[one].active_at)):
+            if states[connection].is_authenticated or not has_authenticated(connection):
+                return connection
+            states[connection].is_authenticated = states[connection].is_busy = True
+        return None
+
+    def mark_authenticated(self, connection: Connection, *, is_busy: bool) -> None:
+        """The connection has authenticated, and sends a request or was answered."""
         with self._lock:
-            return [one for one, place in self._places.items() if place.is_stranger and now - place.came_at > STRANGERS_S]
+            if (state := self._states.get(connection)) is not None:
+                state.is_authenticated, state.is_busy, state.active_at = True, is_busy, time.monotonic()
 
-    def leave(self, connection: Connection) -> None:
+    def overdue(self, now: float) -> list[Connection]:
+        """Connections that have not authenticated in time."""
         with self._lock:
-            self._places.pop(connection, None)
+            return [one for one, state in self._states.items() if not state.is_authenticated and now - state.accepted_at > AUTHENTICATION_S]
 
+    def remove(self, connection: Connection) -> None:
+        with self._lock:
+            self._remove(connection)
 
-class Beginnings:
-    """What a connection to an HTTP server sends. The lines before a question's body are bounded together."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.left = stream, HEADER_BYTES
-
-    def readline(self, most: int) -> bytes:
-        line: bytes = self._stream.readline(min(most, self.left + 1))
-        self.left -= len(line)
-        if self.left < 0:
-            raise ConnectionAbortedError("a question that begins with too many words")
-        return line
-
-    def read(self, size: int) -> bytes:
-        found: bytes = self._stream.read(size)
-        return found
-
-    def close(self) -> None:
-        self._stream.close()
+    def _remove(self, connection: Connection) -> None:
+        if (state := self._states.pop(connection, None)) is not None:
+            self._counts[state.address] -= 1
+            if not self._counts[state.address]:
+                del self._counts[state.address]

@@ -12,8 +12,8 @@ import time
 from shoal.config.schema.cluster import InProcess
 from shoal.errors import ShoalError
 from shoal.transports import keys, wire
-from shoal.transports.interface import Call, Frame, Message, Place, Refused, Request, Traffic, Unreachable
-from shoal.transports.request_queue import Desk, Waiting
+from shoal.transports.interface import ConnectOptions, Frame, ListenOptions, Message, Refused, Request, Traffic, Unreachable
+from shoal.transports.request_queue import PendingRequest, RequestQueue
 from shoal.transports.request_rate import Rate
 
 SCHEME = "in-process://"
@@ -38,7 +38,7 @@ class InProcessServer:
     ) -> None:
         self.address = SCHEME + (name or f"server-{next(_names)}")
         self.traffic = Traffic()
-        self.desk = Desk(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
+        self.desk = RequestQueue(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
         self._token = token.encode()
         with _changed:
             if self.address in _servers:
@@ -79,7 +79,7 @@ class InProcessClient:
         self._peer = str(next(_peers)).encode()
         self._number = 0
         self._calling = threading.Lock()
-        self._waiting: Waiting | None = None
+        self._waiting: PendingRequest | None = None
         self._closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
@@ -114,7 +114,7 @@ class InProcessClient:
         self.traffic.send(wire.size_of(parts))
         return [bytes(part) for part in parts]  # the asker may write to its frames when it is answered, the other side may keep them
 
-    def _answer(self, waiting: Waiting, deadline: float) -> Message:
+    def _answer(self, waiting: PendingRequest, deadline: float) -> Message:
         try:
             parts = [] if self._closed else waiting.answer(deadline - time.monotonic())
         except TimeoutError:
@@ -132,9 +132,9 @@ class InProcessClient:
             waiting.give_up()
 
 
-def serve(settings: InProcess, place: Place) -> InProcessServer:
-    return InProcessServer(token=place.token, max_frame_bytes=place.max_frame_bytes)
+def serve(settings: InProcess, options: ListenOptions) -> InProcessServer:
+    return InProcessServer(token=options.token, max_frame_bytes=options.max_frame_bytes)
 
 
-def connect(call: Call) -> InProcessClient:
-    return InProcessClient(call.address, token=call.token, max_frame_bytes=call.max_frame_bytes)
+def connect(options: ConnectOptions) -> InProcessClient:
+    return InProcessClient(options.address, token=options.token, max_frame_bytes=options.max_frame_bytes)

@@ -71,8 +71,8 @@ class Guest(NamedTuple):
     """How many workers may be here on it at a time."""
 
 
-class Place(NamedTuple):
-    """Where a transport's `serve(settings, place)` is to make a server, and for whom."""
+class ListenOptions(NamedTuple):
+    """Where a transport's `serve(settings, options)` is to make a server, and for whom."""
 
     hosts: Sequence[str]
     """Addresses to listen on."""
@@ -88,8 +88,8 @@ class Place(NamedTuple):
     """Who else may come in, besides those who know the run's token. It is asked whenever somebody unknown is at the door."""
 
 
-class Call(NamedTuple):
-    """What a transport's `connect(call)` makes a client from."""
+class ConnectOptions(NamedTuple):
+    """What a transport's `connect(options)` makes a client from."""
 
     address: str
     token: str

@@ -15,7 +15,7 @@ BATCH = 64
 MOST_WAITING = 4096
 
 
-class Waiting:
+class PendingRequest:
     """A question, and the box its answer will be put in. An empty answer means that none will come."""
 
     def __init__(self, peer: bytes, number: int, message: Message, size: int, address: str = "") -> None:
@@ -37,26 +37,26 @@ class Waiting:
             raise TimeoutError from None
 
 
-class Desk:
+class RequestQueue:
     """`ask` and `wake` belong to any thread; `poll`, `reply` and `close` to one."""
 
     def __init__(self, limits: wire.Limits, traffic: Traffic, rate: Rate) -> None:
         self.limits = limits
         self.traffic = traffic
         self._rates = RateLimit(rate)
-        self._inbox: queue.Queue[Waiting | None] = queue.Queue(MOST_WAITING)
-        self._waiting: dict[tuple[bytes, int], Waiting] = {}
+        self._inbox: queue.Queue[PendingRequest | None] = queue.Queue(MOST_WAITING)
+        self._waiting: dict[tuple[bytes, int], PendingRequest] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def ask(self, peer: bytes, parts: list[Frame], address: str = "") -> Waiting:
+    def ask(self, peer: bytes, parts: list[Frame], address: str = "") -> PendingRequest:
         """Queue a question. One that cannot be passed on is answered at once, with a refusal; Malformed is for the asker to handle.
         `address`: where the peer is, for people."""
         try:
             number, message = wire.decode(parts, self.limits)
         except wire.Oversized as problem:
             return self._refused(peer, problem.number, problem.reason, str(problem))
-        waiting = Waiting(peer, number, message, wire.size_of(parts), address)
+        waiting = PendingRequest(peer, number, message, wire.size_of(parts), address)
         with self._lock:
             if self._closed:
                 waiting.give_up()
@@ -67,10 +67,10 @@ class Desk:
             return self._refused(peer, number, "too-fast", "too many questions wait here")
         return waiting
 
-    def _refused(self, peer: bytes, number: int, reason: str, why: str) -> Waiting:
+    def _refused(self, peer: bytes, number: int, reason: str, why: str) -> PendingRequest:
         self.traffic.refuse(reason)
         refused = wire.refusal(reason, why)
-        waiting = Waiting(peer, number, refused, 0)
+        waiting = PendingRequest(peer, number, refused, 0)
         waiting.put(wire.encode(refused, number, self.limits))
         return waiting
 
@@ -87,7 +87,7 @@ class Desk:
             pass
         return requests
 
-    def _accepted(self, waiting: Waiting) -> list[Request]:
+    def _accepted(self, waiting: PendingRequest) -> list[Request]:
         request = waiting.request
         self.traffic.receive(waiting.size)
         if not self._rates.admits(request.peer, time.monotonic()):
@@ -105,7 +105,7 @@ class Desk:
         self.traffic.send(wire.size_of(parts))
         waiting.put(parts)
 
-    def forget(self, waiting: Waiting) -> None:
+    def forget(self, waiting: PendingRequest) -> None:
         """From the asker's thread: it no longer waits."""
         self._waiting.pop(waiting.request[:2], None)
 

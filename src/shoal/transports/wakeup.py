@@ -1,4 +1,4 @@
-"""A bell that any thread may ring, and that a thread waiting on sockets hears."""
+"""Self-pipe: lets any thread wake a thread that is blocked in select()."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import contextlib
 import socket
 
 
-class Bell:
-    """A pair of connected sockets: pollers everywhere understand those, which is not so of events and conditions."""
+class Wakeup:
+    """A pair of connected sockets, which a selector or poller of any system can wait for."""
 
     def __init__(self) -> None:
-        self._ringer, self._listener = socket.socketpair()
-        self._ringer.setblocking(False)
-        self._listener.setblocking(False)
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.setblocking(False)
 
     def fileno(self) -> int:
-        return self._listener.fileno()
+        return self._receiver.fileno()
 
-    def ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
-            self._ringer.send(b"!")
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: no thread waits any more
+            self._sender.send(b"!")
 
-    def silence(self) -> None:
+    def clear(self) -> None:
+        """Forget earlier calls of `wake`."""
         with contextlib.suppress(OSError):
-            while self._listener.recv(4096):
+            while self._receiver.recv(4096):
                 pass
 
     def close(self) -> None:
-        self._ringer.close()
-        self._listener.close()
+        self._sender.close()
+        self._receiver.close()

@@ -1,8 +1,5 @@
-"""How many connections a server of pages and answers has: no more than there are descriptors for, and strangers give their places up.
-
-uvicorn takes whoever comes, and waits for a first question for ever. Here a connection has a moment to ask something. Where all places are
-taken, the one that has been silent for longest, and waits for no answer, is closed in favour of the next (transports/connection_limits.py).
-"""
+"""The connection limiter (transports/connection_limits.py) for uvicorn, which by itself accepts every connection and waits for ever for its
+first request."""
 
 from __future__ import annotations
 
@@ -13,48 +10,46 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shoal.protocol.address_groups import household
-from shoal.transports.connection_limits import STRANGERS_S, Places
-from shoal.transports.zeromq.connection_limits import room_for
+from shoal.transports.connection_limits import AUTHENTICATION_S, ConnectionLimiter
 
 MOST_CONNECTIONS = 1000
 
 
 def bounded_server(app: Any) -> uvicorn.Server:
-    """A server for an app, with such bounds."""
-    bounds: dict[str, Any] = {"http": _bounded_protocol(), "timeout_graceful_shutdown": 5, "h11_max_incomplete_event_size": 65536}
+    """A server for an app, with limits on its connections and on the bytes before a request's body."""
+    bounds: dict[str, Any] = {"http": _limited_protocol(), "timeout_graceful_shutdown": 5, "h11_max_incomplete_event_size": 65536}
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", **bounds))
 
 
-def _bounded_protocol() -> type[asyncio.Protocol]:
-    """What uvicorn speaks with its clients, for one server."""
-    places = Places[Any](room_for(MOST_CONNECTIONS))
+def _limited_protocol() -> type[asyncio.Protocol]:
+    """uvicorn's protocol class, with a limiter for one server. A connection counts as authenticated once it has sent a request."""
+    limiter = ConnectionLimiter[Any](MOST_CONNECTIONS)
 
-    class Bounded(H11Protocol):
+    class LimitedProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._looking = self.loop.call_later(STRANGERS_S, self._look)
-            has_room, leaving = places.take(self, household(str((self.client or ("",))[0])), time.monotonic())
-            for ended in (leaving, None if has_room else self):
+            self._overdue = self.loop.call_later(AUTHENTICATION_S, self._end_if_silent)
+            accepted, evicted = limiter.add(self, str((self.client or ("",))[0]), time.monotonic())
+            for ended in (evicted, None if accepted else self):
                 if ended is not None:
                     ended.transport.abort()
 
-        def _look(self) -> None:
-            if self.cycle is None:  # it has asked nothing
+        def _end_if_silent(self) -> None:
+            if self.cycle is None:  # no request came
                 self.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None:
-                places.hear(self, is_busy=not self.cycle.response_complete)
+                limiter.mark_authenticated(self, is_busy=not self.cycle.response_complete)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            places.hear(self, is_busy=False)
+            limiter.mark_authenticated(self, is_busy=False)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._looking.cancel()
-            places.leave(self)
+            self._overdue.cancel()
+            limiter.remove(self)
             super().connection_lost(exc)
 
-    return Bounded
+    return LimitedProtocol

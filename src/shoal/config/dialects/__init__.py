@@ -1,4 +1,4 @@
-"""The dialects, and which of them a file is written in."""
+"""The dialects, and detection of a file's dialect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = (*DIALECTS, NATIVE)
 
 
 def candidates(root: YamlNode) -> list[str]:
-    """The dialects that know most of a file's keys: one, or several that know as many."""
+    """The dialects that know the most keys of a file; several if they tie."""
     keys = list(_keys(root, ()))
     known = {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
     known[NATIVE] = sum(native_knows(key) for key in keys)
@@ -31,12 +31,12 @@ def candidates(root: YamlNode) -> list[str]:
 
 
 def native_knows(path: Key) -> bool:
-    """Is this a path of the schema, whatever kinds are chosen?"""
+    """Whether this is a path of the schema, for any choice of kinds."""
     return _knows(SectionType(Run), path)
 
 
 def native_paths() -> Iterator[str]:
-    """Every setting of the schema, of every kind. Paths of several kinds come once."""
+    """Every path of the schema, for all kinds, without repetition."""
     seen: dict[str, None] = {}
     for path in _paths(Run, ""):
         seen[path] = None
@@ -79,7 +79,7 @@ def _paths(section: type[Section], prefix: str) -> Iterator[str]:
 
 
 def in_words_of(dialects: Iterable[str], text: str) -> str:
-    """A message with the settings in it as the documents of these dialects call them, where they have a name for them."""
+    """A message with the settings in it renamed to the keys of these dialects."""
     names: dict[str, set[str]] = {}
     for entry in (entry for name in dialects if name in DIALECTS for entry in DIALECTS[name].rows):
         for target in entry.to:

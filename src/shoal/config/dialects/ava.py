@@ -19,7 +19,7 @@ def _betas(value: Any) -> Any:
 
 
 def _fp8(value: Any) -> Any:
-    """`fp8_enabled: false` chooses no precision; that it does not contradict one is seen to in _imply."""
+    """`fp8_enabled: false` chooses no precision; `_imply` checks that it contradicts none."""
     return choice({True: "fp8", False: NOTHING})(value)
 
 

@@ -11,7 +11,7 @@ _DILOCO = "strategy[diloco]"
 
 
 def _every(value: Any) -> Any:
-    """Every N steps; 0 is never."""
+    """Every N steps; 0 means never."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise RejectError(f"expected a whole number at least 0, found {describe(value)}")
     return {"strategy": "steps", "every_steps": value} if value else {"strategy": "never"}

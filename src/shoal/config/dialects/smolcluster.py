@@ -25,7 +25,7 @@ def _decoding(name: str, *keys: str) -> tuple[DialectRow, ...]:
 
 
 def _imply(seen: WrittenKeys) -> Implied:
-    """The documents tell the algorithms apart by file name; the keys do too."""
+    """The algorithm, which smolcluster chooses by file name, follows from the keys."""
     implied: Implied = {
         "transport.kind": ("zmq", "smolcluster files use sockets"),
         "strategy[edp].look_ahead": (False, "smolcluster's workers compute on the weights they have"),

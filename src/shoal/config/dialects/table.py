@@ -1,7 +1,7 @@
-"""A dialect: a table from the paths of one document to Shoal's own, with a converter where a value changes.
+"""Dialects: tables from the keys of an earlier program's files to Shoal's settings, with converters for values.
 
 Targets are written as paths of the schema, with three additions:
-    strategy[syncps].window         counts only when strategy.kind is syncps (several kinds: `[edp,syncps]`)
+    strategy[syncps].window         takes effect only if strategy.kind is syncps (several kinds: `[edp,syncps]`)
     cluster.hosts.*.server_address  `*` stands for the same key as in the source
     cluster.hosts.{name}.memory_gb  `{name}` stands for the item's own `name`, for a source that is a list of mappings
 """
@@ -23,7 +23,7 @@ _STEP = re.compile(r"([^.\[\]]+)(?:\[([^\]]*)\])?")
 
 
 class RejectError(Exception):
-    """What a converter raises: the value is none of those the document allows."""
+    """Raised by a converter for a value that the dialect does not allow."""
 
     def __init__(self, message: str, help: str = "", code: str = "wrong-type") -> None:
         self.message, self.help, self.code = message, help, code
@@ -33,19 +33,19 @@ Convert = Callable[[Any], Any]
 
 
 class DialectRow(NamedTuple):
-    """One documented key: its path, where it goes, and what becomes of its value."""
+    """One key of a dialect: its path, its target settings, and the converter of its value."""
 
     path: str
     to: tuple[str, ...]
     convert: Convert | None = None
     default: Any = NOTHING
-    """The document's own default, where it differs from Shoal's."""
+    """The dialect's default, if it differs from Shoal's."""
     also: tuple[str, ...] = ()
-    """Other spellings that the document uses for the same key."""
+    """Other spellings of the same key."""
     old: tuple[str, ...] = ()
-    """Spellings that still work, with a warning."""
+    """Old spellings, which give a warning."""
     yields_to: str = ""
-    """Another documented key that wins over this one, with a warning, where both are given and differ."""
+    """Another key that overrides this one, with a warning, if both are given and differ."""
 
     @property
     def has_default(self) -> bool:
@@ -65,7 +65,7 @@ def row(
 
 
 class WrittenKeys:
-    """What the files of one dialect hold, by the path of the table's row."""
+    """The keys that a dialect's files contain, by their path in the table."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, YamlNode] = {}
@@ -81,18 +81,18 @@ class WrittenKeys:
 
 
 Implied = dict[str, tuple[Any, str]]
-"""Native path → value, and why."""
+"""Native path → (value, reason)."""
 
 
-def belongs(name: str, paths: Iterable[str]) -> str:
-    """Where a key of this name belongs, among the paths of settings; empty: nowhere."""
+def placement_hint(name: str, paths: Iterable[str]) -> str:
+    """A hint where a key of this name belongs among these paths; empty if nowhere."""
     homes = dict.fromkeys(path.rpartition(".")[0].replace("[]", "") for path in paths if path.rpartition(".")[2] == name)
     places = [f"under `{home}`" if home else "at the top level" for home in list(homes)[:2]]
     return f"it belongs {' or '.join(places)}" if places else ""
 
 
 class Dialect:
-    """The table of one document, ready to look paths up in."""
+    """The table of one dialect, indexed by path."""
 
     def __init__(self, name: str, title: str, rows: tuple[DialectRow, ...], imply: Callable[[WrittenKeys], Implied]) -> None:
         self.name = name
@@ -120,7 +120,7 @@ class Dialect:
     def unknown(self, name: str, entry: YamlEntry, path: Key, siblings: Iterable[str]) -> Problem:
         where = ".".join(path)
         spelled = [known for known, _ in self.paths()]
-        help = belongs(name, spelled)
+        help = placement_hint(name, spelled)
         if close := did_you_mean(name, siblings):
             help = f"{close[:-1]}, or {help}?" if help else close
         elif not help:
@@ -132,7 +132,7 @@ class Dialect:
     # --- what is not written --------------------------------------------------------------------------------
 
     def unwritten(self, seen: WrittenKeys, layer: Layer, report: Report) -> Iterator[Assignment]:
-        """The document's own defaults, and what follows from the keys that are there."""
+        """Assignments for the dialect's defaults and for settings that its keys imply."""
         values: list[tuple[str, Any, str]] = []
         for entry in self.rows:
             if entry.has_default:
@@ -151,7 +151,7 @@ class Dialect:
 
 
 class _Translation:
-    """One file on its way from a dialect's paths to Shoal's."""
+    """Translates one file from a dialect's paths to Shoal's."""
 
     def __init__(self, dialect: Dialect, layer: Layer, seen: WrittenKeys, report: Report) -> None:
         self.dialect = dialect
@@ -205,7 +205,7 @@ class _Translation:
         return None if value is NOTHING else _relocated(value, node)
 
     def walk_items(self, entry: YamlEntry, trie: _Trie, path: Key) -> None:
-        """A list of mappings: each becomes an item of a list here, or settings under its own name."""
+        """Translate a list of mappings: each becomes an item of a list, or settings under its name."""
         identity = "name" if trie.child("name") else "id"
         collected: dict[str, YamlNode] = {}
         names: dict[str, YamlNode] = {}
@@ -251,7 +251,7 @@ class _Translation:
 
 
 class _Found(NamedTuple):
-    """An assignment, the row it came by and the spelling it had."""
+    """An assignment with its table row and its spelling in the file."""
 
     row: DialectRow
     spelling: str
@@ -266,7 +266,7 @@ class _Trie:
         self.items: _Trie | None = None
         self.row: DialectRow | None = None
         self.tail = False
-        """Everything below goes along as it is."""
+        """Whether everything below is passed on unchanged."""
 
     def insert(self, path: str, entry: DialectRow) -> None:
         trie = self
@@ -308,7 +308,7 @@ def parse_target(target: str) -> tuple[Key, tuple[tuple[Key, tuple[str, ...]], .
 
 
 def leaves(path: Key, node: YamlNode) -> Iterator[tuple[Key, YamlNode]]:
-    """The settings below a path: mappings are opened, lists are not."""
+    """The settings below a path; mappings are entered, lists are not."""
     if isinstance(node.value, dict) and node.value:
         for name, entry in node.value.items():
             yield from leaves((*path, name), entry.value)
@@ -317,7 +317,7 @@ def leaves(path: Key, node: YamlNode) -> Iterator[tuple[Key, YamlNode]]:
 
 
 def _relocated(value: Any, node: YamlNode) -> YamlNode:
-    """A converted value at the place of the original."""
+    """A converted value at the position of the original."""
     converted = node_of(value, node.span, node.user_path)
     stack = [converted]
     while stack:
@@ -333,7 +333,7 @@ def _relocated(value: Any, node: YamlNode) -> YamlNode:
 def _without_conflicts(found: list[_Found], report: Report) -> list[Assignment]:
     """One assignment for each setting: two spellings in one file must agree."""
     kept: dict[tuple[Key, Any], _Found] = {}
-    told: set[frozenset[str]] = set()
+    reported: set[frozenset[str]] = set()
     for candidate in found:
         entry, spelling, assignment = candidate
         slot = (assignment.path, assignment.only_for)
@@ -348,9 +348,9 @@ def _without_conflicts(found: list[_Found], report: Report) -> list[Assignment]:
             continue
         if other.yields_to == entry.path:
             kept[slot], (entry, spelling, assignment), (other, other_spelling, earlier) = candidate, kept[slot], candidate
-        if pair in told:
+        if pair in reported:
             continue
-        told.add(pair)
+        reported.add(pair)
         labels = (Label(assignment.node.span), Label(earlier.node.span))
         if entry.yields_to == other.path:
             message = f"`{spelling}` and `{other_spelling}` differ; `{other_spelling}` counts"
@@ -365,7 +365,7 @@ def _without_conflicts(found: list[_Found], report: Report) -> list[Assignment]:
 
 
 def choice(words: dict[Any, Any]) -> Convert:
-    """One of the document's words, each with Shoal's."""
+    """A converter from the dialect's choices to Shoal's."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, (str, bool, int)):
@@ -381,7 +381,7 @@ def choice(words: dict[Any, Any]) -> Convert:
 
 
 def off_at(off: int) -> Convert:
-    """A number, of which one value means "not at all"."""
+    """A converter for a number of which one value means "off" (null)."""
 
     def convert(value: Any) -> Any:
         return None if not isinstance(value, bool) and isinstance(value, (int, float)) and value == off else value

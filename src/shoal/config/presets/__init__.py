@@ -1,4 +1,4 @@
-"""The configurations that come with Shoal, by the names their documents give them."""
+"""The configurations that Shoal ships, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FOLDER = os.path.dirname(__file__)
 
 
 def find(name: str) -> str | None:
-    """The file of a preset: `gpu/base`, `configs/gpu/base.yaml`, or the last part alone where only one has it."""
+    """The file of a preset: `gpu/base`, `configs/gpu/base.yaml`, or its last part alone if that is unique."""
     wanted = name.removeprefix("configs/").removesuffix(".yaml")
     if wanted in names():
         return os.path.join(FOLDER, *wanted.split("/")) + ".yaml"

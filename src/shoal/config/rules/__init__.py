@@ -1,4 +1,4 @@
-"""What must hold between settings, by subject. To import this is to have all rules."""
+"""Rules between settings, by subject; importing this package registers all of them."""
 
 from shoal.config.rules import effects, feedback, fleets, models, optimizers, training, updates
 from shoal.config.rules.rule import RULES, apply

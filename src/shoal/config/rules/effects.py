@@ -1,4 +1,4 @@
-"""Settings that have no effect beside another one, and say so."""
+"""Warnings for settings that have no effect because of another setting."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_PARTS_THAT_ARE_OFF = tuple(
 
 
 def _all_have_rates(players: Mapping[str, PlayerOptimizer]) -> bool:
-    """Whether both networks of a pair, generator and discriminator or policy and value, have learning rates of their own."""
+    """Whether both networks of a pair (generator and discriminator, policy and value) have own learning rates."""
     return len(players) == 2 and all(one.learning_rate is not None for one in players.values())
 
 
@@ -60,10 +60,10 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),
     ("training.allow_emulation", "training.precision.kind", lambda kind: kind not in EMULATED, "no precision is emulated"),
     ("training.penalties.min_sequence_length", "training.penalties.eos_weight", lambda weight: not weight, "an early end costs nothing"),
-    ("training.gradient_health.initial_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
-    ("training.gradient_health.final_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
-    ("training.gradient_health.warmup_steps", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
-    ("training.gradient_health.explosion_threshold", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
+    ("training.gradient_health.initial_clip_value", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
+    ("training.gradient_health.final_clip_value", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
+    ("training.gradient_health.warmup_steps", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
+    ("training.gradient_health.explosion_threshold", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
     ("training.gradient_health.lr_reduction_factor", "training.gradient_health.auto_reduce_lr", lambda on: not on, "it is never reduced"),
     ("training.penalties.repetition_window", "training.penalties.repetition_weight", lambda weight: not weight, "repetitions cost nothing"),
     *_OF_PARTS_THAT_ARE_OFF,
@@ -94,16 +94,16 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     *_OF_LAUNCHERS,
     ("launch.nodes", "engine.kind", lambda kind: not Engine.kinds[kind].several_processes, "one process on one machine trains"),
 )
-"""Settings that do nothing where another one has such a value: the setting, the other one, when that is so, and why."""
+"""(setting, other setting, condition on the other's value, reason why the first has no effect)."""
 
 
 @rule()
 def what_does_nothing_here(settings: Settings) -> None:
-    told: set[str] = set()
+    reported: set[str] = set()
     for path, other, is_so, why in NO_EFFECT:
         try:
-            if path not in told and changed(settings, path) and is_so(settings.get(other)):
-                told.add(path)
+            if path not in reported and changed(settings, path) and is_so(settings.get(other)):
+                reported.add(path)
                 message = f"`{settings.spelling(path)}` has no effect: {why}"
                 settings.report("no-effect", message, path, other, severity="warning", help=f"`{settings.spelling(other)}` decides that")
         except UnavailableError:

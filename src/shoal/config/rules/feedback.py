@@ -1,4 +1,4 @@
-"""What must hold where a model learns from preferences or rewards."""
+"""Rules for learning from preferences and rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.config.schema.updates import Updates
 def memories_are_read_only_in_feedback(
     settings: Settings, task: Task | None, strategy: str, remembers: bool, policy: str | None, resumed: str | None
 ) -> None:
-    """Learning from answers writes no episodes and replays none: a memory has what the model brought along."""
+    """Learning from answers neither adds nor replays episodes: a memory stays as the policy's run left it."""
     if not remembers or task is None or task.needs not in ("pairs", "prompts"):
         return
     name = "model.episodic_memory.enabled"
@@ -33,7 +33,7 @@ def memories_are_read_only_in_feedback(
 
 @rule("task", "model")
 def task_fits_model(settings: Settings, task: Task | None, model: Model) -> None:
-    """A model that learns one task learns every other one that needs the same of the data."""
+    """A model that learns one task also learns every other task with the same needs."""
     if task is None:
         settings.report("task", f"a model of kind {model.kind} does not say what it learns", "model.kind", help="set task")
     elif model.learns and task.kind not in model.learns and task.needs not in [Task.kinds[name].needs for name in model.learns]:
@@ -81,7 +81,7 @@ def answers_are_for_policies(settings: Settings, task: Task | None, strategy: st
 
 @rule("strategy.kind", "updates")
 def answers_are_made_with_whole_weights(settings: Settings, strategy: str, updates: Updates) -> None:
-    """Answers are no updates: nothing is done to them, and weights that were shortened on their way would give other ones."""
+    """Answers are not updates: codecs and rules do not apply, and compressed weights would give other answers."""
     if not Strategy.kinds[strategy].gives_answers:
         return
     given = {

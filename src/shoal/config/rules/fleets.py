@@ -1,4 +1,4 @@
-"""What must hold between strategies, machines, tasks, transports and serving."""
+"""Rules for strategies, machines, tasks, transports and serving."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _first_host(settings: Settings) -> tuple[str, ...]:
 
 @rule("engine.kind", "strategy.kind")
 def replicas_meet_at_the_end_of_a_round(settings: Settings, engine: str, strategy: str) -> None:
-    """In between each process has weights of its own, which nobody may ask for or replace."""
+    """Between rounds each process has its own weights, which no other part may read or replace."""
     if engine != "collectives":
         return
     if strategy != "diloco":
@@ -120,7 +120,7 @@ def grace_follows_a_quorum(settings: Settings, quorum: int | None, grace: float)
 
 @rule("strategy.late", "strategy.quorum", "strategy.outer.momentum")
 def momentum_runs_away_from_late_ones(settings: Settings, late: str, quorum: int | None, momentum: float) -> None:
-    """Momentum carries the weights on while contributions that know nothing of it are still under way."""
+    """Momentum moves the weights on while older contributions are still under way."""
     if late == "weigh" and quorum == 1 and momentum > 0.5:
         message = f"every contribution is applied when it arrives, and an outer momentum of {momentum:g} overshoots with late ones"
         paths = ("strategy.outer.momentum", "strategy.quorum")
@@ -143,7 +143,7 @@ def staleness_bounds(settings: Settings, least: int | None, most: int) -> None:
 
 @rule("strategy.kind", "engine.kind")
 def alone_or_together(settings: Settings, kind: str, engine: str) -> None:
-    """Who works alone has no use for settings of a cluster; a pipeline's stages may be on the machines of one."""
+    """A single-worker run does not use settings of a cluster, except for the stages of a pipeline."""
     if kind != "local":
         return
     meeting = () if engine == "pipeline" else ("transport", "cluster", "coordinator")
@@ -184,7 +184,7 @@ def tasks_are_given_out(settings: Settings, tasks: tuple[Any, ...], kind: str) -
 
 @rule("scheduler.tasks", "strategy.kind", "engine.layers")
 def tasks_are_stages(settings: Settings, tasks: tuple[Any, ...], strategy: str, layers: tuple[int, ...]) -> None:
-    """With the pipeline engine a task's share of the model is a stage, and all stages together are one worker."""
+    """With the pipeline engine each task is a stage, and all stages together are one worker."""
     if not tasks:
         return
     whole, paths = sum(task.model_share for task in tasks), ("scheduler.tasks", "engine.kind")

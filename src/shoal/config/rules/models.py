@@ -1,4 +1,4 @@
-"""What must hold within a model, and between a model and its data."""
+"""Rules for models and their data."""
 
 from __future__ import annotations
 

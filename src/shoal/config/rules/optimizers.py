@@ -1,4 +1,4 @@
-"""What must hold between an optimizer of torch.optim and its settings."""
+"""Rules for optimizers of torch.optim and their settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.config.schema.strategy import OuterOptimizer
 from shoal.config.schema.training import KEYWORDS, Optimizer, PlayerOptimizer
 
 _KEYWORDS_OF = {"weight_decay": "weight_decay", "eps": "eps", "momentum": "momentum", "beta1": "betas", "beta2": "betas"}
-"""Settings of their own, and the keyword that each becomes."""
+"""Settings, and the keyword argument that each becomes."""
 
 
 @rule("training.optimizer", "training.players")
@@ -26,14 +26,14 @@ def optimizers_take_their_settings(settings: Settings, optimizer: Optimizer, pla
 
 
 def _chosen(optimizer: Optimizer, players: Mapping[str, PlayerOptimizer]) -> dict[str, str]:
-    """The optimizers that step something, by the sections that say so. Two networks with optimizers of their own leave none to the rest."""
+    """The optimizers in use, by section. If both networks of a pair have own optimizers, the common one is unused."""
     own: dict[str, str] = {f"training.players.{name}": player.name or optimizer.name for name, player in players.items()}
     all_chose = len(players) == 2 and all(player.name for player in players.values())
     return own if all_chose else {"training.optimizer": optimizer.name} | own
 
 
 def _given(section: Optimizer | PlayerOptimizer, prefix: str) -> Iterator[tuple[str, str]]:
-    """The settings of a section that become keywords, with them."""
+    """The settings of a section that become keyword arguments, by keyword."""
     for name, keyword in _KEYWORDS_OF.items():
         if getattr(section, name, None) is not None:
             yield f"{prefix}.{name}", keyword

@@ -1,4 +1,4 @@
-"""What must hold between settings. Each rule names the settings it reads, and runs when they are good, whatever else is wrong.
+"""Rules between settings. A rule names the settings that it reads and runs if these are valid, even if others are not.
 
 Where the contradiction stands in one layer it is an error; where a later layer brought it into an earlier one (a short test run of a long
 config, say) most rules only warn, because the later layer was chosen knowingly.
@@ -14,7 +14,7 @@ from shoal.config.problems import Severity
 
 
 class Rule(NamedTuple):
-    """A check over the values at some paths."""
+    """A function that checks the values at some paths."""
 
     paths: tuple[str, ...]
     check: Callable[..., None]
@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 RULES: list[Rule] = []
 CUT_INTO_STAGES = ("gpt", "moe", "huggingface")
 SHARDING = ("fsdp", "deepspeed")
-"""Engines that cut matrices into parts of several processes."""
+"""Engines that shard matrices over processes."""
 
 
 def rule(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -43,12 +43,12 @@ def apply(settings: Settings) -> None:
 
 
 def across(settings: Settings, *paths: str) -> Severity:
-    """An error within a layer, a warning across layers."""
+    """The severity of a contradiction: an error within one layer, a warning across layers."""
     return "error" if len({settings.rank(path) for path in paths}) == 1 else "warning"
 
 
 def changed(settings: Settings, path: str) -> bool:
-    """Did somebody write another value than the default?"""
+    """Whether the setting was set to another value than its default."""
     try:
         return settings.given(path) and settings.get(path) != default_at(tuple(path.split(".")), settings.kinds)
     except UnavailableError:

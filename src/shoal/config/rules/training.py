@@ -1,4 +1,4 @@
-"""What must hold between training, engines, records and the hub."""
+"""Rules for training, engines, metrics and the hub."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def batch_arithmetic(
 
 
 def fitting(whole: int, batch: int, accumulation: int, devices: int) -> str:
-    """With how many devices, and with what accumulation, a global batch comes out right."""
+    """A hint with which devices and accumulation the global batch fits."""
     ways = []
     if whole % (batch * accumulation) == 0:
         number = whole // (batch * accumulation)
@@ -212,7 +212,7 @@ def sharding_takes_one_network(settings: Settings, engine: str, task: Task | Non
 
 @rule("engine.kind", "model.kind", "training.compile", "training.precision.kind")
 def pipelines_cut_language_models(settings: Settings, engine: str, model: str, compile: bool, precision: str) -> None:
-    """A pipeline's stages are layers of a transformer, each of which computes by itself."""
+    """Pipeline stages are layers of a transformer that compute independently."""
     if engine != "pipeline":
         return
     if model not in CUT_INTO_STAGES and settings.given("model.kind"):  # a cluster's file alone names no model

@@ -1,4 +1,4 @@
-"""What must hold between the ways to shorten, combine, compare and blur updates."""
+"""Rules for codecs, aggregation, mixing and privacy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
 
 @rule("strategy.fragments", "strategy.late", "updates.aggregation.kind", "updates.memory")
 def fragments_have_no_past(settings: Settings, fragments: int, late: str, rule: str, memory: float | None) -> None:
-    """What is left of an earlier round is of another fragment."""
+    """Left-over values of an earlier round belong to another fragment."""
     for wrong, path in (
         (late == "weigh", "strategy.late"),
         (rule == "centered-clipping", "updates.aggregation.kind"),
@@ -103,7 +103,7 @@ def _quorum(settings: Settings, setting: str, kind: str, byzantine: int | None, 
 
 @rule("updates.aggregation", "cluster.num_workers", "strategy.kind")
 def enough_workers_to_compare(settings: Settings, aggregation: Aggregation, workers: int | None, strategy: str) -> None:
-    """A rule that is only a mean with the workers there are does not do what it was chosen for."""
+    """With too few workers a robust rule is only a mean."""
     count, path = contributions(settings)
     known = {path: count, "cluster.num_workers": workers}
     few = min((number for number in known.values() if number is not None), default=None)

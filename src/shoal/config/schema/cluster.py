@@ -1,4 +1,4 @@
-"""Who takes part, how they reach each other, and who does what."""
+"""The machines of a run: transports, hosts, coordinator, launchers, scheduler, simulation."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -19,12 +19,12 @@ from shoal.config.parts import Part
 
 
 class Transport(Part, noun="transport"):
-    """How workers reach the coordinator. Built by a module or a class that has `serve` and `connect` (`shoal.transports.interface`)."""
+    """How workers reach the coordinator. Built by a module or a class with `serve` and `connect` (docs/extending.md)."""
 
     schemes: ClassVar[tuple[str, ...]] = ()
-    """What addresses of its servers begin with, before `://`."""
+    """Address schemes of its servers, such as `tcp`."""
     own_keys: ClassVar[bool] = False
-    """Whether it sees to secrecy between machines itself, or never leaves this one."""
+    """Whether it encrypts by itself, or never leaves this machine; otherwise it gets keys."""
 
 
 class Zmq(Transport, built_by="shoal.transports.zeromq"):
@@ -33,13 +33,13 @@ class Zmq(Transport, built_by="shoal.transports.zeromq"):
     kind: Literal["zmq"] = "zmq"
     schemes = ("tcp",)
     host: str | None = None
-    """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
+    """Address the coordinator listens on; null: every address of this machine, or only 127.0.0.1 where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
     connections: PositiveInt = 4096
-    """Connections that the coordinator takes in all; a worker has two. Fewer where the system allows fewer open files."""
+    """Most connections to the coordinator; a worker has two. Fewer where the system allows fewer open files."""
     connections_per_address: PositiveInt = 2048
-    """Connections from one address; a school behind one router has one address. Never more than three quarters of all."""
+    """Most connections from one address; a school behind one router has one address. At most three quarters of `connections`."""
 
 
 class XmlRpc(Transport, built_by="shoal.transports.xmlrpc"):
@@ -48,7 +48,7 @@ class XmlRpc(Transport, built_by="shoal.transports.xmlrpc"):
     kind: Literal["xmlrpc"] = "xmlrpc"
     schemes = ("http",)
     host: str | None = None
-    """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
+    """Address the coordinator listens on; null: every address of this machine, or only 127.0.0.1 where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
 
@@ -60,7 +60,7 @@ class Postgres(Transport, built_by="shoal.transports.postgres"):
     schemes = ("postgresql", "postgres")
     own_keys = True
     host: str = "embedded"
-    """Server address; `embedded` starts a server of the run's own, in the run's folder."""
+    """Server address; `embedded` starts a server for this run alone, with its data in the run's folder."""
     port: Port | None = None
     """Port of the server; null: 5432, or for an embedded server a free one, which the run keeps."""
     database: str = "shoal"
@@ -68,13 +68,13 @@ class Postgres(Transport, built_by="shoal.transports.postgres"):
     user: str = "shoal"
     """Role to connect as."""
     password: Secret | None = None
-    """Better in the environment as DB_PASSWORD."""
+    """Password of that role. Set it in the environment as DB_PASSWORD instead."""
     poll_interval_s: PositiveFloat = 5.0
-    """Seconds between looks at the database where notifications do not get through."""
+    """Seconds between polls of the database where notifications do not get through."""
 
 
 class InProcess(Transport, built_by="shoal.transports.in_process"):
-    """Workers are threads of the process that coordinates."""
+    """Workers are threads of the coordinator's process."""
 
     kind: Literal["in-process"] = "in-process"
     schemes = ("in-process",)
@@ -89,67 +89,67 @@ class Host(Section):
     server_port: Port | None = None
     """Port under which this machine reaches the server; null: the transport's."""
     user: str | None = None
-    """Whom `shoal up` with launch.kind ssh logs in as; null: as your ssh configuration says."""
+    """User name with which `shoal up` (launch.kind ssh) logs in; null: as your ssh configuration says."""
     host: str | None = None
-    """Address of this machine, which `shoal up` with launch.kind ssh logs in to; null: its name. Its worker calls the coordinator and
-    listens nowhere: the address tells people whom a run waits for."""
+    """Address of this machine, to which `shoal up` (launch.kind ssh) logs in; null: its name. The worker connects to the coordinator and
+    listens nowhere; messages show the address while the run waits for this machine."""
     port: Port | None = None
-    """Port of this machine, told with its address; 0 tells none."""
+    """Port that messages show with the address; 0: none."""
     memory_gb: PositiveFloat | None = None
-    """Memory, in GB: a scheduler gives this machine no task and no stage that needs more. null: every one fits."""
+    """Memory, in GB: a scheduler gives this machine no task and no stage that needs more. null: no limit."""
     flops: PositiveFloat | None = None
-    """Compute a second, in the units of the tasks' required_flops: what a scheduler goes by until it has measured the machine."""
+    """Compute a second, in the units of the tasks' required_flops: what a scheduler assumes until it has measured the machine."""
     bandwidth_mbps: PositiveFloat | None = None
-    """Network bandwidth, in Mbit/s, which a scheduler goes by likewise."""
+    """Network bandwidth, in Mbit/s; used by a scheduler in the same way."""
 
 
 class Cluster(Section):
     """The machines of the run."""
 
     server: str | None = None
-    """Name of the host that coordinates."""
+    """Name of the host that runs the coordinator."""
     workers: tuple[str, ...] = ()
-    """Names of the hosts that work."""
+    """Names of the hosts that run workers."""
     num_workers: PositiveInt | None = None
-    """How many workers to expect; null: as many as are listed."""
+    """Number of workers to expect; null: as many as are listed."""
     hosts: Mapping[str, Host] = EMPTY
     """What is known of each machine, by name."""
 
 
 class Coordinator(Section):
-    """The one who holds the weights."""
+    """The process that holds the weights and combines the workers' updates."""
 
     trains: bool = False
-    """Whether the coordinator's machine works, too: it starts a worker of its own beside it."""
+    """Also start a worker on the coordinator's machine."""
     heartbeat_interval_s: PositiveFloat = 5.0
-    """Seconds between a worker's signs of life; one that misses three is taken for dead."""
+    """Seconds between a worker's heartbeats; a worker that misses three counts as dead."""
     telemetry_alpha: PositiveShare = 0.2
     """Weight of the newest measurement in a worker's smoothed speed."""
     joins_per_minute: PositiveInt = 600
-    """Workers that may join for the first time within a minute; those that come back are not counted."""
+    """Most workers that may join for the first time within a minute; returning workers are not counted."""
     workers_at_once: PositiveInt = 10_000
-    """Workers that may take part at a time; whoever comes beyond them is told that the run is full."""
+    """Most workers at a time; further ones are refused because the run is full."""
     failures_per_worker: PositiveInt = 5
-    """Units of work in a row that a worker may fail while others manage theirs; then it is kept out for ten minutes."""
+    """Units in a row that a worker may fail while other workers succeed; then it is refused for ten minutes."""
     devices_per_worker: PositiveInt | None = None
-    """Devices that a worker's contributions may count for; null: 8, or as many as launch.devices_per_node × launch.nodes."""
+    """Most devices that one worker's contributions may count for; null: 8, or launch.devices_per_node × launch.nodes."""
     metrics_port: Port | None = None
-    """Port on which the coordinator shows its figures to Prometheus, at /metrics; null: it does not."""
+    """Port of the coordinator's Prometheus page, /metrics; null: none."""
     metrics_host: str = "127.0.0.1"
-    """Address for that port. Beyond this machine, readers need the token that is in the run's metrics-token file."""
+    """Address of that port. Other machines need the token in the run's metrics-token file."""
     state_path: str | None = None
-    """Where its state is kept; null: in the run's folder."""
+    """Folder of the coordinator's state; null: in the run's folder."""
     checkpoint_path: str | None = None
     """File the weights are saved to and continued from; null: in the run's folder."""
 
 
 class Ssh(Section):
-    """Workers on machines that your own ssh reaches, with your keys and your configuration."""
+    """Workers on machines that your ssh reaches, with your keys and your configuration."""
 
     python: str = "python3"
-    """The Python there that has Shoal: a command, or a path such as `~/shoal/bin/python`."""
+    """Python with Shoal on those machines: a command, or a path such as `~/shoal/bin/python`."""
     wheel: str | None = None
-    """A wheel of this very version (`make dist`), installed into `~/.shoal` on machines whose Python lacks it; null: none is installed."""
+    """Wheel of this same version (`make dist`) to install into `~/.shoal` on machines without Shoal; null: install nothing."""
     options: tuple[str, ...] = ()
     """More options for ssh, such as `-p`, `2222`."""
 
@@ -160,7 +160,7 @@ class Ray(Section):
     address: str = "auto"
     """The cluster: `auto` for the one of this machine, or `ray://host:10001`."""
     cpus: PositiveFloat = 1.0
-    """CPUs that each worker asks Ray for; its GPUs are launch.devices_per_node."""
+    """CPUs requested from Ray for each worker; its GPUs are launch.devices_per_node."""
 
 
 class Slurm(Section):
@@ -178,7 +178,7 @@ class Kubernetes(Section):
     image: str = "shoal:latest"
     """A container image that has Shoal."""
     namespace: str = "default"
-    """Where everything is made."""
+    """Namespace of all objects."""
     storage_gb: PositiveInt = 20
     """Size of the volume for the run's folder."""
     storage_class: str | None = None
@@ -186,10 +186,10 @@ class Kubernetes(Section):
 
 
 class Launch(Section):
-    """What starts workers, and how many processes a worker is made of."""
+    """How workers are started, and on how many devices each runs."""
 
     kind: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = "local"
-    """What `shoal up` starts workers with: processes here, ssh, a Ray cluster; for Slurm and Kubernetes it writes what they are given."""
+    """How `shoal up` starts workers: processes here, ssh or Ray; for slurm and kubernetes it writes a batch script or manifests."""
     ssh: Ssh = Ssh()
     ray: Ray = Ray()
     slurm: Slurm = Slurm()
@@ -197,16 +197,16 @@ class Launch(Section):
     devices_per_node: PositiveInt | None = None
     """Devices to use on each machine; null: all of them."""
     nodes: PositiveInt | None = None
-    """Machines the engine spans; null: as torchrun says, else 1."""
+    """Machines that one engine spans; null: as torchrun says, else 1."""
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this program starts workers on other machines itself."""
+        """Whether Shoal itself starts workers on other machines."""
         return self.kind in ("ssh", "ray")
 
     @property
     def written(self) -> bool:
-        """Whether another program starts everything, and is given a file."""
+        """Whether Shoal only writes a file with which another program starts everything."""
         return self.kind in ("slurm", "kubernetes")
 
 
@@ -219,7 +219,7 @@ class ScheduledTask(Section):
     """Share of the model it holds: memory needed = share × what training the model takes (weights, gradients, optimizer, activations).
     With engine.kind pipeline and strategy.kind local, a task is a stage that has this share of the weights, in the order of the tasks."""
     data_share: PositiveShare | None = None
-    """Share of the data it works on: whoever has the task learns from it. null: an equal part of what the other tasks leave."""
+    """Share of the data that the task's worker learns from. null: an equal part of what the other tasks leave."""
     required_flops: NonNegativeFloat = 0.0
     """Compute that an epoch of it needs, in the units of the hosts' flops; 0: in proportion to its data."""
     priority: NonNegativeInt = 1
@@ -230,15 +230,15 @@ class Scheduler(Section):
     """Which worker does which task."""
 
     kind: Literal["none", "priority", "capability", "gale-shapley"] = "none"
-    """`priority`: the most urgent task takes the first worker it fits; `capability`: by score; `gale-shapley`: a stable matching.
-    `none`: every worker has a share of the data of its own."""
+    """`priority`: the most urgent task takes the first worker it fits; `capability`: the worker with the best score; `gale-shapley`: a
+    stable matching. `none`: every worker has its own share of the data."""
     tasks: tuple[ScheduledTask, ...] = ()
-    """What the tasks leave of the data is cut into further ones. Without any, the data is cut by itself. With engine.kind pipeline and
-    strategy.kind local they are the stages of the model, and what they leave of it is cut into further stages."""
+    """The tasks. Data that they leave over is cut into further tasks; without any, Shoal cuts all data. With engine.kind pipeline and
+    strategy.kind local the tasks are the stages of the model, and layers that they leave over are cut into further stages."""
 
 
 class Simulation(Section):
-    """A run in virtual time: what `shoal simulate` does where it is not told for how many hours."""
+    """Length of a simulation (`shoal simulate`) that is started without --hours."""
 
     heartbeats: PositiveInt = 5
     """Rounds of heartbeats to simulate."""

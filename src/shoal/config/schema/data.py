@@ -1,4 +1,4 @@
-"""What it learns from: the source, how samples become batches, how batches are loaded."""
+"""The training data: sources, batching, loading."""
 
 from typing import ClassVar, Literal, Union
 
@@ -7,7 +7,7 @@ from shoal.config.parts import Part
 
 
 class DataSource(Part, noun="data source"):
-    """Where samples come from. Built by a function of its settings, the run and a `DataRequest`: `Data`, or parts of text."""
+    """Where samples come from. Built by a function of settings, run and `DataRequest`; it returns `Data` or a list of `TextPart`."""
 
     has_pairs: ClassVar[bool] = False
     """Whether it holds pairs of a chosen and a rejected answer."""
@@ -18,13 +18,13 @@ class DataSource(Part, noun="data source"):
         return "text"
 
 
-class Builtin(DataSource, built_by="shoal.data.builtin:load_builtin"):
+class Builtin(DataSource, built_by="shoal.data.load_data:load_builtin"):
     """Real data that comes with Python packages, so that everything runs with no download."""
 
     kind: Literal["builtin"] = "builtin"
     name: Literal["digits", "python-source", "zen"] = "digits"
     """`digits`: 1,797 handwritten digits of 8 × 8; `python-source`: the text of Python's standard library; `zen`: the Zen of Python, 64
-    times over, which a small network learns by heart in a minute."""
+    times, which a small network memorises in a minute."""
 
     @property
     def gives(self) -> str:
@@ -50,7 +50,7 @@ class Images(DataSource, built_by="shoal.data.images.source:load_images"):
     download: str | None = None
     """Data set of the hub to download when nothing is at the path."""
     serve: bool = False
-    """Whether workers that lack the images get them from the coordinator's database (transport postgres, strategy workunits)."""
+    """Send the images to workers that lack them, through the database (transport postgres, strategy workunits)."""
 
 
 class Text(DataSource, built_by="shoal.data.text.sources:open_files"):
@@ -60,9 +60,9 @@ class Text(DataSource, built_by="shoal.data.text.sources:open_files"):
     path: str
     """File or folder."""
     text_field: str | None = None
-    """Field of a JSON line that holds the text; null: found out."""
+    """Field of a JSON line that holds the text; null: detected."""
     context_field: str | None = None
-    """Field with a text that cross-attention reads beside it; null: `context`, where there is one and model.cross_attention.enabled."""
+    """Field with a context text for cross-attention; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class HubDataset(DataSource, built_by="shoal.data.text.sources:open_hub"):
@@ -74,9 +74,9 @@ class HubDataset(DataSource, built_by="shoal.data.text.sources:open_hub"):
     subset: str | None = None
     """Configuration name, or a slice such as `train[:1000]`."""
     text_field: str | None = None
-    """Column that holds the text; null: found out."""
+    """Column that holds the text; null: detected."""
     context_field: str | None = None
-    """Column with a text that cross-attention reads beside it; null: `context`, where there is one and model.cross_attention.enabled."""
+    """Column with a context text for cross-attention; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class Wikitext(DataSource, built_by="shoal.data.text.sources:open_wiki"):
@@ -97,7 +97,7 @@ class Snli(DataSource, built_by="shoal.data.text.sources:open_pairs"):
 
 class Preferences(DataSource, built_by="shoal.data.text.load_text:load_preferences"):
     """Pairs of a chosen and a rejected answer, one JSON object a line: texts, or lists of messages with `role` and `content`; with a field
-    `prompt`, or as whole dialogues that share their beginning. A language model learns the chosen answers of it."""
+    `prompt`, or as whole dialogues that share their beginning. The task language-modelling learns the chosen answers."""
 
     kind: Literal["preferences"] = "preferences"
     has_pairs = True
@@ -108,7 +108,7 @@ class Preferences(DataSource, built_by="shoal.data.text.load_text:load_preferenc
     rejected_field: str = "rejected"
     """Field of the worse answer."""
     context_field: str | None = None
-    """Field with a text that cross-attention reads beside both; null: `context`, where there is one and model.cross_attention.enabled."""
+    """Field with a context text for cross-attention; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class MixturePart(Section):
@@ -116,7 +116,7 @@ class MixturePart(Section):
 
     source: Union[Builtin, Text, HubDataset, Wikitext, Snli]
     weight: PositiveFloat | None = None
-    """How often it is drawn, against the others; null: by its size."""
+    """How often it is drawn, relative to the others; null: in proportion to its size."""
 
 
 class Mixture(DataSource, built_by="shoal.data.text.sources:open_mixture"):
@@ -127,30 +127,30 @@ class Mixture(DataSource, built_by="shoal.data.text.sources:open_mixture"):
 
 
 class LiveData(DataSource, built_by="shoal.data.user_data:refuse_live_data"):
-    """Data that a Python program brings along: `shoal.train(data=…)`."""
+    """Data that a Python program passes: `shoal.train(data=…)`."""
 
     kind: Literal["live"] = "live"
     gives = "samples"
 
 
 class FactoryData(DataSource, built_by="shoal.data.user_data:refuse_live_data"):
-    """Data that a Python function makes."""
+    """Data that a Python function returns."""
 
     kind: Literal["factory"] = "factory"
     gives = "samples"
     function: str
-    """`module:function`, called without arguments: it gives a list, a data set or something to iterate over."""
+    """`module:function`, called without arguments; it returns a list, a data set or another iterable."""
     eval_function: str | None = None
-    """The same for held-out data; null: there is none."""
+    """The same for held-out data; null: none."""
     collate: str | None = None
-    """`module:function`, called with a list of samples: it gives a batch; null: samples are stacked."""
+    """`module:function`, called with a list of samples; it returns a batch. null: samples are stacked."""
 
 
 class Mixing(Section):
     """How the sources of a mixture, or the files of a folder of texts, are balanced."""
 
     enabled: bool = False
-    """Draw by weight; otherwise one source after the other."""
+    """Draw by weight; otherwise the sources follow each other."""
     temperature: PositiveFloat = 1.0
     """Weights are taken to the power 1/temperature: above 1 lifts the small sources."""
 
@@ -161,7 +161,7 @@ class Loader(Section):
     num_workers: NonNegativeInt = 0
     """Processes that load ahead; 0 loads in the training process."""
     drop_last: bool = True
-    """Leave out a last batch that is not full."""
+    """Drop a last batch that is not full."""
     pin_memory: bool = True
     """Use pinned memory on the way to a GPU."""
     prefetch_factor: PositiveInt = 2
@@ -180,7 +180,7 @@ class Data(Section):
     sequence_length: PositiveInt | None = None
     """Tokens in a training sequence; null: as many as the model takes."""
     batching: Literal["packed", "dynamic", "padded"] = "packed"
-    """Sequences joined and cut to length, padded to the longest of the batch, or padded to the full length."""
+    """`packed`: texts joined and cut to length; `dynamic`: padded to the longest of the batch; `padded`: padded to the full length."""
     padding_side: Literal["right", "left"] = "right"
     """Where padding goes."""
     truncation: bool = True
@@ -194,10 +194,10 @@ class Data(Section):
     reshuffle_each_epoch: bool = True
     """A new order each epoch; otherwise the same again."""
     max_samples: PositiveInt | None = None
-    """Use only so many samples in all."""
+    """Most samples to use, training and evaluation together; null: all."""
     max_train_samples: PositiveInt | None = None
-    """Use only so many samples to learn from."""
+    """Most samples to train on; null: all."""
     max_eval_samples: PositiveInt | None = None
-    """Use only so many samples to evaluate on."""
+    """Most samples to evaluate on; null: all."""
     mixing: Mixing = Mixing()
     loader: Loader = Loader()

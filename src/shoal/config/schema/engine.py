@@ -1,4 +1,4 @@
-"""Inside a worker: how it turns batches into an update on its own devices."""
+"""Engines: how one worker computes, on one device or on several."""
 
 from typing import ClassVar, Literal
 
@@ -7,18 +7,18 @@ from shoal.config.parts import Part
 
 
 class Engine(Part, noun="engine"):
-    """Inside a worker: how batches become an update on its own devices. Built by a function of the run, the task, the device, the number of
-    steps and the worker's processes."""
+    """How one worker computes updates on its devices. Built by a function of the run, the task, the device, the number of steps and the
+    worker's processes."""
 
     several_processes: ClassVar[bool] = True
-    """Whether a worker is several processes, one for each device."""
+    """Whether a worker has several processes, one per device."""
     reads_whole_batches: ClassVar[bool] = False
-    """Whether every process of a worker reads whole batches; else each reads its own part of them."""
+    """Whether every process reads whole batches; otherwise each reads its part."""
 
     experts: tuple[NonNegativeInt, ...] | None = None
-    """The experts of a mixture that a worker holds where all of them do not fit it: `shoal join … --set engine.experts=[0,1,2,3]`.
+    """Experts of a mixture that this worker holds, if not all fit its memory: `shoal join … --set engine.experts=[0,1,2,3]`.
 
-    It computes with these and the trunk, and nothing else travels. null: all of them.
+    The worker computes and exchanges only these and the layers that all workers share. null: all experts.
     """
 
 
@@ -42,7 +42,7 @@ class Fsdp(Engine, built_by="shoal.engines.fsdp:FsdpEngine"):
     cpu_offload: bool = False
     """Keep parameters in main memory when they are not in use."""
     reshard_after_forward: bool = True
-    """Give a block's gathered parameters up after the forward pass, and gather them again for the backward pass."""
+    """Free a block's gathered parameters after the forward pass, and gather them again for the backward pass."""
 
 
 class DeepSpeed(Engine, built_by="shoal.engines.deepspeed.engine:DeepSpeedEngine"):
@@ -50,7 +50,7 @@ class DeepSpeed(Engine, built_by="shoal.engines.deepspeed.engine:DeepSpeedEngine
 
     kind: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """1 shards optimizer state, 2 gradients too, 3 parameters too; 0, which shards nothing, is refused: take ddp."""
+    """1 shards optimizer state, 2 gradients too, 3 parameters too; 0 shards nothing and is refused: use ddp."""
     cpu_offload: bool = False
     """Keep optimizer state (and parameters, at stage 3) in main memory."""
     nvme_offload: bool = False
@@ -80,15 +80,15 @@ class Pipeline(Engine, built_by="shoal.engines.pipeline.engine:PipelineEngine"):
     micro_batches: PositiveInt = 4
     """Parts a batch is cut into, so that all blocks work at once."""
     schedule: Schedule = "1f1b"
-    """1f1b takes a backward pass as soon as it can, and keeps few activations; gpipe takes all forward passes of a step first."""
+    """1f1b starts each backward pass as early as possible and keeps few activations; gpipe runs all forward passes of a step first."""
     layers: tuple[PositiveInt, ...] = ()
-    """Layers of each block, from the first on; none: as scheduler.tasks share the model out, else so that the slowest machine is done as
-    soon as it can be."""
+    """Layers of each block, from the first on; none: by the shares of scheduler.tasks, else the split whose slowest stage is
+    fastest."""
     timeout_s: PositiveFloat = 300.0
-    """Longest wait for a neighbour or a request."""
+    """Longest wait for a neighbouring stage, in seconds."""
 
 
 class Collectives(Engine, built_by="shoal.engines.collectives:CollectivesEngine"):
-    """A copy of the model in each process, which steps by itself; an all-reduce averages the copies at the end of each round of diloco."""
+    """Each process trains its own copy of the model; an all-reduce averages the copies at the end of each round of diloco."""
 
     kind: Literal["collectives"] = "collectives"

@@ -1,4 +1,4 @@
-"""What is trained: the network and its sizes."""
+"""Models: networks and their sizes."""
 
 from typing import ClassVar, Literal
 
@@ -7,10 +7,10 @@ from shoal.config.parts import Part
 
 
 class Model(Part, noun="model"):
-    """What is trained: one network or several, by name. Built by a function of its settings, the run and the shapes of the data."""
+    """The network or networks that are trained. Built by a function of settings, run and data shapes; it returns them by name."""
 
     learns: ClassVar[tuple[str, ...]] = ()
-    """The tasks it can be trained for; the first is what it is for where no task is given."""
+    """Tasks that the model can learn; the first is the default."""
 
 
 class Mlp(Model, built_by="shoal.models.mlp:players"):
@@ -36,13 +36,13 @@ class Lstm(Model, built_by="shoal.models.lstm:players"):
     hidden_size: PositiveInt = 128
     """Width of the embedding and of the recurrent state."""
     num_layers: PositiveInt = 1
-    """Recurrent layers, one on the other."""
+    """Recurrent layers."""
     dropout: Share = 0.0
     """Share of activations dropped between layers while training."""
 
 
 class Transformer(Model, shared=True):
-    """What the transformers have in common."""
+    """Settings that gpt and moe share."""
 
     learns = ("language-modelling", "reward", "dpo", "ppo")
     vocab_size: PositiveInt | None = None
@@ -60,7 +60,7 @@ class Transformer(Model, shared=True):
     max_seq_len: PositiveInt = 128
     """Longest sequence, in tokens."""
     positions: Literal["learned", "rotary"] = "learned"
-    """How a token knows its place."""
+    """Position encoding."""
     feed_forward: Literal["gelu", "swiglu"] = "gelu"
     """Activation of the feed-forward layer."""
     norm: Literal["layer", "rms"] = "layer"
@@ -89,18 +89,18 @@ class Experts(Section):
     per_token: PositiveInt = 2
     """Experts that see each token."""
     capacity_factor: PositiveFloat | None = 1.25
-    """Room in each expert while training, as a multiple of an even share; tokens beyond it are dropped and counted. Null: room for all."""
+    """Capacity of each expert while training, as a multiple of an even share; tokens beyond it are dropped and counted. Null: no limit."""
     router: Literal["switch", "gshard", "hash", "stochastic", "sigmoid-bias", "expert-choice", "soft"] = "switch"
-    """How tokens find their experts: the most probable (switch), two of them, the second at random (gshard), by a fixed table of token ids
-    (hash), drawn by probability (stochastic), or by scores with biases that follow the loads (sigmoid-bias). expert-choice and soft look at
-    later tokens, and are refused for causal models."""
+    """How experts are chosen for a token: the most probable (switch), the two most probable, the second at random (gshard), by a fixed
+    table of token ids (hash), drawn by probability (stochastic), or by scores with biases that follow the loads (sigmoid-bias).
+    expert-choice and soft depend on later tokens and are refused for causal models."""
     aux_loss_weight: NonNegativeFloat = 0.01
-    """Weight of the loss that balances the experts' load, of which the mean over the layers counts: a deep model that drops many tokens
-    needs more, 0.01 for each layer. A router that does not learn (hash) has none."""
+    """Weight of the load-balancing loss, which is the mean over the layers. A deep model that drops many tokens needs more: 0.01 for each
+    layer. The router hash has no such loss."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the loss that keeps a router's logits small: the mean square of their logsumexp."""
     bias_step: PositiveFloat = 0.001
-    """How far the biases of the router sigmoid-bias move after each step."""
+    """Change of the router's biases after each step (sigmoid-bias)."""
 
 
 class MixtureOfHeads(Section):
@@ -108,7 +108,7 @@ class MixtureOfHeads(Section):
 
     enabled: bool = False
     active_share: PositiveShare = 0.75
-    """Share of the heads that are active for a token, with those that are always active."""
+    """Share of the heads that are active for a token, shared heads included."""
     shared_heads: NonNegativeInt | None = None
     """Heads that are active for every token; null: a quarter of them, at least one."""
     balance_weight: NonNegativeFloat = 0.01
@@ -122,13 +122,13 @@ class MixtureOfActivations(Section):
 
 
 class CrossAttention(Section):
-    """Attention to encoded context given beside the input: a text's own context, passages, episodes of a memory."""
+    """Attention to an encoded context beside the input: a context text, retrieved passages, or episodes of a memory."""
 
     enabled: bool = False
     every_layers: PositiveInt = 2
-    """Every how many layers one attends to the context, counted back from the last; also for retrieval and memory."""
+    """One layer in this many attends to the context, counted back from the last; also for retrieval and memory."""
     encoder_layers: PositiveInt = 1
-    """Layers that read a context both ways before it is attended to."""
+    """Bidirectional layers that encode the context."""
 
 
 class Retrieval(Section):
@@ -138,23 +138,23 @@ class Retrieval(Section):
     passages: str | None = None
     """File with one passage a line, or a folder of texts; null: the training text."""
     index: str | None = None
-    """Folder of an index that `shoal index` built; null: built of the passages when the run starts, and kept in output_dir/retrieval."""
+    """Folder of an index that `shoal index` built; null: the run builds one from the passages and keeps it in output_dir/retrieval."""
     encoder: Literal["minilm", "words"] = "minilm"
-    """How passages are compared: `minilm` by meaning (needs shoal[rag]), `words` by their words. An index that is named has its own."""
+    """How passages are compared: `minilm` by meaning (needs shoal[rag]), `words` by their words. An existing index has its own encoder."""
     top_k: PositiveInt = 4
     """Passages found for each chunk."""
     chunk_size: PositiveInt = 64
-    """Tokens of a chunk. What is found for a chunk is read by the chunks after it."""
+    """Tokens of a chunk. Passages that are found for a chunk are read by the following chunks."""
     passage_words: PositiveInt = 64
-    """Words of a passage, where the run builds the index."""
+    """Words of a passage in an index that the run builds."""
     passage_tokens: PositiveInt = 128
-    """Tokens of a passage that the model reads, from its beginning."""
+    """Tokens that the model reads from the beginning of each passage."""
     max_passages: PositiveInt = 100_000
-    """Passages of an index that the run builds, from the beginning of the texts."""
+    """Most passages in an index that the run builds; the first ones of the texts."""
 
 
 class EpisodicMemory(Section):
-    """A bounded memory of past hidden states, kept by importance, found by similarity, replayed."""
+    """A bounded memory of hidden states of past sequences: kept by importance, recalled by similarity, replayed in training."""
 
     enabled: bool = False
     capacity: PositiveInt = 1024
@@ -162,13 +162,13 @@ class EpisodicMemory(Section):
     top_k: PositiveInt = 4
     """Episodes recalled for each chunk."""
     chunk_size: PositiveInt = 64
-    """Tokens of a chunk. What is recalled for a chunk is read by the chunks after it."""
+    """Tokens of a chunk. Episodes that are recalled for a chunk are read by the following chunks."""
     vectors: PositiveInt = 4
-    """Vectors of an episode: the mean hidden states of so many stretches of a sequence."""
+    """Vectors of an episode: a sequence is cut into this many stretches, and each vector is the mean hidden state of one."""
     replay_rate: Share = 0.1
-    """Sequences replayed from the memory, as a share of those of a batch."""
+    """Replayed sequences, as a share of a batch."""
     replay_weight: PositiveFloat = 1.0
-    """How many times a token of a replayed sequence counts in the loss, against one of a new sequence."""
+    """Weight of a replayed token in the loss, relative to a new one."""
 
 
 class Moe(Transformer, built_by="shoal.models.moe:players"):
@@ -203,7 +203,7 @@ class Dcgan(Model, built_by="shoal.models.dcgan:players"):
     kind: Literal["dcgan"] = "dcgan"
     learns = ("gan",)
     latent_dim: PositiveInt = 100
-    """Numbers in the noise vector an image is made from."""
+    """Length of the noise vector."""
     generator_features: PositiveInt = 64
     """Feature maps of the generator's last hidden layer; earlier ones have more."""
     discriminator_features: PositiveInt = 64
@@ -211,16 +211,16 @@ class Dcgan(Model, built_by="shoal.models.dcgan:players"):
     image_size: PositiveInt = 64
     """Height and width of an image."""
     channels: PositiveInt | None = None
-    """1 for grey, 3 for colour; null: as the data has."""
+    """1 for grey, 3 for colour; null: as in the data."""
 
 
 class Lora(Section):
-    """Train small low-rank matrices beside frozen weights."""
+    """LoRA: train small low-rank matrices beside frozen weights."""
 
     rank: PositiveInt = 8
-    """Width of the small matrices."""
+    """Rank of the matrices."""
     alpha: PositiveFloat = 16.0
-    """Scale of what they add, divided by the rank."""
+    """Scale of their output, divided by the rank."""
     dropout: Share = 0.0
     """Share of their input dropped while training."""
     target_modules: tuple[str, ...] = ()
@@ -235,26 +235,26 @@ class HuggingFace(Model, built_by="shoal.models.huggingface.model:players"):
     pretrained: str
     """Name on the hub, or a folder: the architecture and the tokenizer."""
     weights: str | None = None
-    """Name or folder to take the weights from; null: the same."""
+    """Name or folder of the weights; null: the same as `pretrained`."""
     from_scratch: bool = False
     """Start from random weights instead of the pretrained ones."""
     num_layers: PositiveInt | None = None
-    """Transformer blocks the model must have; null: as many as it has."""
+    """Expected number of transformer blocks; another number is an error. null: not checked."""
     lora: Lora | None = None
     """Fine-tune with LoRA; null: train all weights."""
 
 
 class LiveModel(Model, built_by="shoal.models.build:refuse_live_model"):
-    """A network that a Python program brings along: `shoal.train(model=…)`."""
+    """A network that a Python program passes: `shoal.train(model=…)`."""
 
     kind: Literal["live"] = "live"
 
 
 class FactoryModel(Model, built_by="shoal.models.build:refuse_live_model"):
-    """A network that a Python function makes."""
+    """A network that a Python function returns."""
 
     kind: Literal["factory"] = "factory"
     function: str
-    """`module:function`, called without arguments: it gives a torch.nn.Module."""
+    """`module:function`, called without arguments; it returns a torch.nn.Module."""
     loss: str | None = None
-    """`module:function`, called with the model and a batch: it gives the loss; null: the usual one for such a batch."""
+    """`module:function`, called with the model and a batch; it returns the loss. null: the usual loss for such a batch."""

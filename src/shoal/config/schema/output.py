@@ -1,4 +1,4 @@
-"""What a run leaves behind: evaluation, checkpoints, logs, and copies on the hub."""
+"""Outputs of a run: evaluation, checkpoints, metrics, uploads to the hub."""
 
 from typing import Literal
 
@@ -9,20 +9,20 @@ Cadence = Literal["steps", "epoch", "never"]
 
 
 class Evaluation(Section):
-    """When and on how much held-out data the model is judged."""
+    """When the model is evaluated, and on how much held-out data."""
 
     strategy: Cadence | None = None
     """Every `every_steps` steps, after each epoch (or outer round), or never; null: steps where every_steps is given, else epoch."""
     every_steps: PositiveInt | None = None
     """Steps between evaluations; null: 500."""
     batches: NonNegativeInt | None = None
-    """Batches looked at; null: all of the held-out data; 0: no evaluation."""
+    """Batches to evaluate on; null: all held-out data; 0: no evaluation."""
     batch_size: PositiveInt | None = None
-    """null: the training batch size."""
+    """Samples per batch; null: as training.batch_size."""
 
 
 class Checkpoint(Section):
-    """When the run is saved, and what it continues from."""
+    """When checkpoints are saved, and from which one the run starts."""
 
     strategy: Cadence | None = None
     """Every `every_steps` steps, after each epoch (or outer round), or only at the end; null: as for evaluation."""
@@ -35,7 +35,7 @@ class Checkpoint(Section):
 
 
 class Sink(Part, noun="sink", shorthand=True):
-    """Where metrics go besides the run's own folder. Built by a function of its settings and of the run: a `Reporter`."""
+    """A destination for metrics besides the run's folder. Built by a function of the settings and the run, which returns a `Reporter`."""
 
 
 class TensorBoard(Sink, built_by="shoal.reporters.sinks:TensorBoard"):
@@ -45,34 +45,34 @@ class TensorBoard(Sink, built_by="shoal.reporters.sinks:TensorBoard"):
 
 
 class Wandb(Sink, built_by="shoal.reporters.sinks:Wandb"):
-    """Weights & Biases; works offline, too."""
+    """Weights & Biases, also offline."""
 
     kind: Literal["wandb"] = "wandb"
 
 
 class Logging(Section):
-    """What is recorded while it runs; metrics.jsonl is always written."""
+    """Metrics; the run's metrics.jsonl is always written."""
 
     every_steps: PositiveInt = 10
     """Steps between records."""
     sinks: tuple[Sink, ...] = ()
-    """Where metrics go besides the run's own folder: words, or mappings with a `kind` where one has settings."""
+    """Further destinations for metrics: names, or mappings with a `kind` and settings."""
     directory: str | None = None
     """Folder for TensorBoard's files; null: `logs` in the run's folder."""
     project: str | None = None
-    """Name the run is filed under: a folder of runs, and the project on W&B."""
+    """Name of the folder of runs, and of the project on W&B."""
     track_gradients: bool = False
     """Record the gradient norm of every layer."""
 
 
 class Hub(Section):
-    """Copies of the model on the Hugging Face hub."""
+    """Uploads of the model to the Hugging Face hub."""
 
     enabled: bool = False
     repo_id: str = ""
     """user/name of the repository."""
     token: Secret | None = None
-    """Better in the environment as HF_TOKEN."""
+    """Access token. Set it in the environment as HF_TOKEN instead."""
     push_interval: PositiveInt = 5
     """Iterations between uploads."""
     private: bool = False

@@ -1,4 +1,4 @@
-"""Learning from human preferences: rewards, and what learns from them."""
+"""Learning from feedback: rewards, PPO and its relatives."""
 
 from typing import Annotated, Literal
 
@@ -7,20 +7,20 @@ from shoal.config.parts import Part
 
 
 class Reward(Part, noun="reward", shorthand=True):
-    """How good an answer is, as one number. Built by a function of its settings and the run: it gives a function from answers to scores."""
+    """A score for each answer. Built by a function of the settings and the run, which returns a function from answers to scores."""
 
     @property
     def each(self) -> "tuple[Reward, ...]":
-        """The rewards that it is made of."""
+        """The rewards of a sum; otherwise this one."""
         return (self,)
 
 
 class TrainedReward(Reward, built_by="shoal.runs.rlhf.rewards.trained:build"):
-    """A reward model that has learned from pairs of a chosen and a rejected answer (the task `reward`)."""
+    """A reward model, trained on pairs of a chosen and a rejected answer (task `reward`)."""
 
     kind: Literal["trained"] = "trained"
     run: str | None = None
-    """Folder of the run that trained it; null: it is trained first, from `preferences`."""
+    """Folder of the run that trained it; null: a first phase trains it on `preferences`."""
     preferences: str | None = None
     """File with the pairs, one JSON object a line."""
     epochs: PositiveInt = 1
@@ -32,27 +32,27 @@ class TrainedReward(Reward, built_by="shoal.runs.rlhf.rewards.trained:build"):
 
 
 class JudgeReward(Reward, built_by="shoal.runs.rlhf.rewards.judge:build"):
-    """A model is asked whether an answer is good: the score is how probable it finds `yes` against `no`."""
+    """Another model judges the answer: the score is the probability of `yes` against `no`."""
 
     kind: Literal["judge"] = "judge"
     model: str
-    """Folder of a run, name on the hub, or a folder with a model of transformers; with an address, the model's name there."""
+    """Folder of a run, name on the hub, or folder of a Transformers model; with an address, the model's name at that server."""
     address: str | None = None
-    """Where a server answers that speaks as OpenAI's does, such as http://127.0.0.1:8000/v1; null: the model is loaded here."""
+    """A server with an OpenAI-compatible API, such as http://127.0.0.1:8000/v1; null: the model is loaded in this process."""
     key: Secret | None = None
-    """What the server asks for as a key."""
+    """API key of that server."""
     question: str = "{prompt}{answer}\n\nIs this a good answer? Say yes or no:"
-    """What the judge reads before it says yes or no; {prompt} and {answer} stand for the texts."""
+    """The judge's prompt; {prompt} and {answer} are replaced by the texts."""
 
 
 class ClassifierReward(Reward, built_by="shoal.runs.rlhf.rewards.classifier:build"):
-    """A reward model of transformers: a classifier of sequences, which reads prompt and answer."""
+    """A reward model of Transformers: a sequence classifier that reads prompt and answer."""
 
     kind: Literal["classifier"] = "classifier"
     model: str
     """Name on the hub, or its folder."""
     label: NonNegativeInt | None = None
-    """The label whose log-probability is the score; null: the model has one label, and its number is the score."""
+    """Label whose log-probability is the score; null: the model has one label, and its output is the score."""
 
 
 class SentimentReward(Reward, built_by="shoal.runs.rlhf.rewards.sentiment:build"):
@@ -62,29 +62,29 @@ class SentimentReward(Reward, built_by="shoal.runs.rlhf.rewards.sentiment:build"
 
 
 class ExactReward(Reward, built_by="shoal.runs.rlhf.rewards.exact:build"):
-    """1 where the first line of an answer is the one that the prompt's file gives as `answer`, else 0."""
+    """1 if the first line of the answer equals the `answer` beside the prompt in rlhf.prompts, else 0."""
 
     kind: Literal["exact"] = "exact"
     ignore_case: bool = False
-    """Whether capital and small letters are the same."""
+    """Ignore upper and lower case."""
 
 
 class WeightedReward(Section):
     """One reward of a sum."""
 
     reward: Reward
-    """Any reward; a plugin's, too."""
+    """Any reward, also one of a plugin."""
     weight: float = 1.0
-    """What its score is multiplied by."""
+    """Factor of its score."""
 
 
 class SumReward(Reward, built_by="shoal.runs.rlhf.rewards.combined:build"):
-    """Several rewards, each times its weight, added up."""
+    """The weighted sum of several rewards."""
 
     kind: Literal["sum"] = "sum"
     parts: tuple[WeightedReward, ...]
     runs: tuple[str, ...] = ()
-    """Folders of the runs that trained those parts which have `preferences` and no `run`, in their order; empty: they are trained first."""
+    """Folders of the runs that trained the parts with `preferences` and no `run`, in their order; empty: a first phase trains them."""
 
     @property
     def each(self) -> tuple[Reward, ...]:
@@ -92,34 +92,34 @@ class SumReward(Reward, built_by="shoal.runs.rlhf.rewards.combined:build"):
 
 
 class Kl(Section):
-    """What keeps the policy near the model it started from."""
+    """The KL penalty, which keeps the policy near the model it started from."""
 
     penalty: Literal["kl", "abs", "mse"] = "kl"
-    """How the distance d of a token's log-probabilities is measured: d, |d| or d²/2. Near the reference, mse gives about 3 % of the force
-    of kl, and abs about 35 %. The record always has d itself."""
+    """Penalty for the difference d of a token's log-probabilities: d, |d| or d²/2. Near the reference, mse has about 3 % of the effect of
+    kl, and abs about 35 %. The metrics always contain d."""
     coefficient: NonNegativeFloat = 0.2
     """Weight of the penalty (at the start, if adaptive)."""
     adaptive: bool = True
-    """Move the coefficient so that the divergence stays near `target`."""
+    """Adapt the coefficient so that the divergence stays near `target`."""
     target: PositiveFloat = 6.0
-    """Divergence to stay near, in nats per answer."""
+    """Target divergence, in nats per answer."""
     horizon: PositiveInt = 10_000
     """Samples over which the coefficient adapts."""
 
 
 class Ppo(Section):
-    """How answers are made, and how much is learned from them."""
+    """Generation and optimisation of PPO, RLOO, GRPO and online DPO."""
 
     rollout_size: PositiveInt = 64
     """Answers generated before each round of updates."""
     mini_batch_size: PositiveInt = 8
-    """Answers per gradient; training.gradient_accumulation_steps cuts it into pieces."""
+    """Answers per gradient; training.gradient_accumulation_steps splits it further."""
     epochs: PositiveInt = 4
     """Passes over each set of answers."""
     clip_range: PositiveFloat = 0.2
-    """How far the policy's ratio may move and still count."""
+    """Clip range of the policy's probability ratio."""
     value_clip_range: PositiveFloat = 0.2
-    """The same for the value."""
+    """Clip range of the value."""
     value_weight: NonNegativeFloat = 0.1
     """Weight of the value loss."""
     entropy_weight: NonNegativeFloat = 0.0
@@ -129,28 +129,28 @@ class Ppo(Section):
     gae_lambda: Share = 0.95
     """Decay of generalised advantage estimation."""
     whiten_advantages: bool = True
-    """Bring advantages to mean 0 and variance 1, over the tokens of all answers."""
+    """Scale advantages to mean 0 and variance 1, over the tokens of all answers."""
     whiten_rewards: bool = False
-    """Bring rewards to variance 1, over the tokens of all answers."""
+    """Scale rewards to variance 1, over the tokens of all answers."""
     scale_scores: bool = False
     """Divide scores by their standard deviation over all answers so far."""
     stop_kl: PositiveFloat | None = None
-    """Learn no more from a set of answers once the policy has moved so far from the one that gave them (in nats per token); null: never."""
+    """Skip the rest of a rollout once the policy has moved this far since it was generated, in nats per token; null: never."""
     prompt_length: PositiveInt = 32
-    """Most tokens of a prompt; of a longer one the end is kept."""
+    """Most tokens of a prompt; a longer one loses its beginning."""
     response_length: PositiveInt = 32
     """Most tokens of an answer."""
     temperature: PositiveFloat = 1.0
-    """Temperature of generation, and of the log-probabilities that are learned from."""
+    """Temperature of generation and of the log-probabilities in the loss."""
     steps: NonNegativeInt = 100
-    """Rounds of generating and learning: how long the policy's phase is, whatever training.epochs and training.max_steps are."""
+    """Rounds of generating and learning in the policy's phase, in place of training.epochs and training.max_steps."""
 
 
 class FineTune(Section):
-    """The policy learns chosen answers first, as a language model does; the loss is on the answers alone."""
+    """Supervised fine-tuning of the policy on chosen answers; the loss is on the answers only."""
 
     preferences: str
-    """File with pairs, one JSON object a line, of which the chosen answers are learned."""
+    """File with pairs, one JSON object a line; their chosen answers are learned."""
     epochs: PositiveInt = 1
     """Passes over the answers."""
     learning_rate: PositiveFloat = 1e-5
@@ -163,26 +163,25 @@ class Rlhf(Section):
     """Reinforcement learning from feedback."""
 
     fine_tune: FineTune | None = None
-    """A phase before all others; null: there is none."""
+    """A phase of supervised fine-tuning before the others; null: none."""
 
     reward: Reward = SentimentReward()
     prompts: str | None = None
     """File of prompts, one a line, or JSON objects with `prompt` and, for the reward `exact`, `answer`, and for cross-attention `context`;
     null: those of the preference pairs where data.source has some, else the beginnings of its texts."""
     policy: str | None = None
-    """Folder of the run whose model goes on learning; null: a model of Hugging Face as it is, or a small one that is trained first."""
+    """Folder of the run whose model is trained further; null: a Hugging Face model as it is, or a small model that a first phase trains."""
     algorithm: Literal["ppo", "rloo", "grpo", "online-dpo"] = "ppo"
-    """How a score becomes the advantage of a token: against a learned value (ppo), against the other answers to the same prompt (rloo),
-    or against their mean, by their deviation (grpo). Or the better of two answers to a prompt is made more probable than the other, as the
-    task dpo does with pairs (online-dpo)."""
+    """Baseline of the advantage: a learned value (ppo), the other answers to the same prompt (rloo), or their mean, divided by their
+    deviation (grpo). online-dpo makes the better of two answers to a prompt more probable than the other, as the task dpo does."""
     beta: PositiveFloat = 0.1
-    """For online-dpo: how closely the policy is held to the one it started from, as rlhf.kl does for the others."""
+    """For online-dpo: how strongly the policy is held to the model it started from (rlhf.kl for the others)."""
     group_size: Annotated[int, NumberBounds(at_least=2)] = 4
     """Answers to each prompt, for rloo and grpo."""
     value: Literal["network", "head"] = "network"
-    """What predicts scores for ppo: a network of its own, or one row of weights on the policy."""
+    """Value function of ppo: a separate network, or one output row on the policy."""
     stop_penalty: NonNegativeFloat = 0.0
-    """What an answer loses that did not stop by itself."""
+    """Subtracted from the score of an answer that did not end before its length limit."""
     ppo: Ppo = Ppo()
     kl: Kl = Kl()
 
@@ -193,5 +192,5 @@ class Rlhf(Section):
 
     @property
     def row(self) -> int:
-        """Answers that are learned from together, and never apart: a pair, or one."""
+        """Answers that stay in one mini-batch: 2 (a pair) for online-dpo, else 1."""
         return 2 if self.algorithm == "online-dpo" else 1

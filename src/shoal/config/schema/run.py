@@ -1,4 +1,4 @@
-"""The root: everything a run is made of."""
+"""The root of the schema: all settings of a run."""
 
 from typing import Annotated, Literal
 
@@ -17,20 +17,20 @@ from shoal.config.schema.updates import Updates
 
 
 class Run(Section):
-    """A whole run. Frozen: what was checked is what runs."""
+    """All settings of a run; frozen after they were checked."""
 
     name: str | None = None
-    """What to call it; null: made from the date and the model."""
+    """Name of the run; null: made from the date and the model."""
     seed: Annotated[int, NumberBounds(at_least=0, at_most=2**53)] = 42
-    """Start of every random number."""
+    """Seed of all random numbers."""
     output_dir: str = "runs"
-    """Folder that the run's own folder is made in."""
+    """Parent of the run's folder."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """How much is told while it runs: DEBUG every record, INFO progress, WARNING only warnings, ERROR nothing."""
+    """Messages on standard error: DEBUG every record, INFO progress, WARNING only warnings, ERROR none."""
     log_format: Literal["text", "json"] = "text"
-    """What is told on standard error: for people, or a JSON object a line, for programs that collect logs."""
+    """Form of these messages: text, or one JSON object per line for programs that collect logs."""
     task: Task | None = None
-    """What is learned: a word, or a mapping with a `kind` where the task has settings; null: what the model is for."""
+    """The task: its kind, or a mapping with a `kind` and settings; null: the model's default task."""
     model: Model = Mlp()
     data: Data = Data()
     training: Training = Training()
@@ -49,30 +49,30 @@ class Run(Section):
     hub: Hub = Hub()
     serving: Serving = Serving()
     rlhf: Rlhf | None = None
-    """null: no reinforcement learning."""
+    """Learning from feedback; null: none."""
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else takes part: one worker, and no coordinator."""
+        """Whether the run is a single worker without a coordinator."""
         return isinstance(self.strategy, Local)
 
     @property
     def shares_updates(self) -> bool:
-        """Whether workers learn, and send a coordinator what they learned."""
+        """Whether workers train and send updates to a coordinator."""
         return not self.alone and not self.strategy.gives_answers
 
     @property
     def scheduled(self) -> bool:
-        """Whether a scheduler gives out shares of the data."""
+        """Whether a scheduler assigns shares of the data."""
         return self.scheduler.kind != "none" and not self.alone
 
     @property
     def placed(self) -> bool:
-        """Whether a scheduler places the stages of one model, of which every task is one."""
+        """Whether a scheduler places the stages of a pipeline; every task is a stage."""
         return self.alone and self.engine.kind == "pipeline" and bool(self.scheduler.tasks)
 
     @property
     def chosen_task(self) -> Task:
-        """The task: given, or derived when the configuration was loaded."""
+        """The task, as written or as derived when the configuration was loaded."""
         assert self.task is not None
         return self.task

@@ -1,4 +1,4 @@
-"""What is done with a trained model: answers, over an API and a page."""
+"""Inference: decoding, ports, limits."""
 
 from typing import Literal
 
@@ -6,10 +6,10 @@ from shoal.config.fields import NonNegativeFloat, NonNegativeInt, Port, Positive
 
 
 class Greedy(Section):
-    """The most likely token."""
+    """Always the most likely token."""
 
     temperature: NonNegativeFloat = 1.0
-    """Has no influence on which token is the most likely; kept so that every way has one."""
+    """No effect on the most likely token; present so that every method has a temperature."""
 
 
 class Sampling(Section):
@@ -49,12 +49,12 @@ class TopKTopP(Section):
 
 
 class Decoding(Section):
-    """How the next token is chosen. A request may name any of the ways; `active` is the default."""
+    """How the next token is chosen. A request may name any method; `active` is the default."""
 
     active: Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"] = "top_k"
-    """The way that is used unless a request names another."""
+    """Method for requests that name none."""
     repetition_penalty: PositiveFloat = 1.0
-    """Above 1, tokens that the prompt or the text has already become less likely; 1 changes nothing."""
+    """Above 1, tokens that already occur in prompt or answer become less likely; 1 changes nothing."""
     greedy: Greedy = Greedy()
     sampling: Sampling = Sampling()
     top_k: TopK = TopK()
@@ -75,15 +75,15 @@ class Serving(Section):
     page_port: Port = 5050
     """Port of the chat page."""
     api_key: Secret | None = None
-    """What clients must show; better in the environment as SHOAL_API_KEY. Null: only this machine may ask."""
+    """Key that clients must send; set it in the environment as SHOAL_API_KEY instead. Null: only this machine is served."""
     max_running: PositiveInt = 8
-    """Answers that are written at once; each has a cache of its own."""
+    """Most answers that are generated at the same time; each has its own KV cache."""
     max_waiting: PositiveInt = 64
-    """Answers that may wait for a place; more are told to come again."""
+    """Most requests in the queue; further ones get status 429."""
     hidden_states: Literal["exact", "int8"] = "exact"
-    """How hidden states travel between machines: in the type that the model computes in, or rounded to a byte each. With int8 answers are
-    no longer exactly those of one machine."""
+    """Hidden states between machines: in the model's own type, or rounded to one byte each. With int8, answers are no longer exactly those
+    of one machine."""
     prefix_cache_tokens: NonNegativeInt = 4096
-    """Tokens of ended requests that stay in the caches: a prompt that begins like one of them is read from there on. 0: none."""
+    """Tokens of finished requests that stay in the prefix cache: a prompt with the same beginning skips it. 0: no cache."""
     request_timeout_s: PositiveFloat = 300.0
-    """Longest time a request may take."""
+    """Time limit of a request, in seconds."""

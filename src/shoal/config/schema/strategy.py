@@ -1,4 +1,4 @@
-"""Between workers: how updates become new weights."""
+"""Strategies: how workers' updates become new weights."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -19,34 +19,34 @@ from shoal.config.schema.training import OptimizerName
 
 
 class Strategy(Part, noun="strategy"):
-    """Between workers: how updates become new weights. Built by a function of the run and of the number of workers expected."""
+    """How workers' updates become new weights. Built by a function of the run and the expected number of workers: it returns `Policies`."""
 
     update_from: ClassVar[str] = "cluster.num_workers"
-    """The setting that says how many contributions make an update; `strategy.kind`: one of them does."""
+    """The setting with the number of contributions per update; `strategy.kind`: one contribution."""
     mean_of_one: ClassVar[bool] = False
-    """Whether each contribution is an update of its own where the rule is the mean."""
+    """Whether each contribution is an update by itself under the rule mean."""
     takes_tasks: ClassVar[bool] = False
-    """Whether a scheduler can tell workers after every step which task to go on with."""
+    """Whether a scheduler can assign another task to a worker after every step."""
     leases_units: ClassVar[bool] = False
-    """Whether workers lease units of the data, so that every sample of an epoch is learned from, or given up by name."""
+    """Whether workers lease units: every sample of an epoch is then learned from or reported as given up."""
     gives_answers: ClassVar[bool] = False
-    """Whether workers answer prompts, and the coordinator learns from the answers: for tasks that need prompts, and for no others."""
+    """Whether workers send answers to prompts, from which the coordinator learns; only for tasks that need prompts."""
 
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
-        """Settings of this strategy that `shoal plan` tries for so many workers, besides the kind; none: it tries something else."""
+        """Settings of this strategy that `shoal plan` tries with this number of workers; none: it does not try the strategy."""
         return ()
 
 
 class Local(Strategy):
-    """Nobody else: one worker."""
+    """One worker, without a coordinator."""
 
     kind: Literal["local"] = "local"
     update_from = "strategy.kind"
 
 
 class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
-    """Workers lease units of the data; N results make an update."""
+    """Workers lease units of the data; `units_per_update` results make an update."""
 
     kind: Literal["workunits"] = "workunits"
     update_from = "strategy.units_per_update"
@@ -54,11 +54,11 @@ class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
     batches_per_unit: PositiveInt = 10
     """A unit is batch_size × batches_per_unit samples."""
     units_per_update: PositiveInt = 3
-    """Results to wait for before the weights move."""
+    """Results that make an update."""
     lease_timeout_s: PositiveFloat = 300.0
-    """Seconds without a sign of life from who computes a unit, before it goes to somebody else."""
+    """Seconds without a heartbeat after which a unit is leased to another worker."""
     max_retries: PositiveInt = 3
-    """Attempts at a unit, in all, before it is given up."""
+    """Attempts at a unit before it is given up."""
 
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
@@ -66,7 +66,7 @@ class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
 
 
 class Rollouts(Strategy, built_by="shoal.strategies.rollouts:policies"):
-    """Workers answer prompts that they lease; the coordinator checks the answers, scores them and learns from them (the task `ppo`)."""
+    """Workers lease prompts and answer them; the coordinator checks and scores the answers and learns from them (task `ppo`)."""
 
     kind: Literal["rollouts"] = "rollouts"
     update_from = "strategy.kind"
@@ -75,15 +75,14 @@ class Rollouts(Strategy, built_by="shoal.strategies.rollouts:policies"):
     prompts_per_unit: PositiveInt = 4
     """Prompts that a worker leases at a time."""
     max_lag: NonNegativeInt = 2
-    """Versions that may be made while a worker answers, before its answers are too old."""
+    """Most versions that may be made while a worker answers; older answers are rejected."""
     inexact_share: PositiveShare = 0.02
-    """Share of a worker's tokens, over its last units, that may be other ones than the draws give at the coordinator. Numbers that were
-    rounded otherwise give another token now and then; whoever computes with other weights, at another temperature, or chooses among
-    answers gives more."""
+    """Largest share of a worker's tokens, over its last units, that may differ from the coordinator's own draws. Different rounding
+    changes a token now and then; other weights, another temperature or selected answers change more."""
     lease_timeout_s: PositiveFloat = 300.0
-    """Seconds without a sign of life from who answers a unit, before it goes to somebody else."""
+    """Seconds without a heartbeat after which a unit is leased to another worker."""
     max_retries: PositiveInt = 5
-    """Attempts at a unit, in all, before it is given up."""
+    """Attempts at a unit before it is given up."""
 
 
 class Edp(Strategy, built_by="shoal.strategies.edp:policies"):
@@ -94,9 +93,9 @@ class Edp(Strategy, built_by="shoal.strategies.edp:policies"):
     mean_of_one = True
     pull_every_steps: PositiveInt = 10
     """Steps between pulls of the weights. Workers drift apart between pulls: at 10 a small GPT's loss was 23 % above that of one process.
-    The more gradients lag, the smaller the learning rate that they bear."""
+    The more gradients lag, the smaller the learning rate must be."""
     look_ahead: bool | None = None
-    """As under async; null: where workers pull at every step. Between pulls their own steps lead them elsewhere."""
+    """As for async; null: only if workers pull at every step, because own steps between pulls lead elsewhere."""
 
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
@@ -113,7 +112,7 @@ class SyncPs(Strategy, built_by="shoal.strategies.syncps:policies"):
     round_timeout_s: PositiveFloat = 30.0
     """Seconds after the first contribution at which a round closes without the late ones."""
     window: PositiveInt = 1
-    """Rounds a worker may be ahead of the slowest before it waits; 1 is a strict barrier."""
+    """Rounds that a worker may be ahead of the slowest one; 1 is a strict barrier."""
 
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
@@ -121,28 +120,28 @@ class SyncPs(Strategy, built_by="shoal.strategies.syncps:policies"):
 
 
 class Async(Strategy, built_by="shoal.strategies.asynchronous:policies"):
-    """Bounded staleness: a contribution that lags too many versions is rejected."""
+    """Bounded staleness: a contribution that lags too far is rejected."""
 
     kind: Literal["async"] = "async"
     takes_tasks = True
     update_from = "strategy.contributions_per_update"
     max_staleness: NonNegativeInt = 50
-    """Versions a contribution may lag."""
+    """Most versions that a contribution may lag."""
     adaptive: bool = True
-    """A bound for each worker: max_staleness divided by its speed against the median."""
+    """A separate bound for each worker: max_staleness divided by its speed relative to the median."""
     min_staleness: NonNegativeInt | None = None
     """Least bound of any worker; null: 5, or max_staleness if that is less."""
     max_staleness_multiplier: PositiveFloat = 10.0
     """Largest bound, as a multiple of max_staleness."""
     contributions_per_update: PositiveInt = 1
-    """Contributions that make an update, whoever sent them.
+    """Contributions that make an update, from any workers.
 
-    A rule that compares waits for as many different workers, or all that are here; several of one worker are averaged into its one row.
+    A robust rule waits for this many different workers, or for all present; several contributions of one worker are averaged first.
     """
     look_ahead: bool = True
-    """Workers compute where the weights will be when their gradient arrives, as far as the last versions tell.
+    """Workers compute gradients at the weights that they predict for the time of arrival, from the last versions.
 
-    It changes the result: it halves what lag costs. Files of dialects, whose documents know nothing of it, have it off unless told.
+    This halves the cost of lag and changes the result. In dialect files it is off by default, since their documents do not know it.
     """
 
     @classmethod
@@ -151,53 +150,53 @@ class Async(Strategy, built_by="shoal.strategies.asynchronous:policies"):
 
 
 class OuterOptimizer(Section):
-    """What moves the shared weights, once a round."""
+    """The outer optimizer, which steps once a round."""
 
     name: OptimizerName = "SGD"
     """Class name in torch.optim."""
     learning_rate: PositiveFloat = 0.7
     """Step size, before the outer schedule."""
     momentum: Decay = 0.9
-    """Passed to an optimizer that takes it."""
+    """Used if the optimizer takes it."""
     nesterov: bool = True
-    """Passed to an optimizer that takes it."""
+    """Used if the optimizer takes it."""
     kwargs: Mapping[str, Any] = EMPTY
     """Further arguments, passed as they are."""
 
 
 class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policies"):
-    """Each worker takes many steps alone; the outer optimizer applies the mean of what they moved."""
+    """DiLoCo: each worker takes many inner steps; the outer optimizer applies the mean of their pseudo-gradients."""
 
     kind: Literal["diloco"] = "diloco"
     inner_steps: PositiveInt = 500
-    """Steps of each worker in a round."""
+    """Inner steps of each worker in a round."""
     rounds: PositiveInt | None = None
-    """Outer steps; null: as many as training.max_steps or the epochs need, else 10."""
+    """Rounds, each with one outer step; null: as training.max_steps or the epochs require, else 10."""
     outer: OuterOptimizer = OuterOptimizer()
     outer_schedule: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
-    """The outer learning rate over the rounds."""
+    """Schedule of the outer learning rate."""
     outer_clip_norm: PositiveFloat | None = None
-    """Limit on the norm of the outer gradient; null: none."""
+    """Largest norm of the mean pseudo-gradient; null: no limit."""
     round_timeout_s: PositiveFloat = 600.0
     """Seconds after the first contribution at which a round closes without the late ones."""
     quorum: PositiveInt | None = None
-    """Contributions with which a round may close before all have sent; 1: each is applied when it arrives. null: it waits for all."""
+    """Contributions after which a round may close; 1: each is applied on arrival. null: a round waits for all workers."""
     grace_s: NonNegativeFloat = 0.0
-    """Seconds that a round with its quorum stays open for the others."""
+    """Seconds that a round stays open after its quorum is reached."""
     late: Literal["drop", "weigh"] = "drop"
-    """What becomes of a contribution whose round has closed: nothing, or it goes into the next one, weighed 1/(1+lag)."""
+    """Contributions to a closed round: `drop` discards them, `weigh` adds them to the next round with weight 1/(1+lag)."""
     balance_speeds: bool = False
-    """A slower worker takes fewer steps (an eighth at least), so that all need about the same time; what each learned from counts."""
+    """A slower worker takes fewer inner steps (at least an eighth), so that all need about the same time; weights follow the samples."""
     fragments: PositiveInt = 1
-    """Parts of the model that take turns: each is exchanged once in inner_steps, and only a part is ever on its way."""
+    """Fragments of the model; each is synchronised once in inner_steps, one fragment at a time (streaming DiLoCo)."""
     overlap_steps: NonNegativeInt = 0
-    """Steps that a worker goes on while what it sent is on its way; 0: it waits."""
+    """Sync delay: inner steps that a worker takes while it waits for the new weights; 0: it stops meanwhile."""
     overlap_blend: PositiveShare = 0.5
-    """Share of the new weights in the worker's own, where it went on meanwhile; else they replace them."""
+    """Share of the new weights when they are blended into a worker's own; only with overlap_steps, otherwise they replace them."""
     expert_weight_cap: AtLeastOne | None = None
-    """In a mixture, each expert's outer gradient is weighed by the tokens that it saw at a worker, which the worker reports.
+    """In a mixture, weigh each expert's pseudo-gradients by the tokens that it saw, as workers report them.
 
-    No contribution counts more in an expert than this many times its share in the plain mean. null: the plain mean.
+    No contribution counts more than this many times its share in the plain mean. null: the plain mean.
     """
 
     @classmethod

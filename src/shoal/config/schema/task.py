@@ -1,4 +1,4 @@
-"""What is learned."""
+"""Tasks: what a model is trained for."""
 
 from typing import ClassVar, Literal
 
@@ -7,28 +7,28 @@ from shoal.config.parts import Part
 
 Need = Literal["labels", "images", "tokens", "pairs", "prompts", "samples"]
 TEXT: tuple[Need, ...] = ("tokens", "pairs", "prompts")
-"""What is made of text; the others are made of images."""
+"""Needs that are met by text."""
 
 
 class Task(Part, noun="task", shorthand=True):
-    """What is learned: losses, metrics, evaluation. Built by a function of its settings, the run, the networks and the data's shapes."""
+    """Losses, metrics and evaluation. Built by a function of the settings, the run, the networks and the data's shapes."""
 
     needs: ClassVar[Need] = "labels"
-    """What it learns from. It fits every model that learns a task with the same needs."""
+    """Kind of data that it learns from. The task fits every model that learns a task with the same needs."""
     shows: ClassVar[Literal["images", "text", ""]] = ""
-    """What the run saves at each evaluation: images that the task draws (`Task.images`), text that the model writes, or nothing."""
+    """Samples that are saved at each evaluation: generated images, generated text, or none."""
     does: ClassVar[str] = ""
-    """What a model that has learned it does, in a model card: "a model that …"."""
+    """Completes "a model that …" in a model card."""
     pipeline: ClassVar[str] = ""
-    """The hub's name for such models, where it has one."""
+    """Pipeline tag of the hub."""
     scores: ClassVar[bool] = False
-    """Whether its network ends in one number for a text, in place of logits."""
+    """Whether the network gives one score per text instead of logits."""
     drops: ClassVar[bool] = True
-    """Whether it is learned with the model's dropout, and with mixtures that route as in training."""
+    """Whether dropout and the routers' training mode are used."""
 
 
 class Classification(Task, built_by="shoal.tasks.classification:build"):
-    """Which class is it?"""
+    """Classification of images."""
 
     kind: Literal["classification"] = "classification"
     needs = "labels"
@@ -37,7 +37,7 @@ class Classification(Task, built_by="shoal.tasks.classification:build"):
 
 
 class LanguageModelling(Task, built_by="shoal.tasks.language:build"):
-    """Which token comes next?"""
+    """Prediction of the next token."""
 
     kind: Literal["language-modelling"] = "language-modelling"
     needs = "tokens"
@@ -47,7 +47,7 @@ class LanguageModelling(Task, built_by="shoal.tasks.language:build"):
 
 
 class Gan(Task, built_by="shoal.tasks.gan:build"):
-    """A generator of images learns against a discriminator."""
+    """A generative adversarial network: a generator of images against a discriminator."""
 
     kind: Literal["gan"] = "gan"
     needs = "images"
@@ -56,8 +56,8 @@ class Gan(Task, built_by="shoal.tasks.gan:build"):
     pipeline = "unconditional-image-generation"
 
 
-class Reward(Task, built_by="shoal.tasks.reward:build"):
-    """Which of two answers is the better one? (Bradley and Terry's model: a score for each.)"""
+class RewardTask(Task, built_by="shoal.tasks.reward:build"):
+    """A reward model that learns which of two answers is better (Bradley-Terry model)."""
 
     kind: Literal["reward"] = "reward"
     needs = "pairs"
@@ -66,11 +66,11 @@ class Reward(Task, built_by="shoal.tasks.reward:build"):
     does = "scores answers"
     pipeline = "text-classification"
     head_only: bool = False
-    """Train nothing but the row of weights that makes the score; the network below stays as it is."""
+    """Train only the output row that gives the score; the network below is frozen."""
 
 
 class Dpo(Task, built_by="shoal.tasks.dpo:build"):
-    """Make chosen answers more probable than rejected ones, against the model of the beginning (direct preference optimization)."""
+    """Direct preference optimization: chosen answers become more probable than rejected ones, relative to the initial model."""
 
     kind: Literal["dpo"] = "dpo"
     needs = "pairs"
@@ -79,13 +79,13 @@ class Dpo(Task, built_by="shoal.tasks.dpo:build"):
     does = "writes text"
     pipeline = "text-generation"
     beta: PositiveFloat = 0.1
-    """How closely the model is held to the one it started from: the higher, the closer."""
+    """How strongly the model is held to the initial one; higher is stronger."""
     label_smoothing: Share = 0.0
-    """How probable it is that a pair is the wrong way round; below 0.5."""
+    """Assumed probability that a pair is labelled the wrong way round; below 0.5."""
 
 
 class PpoTask(Task, built_by="shoal.tasks.policy_gradient:build"):
-    """Reinforcement learning from feedback: the section `rlhf` says how."""
+    """Reinforcement learning from feedback, with the settings of `rlhf`."""
 
     kind: Literal["ppo"] = "ppo"
     needs = "prompts"
@@ -96,7 +96,7 @@ class PpoTask(Task, built_by="shoal.tasks.policy_gradient:build"):
 
 
 class CustomTask(Task, built_by="shoal.tasks.user_task:build"):
-    """What a loss of one's own says, on data of one's own."""
+    """A user's own loss on a user's own data."""
 
     kind: Literal["custom"] = "custom"
     needs = "samples"

@@ -1,4 +1,4 @@
-"""How a worker learns: batches, optimizer, schedule, precision, and what keeps it healthy."""
+"""Training of a worker: batches, optimizer, schedule, precision, gradient checks."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Union
@@ -53,21 +53,21 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "Rprop": ("etas", "step_sizes", "capturable", "foreach", "maximize", "differentiable"),
     "Muon": ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
 }
-"""What each takes beside its parameters and `lr`. torch knows it, too, but takes seconds to be asked."""
+"""Keyword arguments of each optimizer, without parameters and `lr`; a copy, since importing torch takes seconds."""
 
 WHOLE_MATRICES = ("Muon", "Adafactor")
-"""Optimizers that look at the shape of a parameter, and so cannot step parts of one."""
+"""Optimizers that need whole matrices and cannot step shards of them."""
 
 
 class Optimizer(Section):
-    """An optimizer of torch.optim. A setting that the optimizer does not take is refused when it is given."""
+    """An optimizer of torch.optim. A setting that the optimizer does not take is refused."""
 
     name: OptimizerName = "AdamW"
-    """Class name in torch.optim. Muon steps the matrices of hidden layers, as far as AdamW would, and AdamW the rest."""
+    """Class name in torch.optim. Muon steps the matrices of hidden layers, at AdamW's scale; AdamW steps the rest."""
     learning_rate: NonNegativeFloat = 1e-3
     """Step size, before the schedule."""
     weight_decay: NonNegativeFloat | None = None
-    """null: the optimizer's own default; likewise below."""
+    """Weight decay; null: the optimizer's default (also for the settings below)."""
     beta1: Decay | None = None
     """Decay of the mean of gradients."""
     beta2: Decay | None = None
@@ -77,21 +77,21 @@ class Optimizer(Section):
     momentum: Decay | None = None
     """Momentum of SGD and RMSprop."""
     moments: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """How Adam and AdamW keep their running means: bf16 takes half of the memory, fp8 (8-bit floats with a scale for each 2,048 numbers) a
-    quarter. Both round by chance, by the same chance whenever a step is repeated."""
+    """Type of the running means of Adam and AdamW: bf16 takes half of the memory, fp8 (8-bit floats with a scale per 2,048 numbers) a
+    quarter. Both round stochastically, with the same random numbers when a step is repeated."""
     kwargs: Mapping[str, Any] = EMPTY
     """Further arguments, passed as they are."""
 
 
 class PlayerOptimizer(Section):
-    """What differs for one network of several; null: as in `optimizer`."""
+    """Optimizer settings of one network of several; null: as in `optimizer`."""
 
     name: OptimizerName | None = None
     """Class name in torch.optim."""
     learning_rate: NonNegativeFloat | None = None
     """Step size, before the schedule."""
     weight_decay: NonNegativeFloat | None = None
-    """Pull of the weights towards zero."""
+    """Weight decay."""
     beta1: Decay | None = None
     """Decay of the mean of gradients."""
     beta2: Decay | None = None
@@ -102,7 +102,7 @@ class Schedule(Section):
     """The learning rate over the run."""
 
     kind: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
-    """Course after the warm-up."""
+    """Schedule after the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Steps until the full learning rate."""
     warmup: Literal["linear", "cosine"] = "linear"
@@ -118,7 +118,7 @@ class Clipping(Section):
 
     enabled: bool = True
     max_norm: PositiveFloat | None = None
-    """L2 norm over all parameters of a network; null: no limit."""
+    """Largest L2 norm of a network's gradient; null: no limit."""
 
 
 class Fp32(Section):
@@ -145,7 +145,7 @@ class Fp8(Section):
 
     kind: Literal["fp8"] = "fp8"
     margin: NonNegativeInt = 0
-    """Powers of two of head-room in each scale."""
+    """Powers of two of headroom in each scale."""
     interval: PositiveInt = 1
     """Steps between new scales of weights."""
 
@@ -158,22 +158,22 @@ class Nvfp4(Section):
 
 Precision = Union[Fp32, Fp16, Bf16, Fp8, Nvfp4]
 EMULATED = ("fp8", "nvfp4")
-"""Precisions that are emulated where the hardware does not have them; nvfp4 everywhere, since it is for research."""
+"""Precisions that are emulated on hardware without them; nvfp4 is always emulated."""
 
 
 class Penalties(Section):
     """Additions to a language model's loss; a weight of 0 switches one off."""
 
     repetition_weight: NonNegativeFloat = 0.0
-    """Unlikelihood of tokens that stand in the window before."""
+    """Unlikelihood of tokens that occur in the preceding window."""
     repetition_window: PositiveInt = 32
-    """Tokens looked back for repetitions."""
+    """Length of that window, in tokens."""
     immediate_repetition_weight: NonNegativeFloat = 0.0
-    """Probability of saying the previous token again."""
+    """Penalty on the probability of repeating the previous token."""
     eos_weight: NonNegativeFloat = 0.0
-    """Probability of ending before min_sequence_length."""
+    """Penalty on the probability of ending before min_sequence_length."""
     min_sequence_length: NonNegativeInt = 0
-    """Tokens before which an end is penalised."""
+    """Length below which an end is penalised, in tokens."""
 
 
 class EarlyStopping(Section):
@@ -186,7 +186,7 @@ class EarlyStopping(Section):
 
 
 class GradientHealth(Section):
-    """Watch over gradients: a clip value that tightens, explosions, steps that are not finite."""
+    """Gradient checks: a clip value that decreases, explosions, non-finite steps."""
 
     enabled: bool = False
     initial_clip_value: PositiveFloat = 2.0
@@ -200,22 +200,22 @@ class GradientHealth(Section):
     auto_reduce_lr: bool = False
     """Reduce the learning rate after an explosion."""
     lr_reduction_factor: PositiveShare = 0.5
-    """What the learning rate is multiplied with."""
+    """Factor of that reduction."""
 
 
 class Training(Section):
-    """How a worker learns."""
+    """Training of each worker."""
 
     batch_size: PositiveInt | None = None
     """Samples per batch on each device; null: 32, or 16 for sequences longer than 128 tokens."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Batches whose gradients make one step. Where nobody says it, it follows from a global batch of a run alone."""
+    """Batches whose gradients make one step. Without this setting, a single-worker run derives it from global_batch_size."""
     global_batch_size: PositiveInt | None = None
     """Samples per step over all devices; checked against batch_size × accumulation × devices. null: that product."""
     epochs: PositiveInt | None = None
     """Passes over the data; null: 30 for WikiText, 20 for SNLI, else 1, unless max_steps is set. A stream needs max_steps as well."""
     max_steps: PositiveInt | None = None
-    """End after so many steps; null: when the epochs are done."""
+    """Last step of the run; null: the end of the epochs."""
     optimizer: Optimizer = Optimizer()
     players: Mapping[str, PlayerOptimizer] = EMPTY
     """Optimizer settings by network: `generator`, `discriminator`, `policy`, `value`."""
@@ -225,14 +225,14 @@ class Training(Section):
     """Weight of the server's parameters when a worker pulls: local ← α·server + (1−α)·local (strategy syncps). null: 1."""
     precision: Precision = Fp32()
     allow_emulation: bool = False
-    """Run fp8 where no GPU has it in emulation: numbers are rounded as the format asks, products computed in fp32, slower than bf16. nvfp4
-    is always emulated."""
+    """Emulate fp8 on hardware without it: numbers are rounded to fp8 and products computed in fp32, slower than bf16. nvfp4 is always
+    emulated."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
     """Compile the model with torch.compile."""
     cuda_graph: bool = False
-    """Record a step's work on a CUDA GPU and replay it: several times faster for small models. For batches of few shapes."""
+    """Record each step as a CUDA graph and replay it: several times faster for small models, if batches have few shapes."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to compute; auto: cuda, else mps, else cpu."""
     penalties: Penalties = Penalties()

@@ -1,4 +1,4 @@
-"""What happens to an update on its way: clipped, made private, encoded, combined."""
+"""Updates: clipping, privacy, codecs, aggregation rules."""
 
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Union
@@ -8,18 +8,18 @@ from shoal.config.parts import Part
 
 
 class Codec(Part, noun="codec"):
-    """How an update travels: as frames of bytes, and back. Built by a function of its settings: a `shoal.updates.codecs.base.Coder`."""
+    """How an update is encoded for the network. Built by a function of the settings, which returns a `Coder`."""
 
     sparse: ClassVar[bool] = False
-    """Whether it leaves out most of the numbers, so that the updates of two workers hardly overlap."""
+    """Whether most numbers are left out, so that the updates of two workers hardly overlap."""
 
     @cached_property
     def coder(self) -> Any:
-        """What encodes and decodes with these settings."""
+        """The encoder and decoder with these settings."""
         return self.builder()(self)
 
     def for_weights(self) -> "Codec":
-        """What shortens differences of weights, which may have moved everywhere, where this shortens updates."""
+        """The codec for differences of weights, which are dense even where updates are sparse."""
         return self
 
 
@@ -34,7 +34,7 @@ class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:half"):
 
     kind: Literal["fp16"] = "fp16"
     error_feedback: bool = True
-    """What rounding lost is added to the next update."""
+    """Error feedback: the rounding error is added to the next update."""
 
 
 class Int8Codec(Codec, built_by="shoal.updates.codecs.dense:eight_bits"):
@@ -42,38 +42,38 @@ class Int8Codec(Codec, built_by="shoal.updates.codecs.dense:eight_bits"):
 
     kind: Literal["int8"] = "int8"
     error_feedback: bool = True
-    """What rounding lost is added to the next update."""
+    """Error feedback: the rounding error is added to the next update."""
 
 
 class Int4Codec(Codec, built_by="shoal.updates.codecs.dense:four_bits"):
-    """4-bit integers with a scale per chunk: an eighth of the bytes, near enough. For updates that many steps made."""
+    """4-bit integers with a scale per chunk: about an eighth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["int4"] = "int4"
     error_feedback: bool = True
-    """What rounding lost is added to the next update."""
+    """Error feedback: the rounding error is added to the next update."""
 
 
 class TernaryCodec(Codec, built_by="shoal.updates.codecs.ternary:ternary"):
-    """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates that many steps made."""
+    """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["ternary"] = "ternary"
     error_feedback: bool = True
-    """What rounding lost is added to the next update."""
+    """Error feedback: the rounding error is added to the next update."""
 
 
 class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopKCoder"):
-    """Only the largest values."""
+    """Only the values that are largest in magnitude."""
 
     kind: Literal["topk"] = "topk"
     sparse = True
     ratio: PositiveShare = 0.01
     """Share of the values that is kept."""
     values: Literal["float32", "int8", "int4", "ternary"] = "float32"
-    """How those travel, and weights back where most of them moved: whole, or shortened as the codec of that name does."""
+    """Encoding of the kept values, and of the weights on the way back: float32, or as the codec of that name."""
     error_feedback: bool = True
-    """What was left out is added to the next update."""
+    """Error feedback: values that were left out are added to the next update."""
     error_decay: PositiveShare = 1.0
-    """Share of what was left out that is still there when the next update comes; below 1 what no update confirms fades."""
+    """Factor of the left-out values from one update to the next; below 1 they fade."""
 
     def for_weights(self) -> Codec:
         kept: Codec = Codec.kinds["none" if self.values == "float32" else self.values]()
@@ -81,14 +81,14 @@ class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopKCoder"):
 
 
 class Aggregation(Part, noun="aggregation rule"):
-    """How contributions become one update: a function of these settings and `shoal.updates.rules.mixing.Contributions` computes it."""
+    """How contributions become one update. Built by a function of the settings and `Contributions`, which returns the update."""
 
     withstands: ClassVar[tuple[int, int] | None] = None
-    """a and b of the a·f + b contributions that withstand f false ones, where `byzantine` is f; None: one contribution is enough."""
+    """(a, b): the rule withstands f = `byzantine` false contributions among a·f + b; None: one contribution is enough."""
     by_column: ClassVar[bool] = False
-    """Whether each number of the update follows from the same number of the contributions alone."""
+    """Whether the rule works coordinate by coordinate."""
     works_from: ClassVar[int] = 1
-    """Contributions from different workers from which on it withstands a false one. With fewer it works, and is no more than the mean."""
+    """Least number of workers with which it withstands a false contribution; with fewer it is no better than the mean."""
 
 
 class Mean(Aggregation, built_by="shoal.updates.rules.aggregation:by_mean"):
@@ -105,7 +105,7 @@ class TrimmedMean(Aggregation, built_by="shoal.updates.rules.aggregation:by_trim
     by_column = True
     works_from = 3
     trim_ratio: Share = 0.3
-    """Share that is dropped, half of it at each end; never fewer than one at each end from three contributions on. 0: none."""
+    """Share that is dropped, half at each end, and with three or more contributions at least one at each end. 0: none."""
 
 
 class Median(Aggregation, built_by="shoal.updates.rules.aggregation:by_median"):
@@ -122,9 +122,9 @@ class GeometricMedian(Aggregation, built_by="shoal.updates.rules.aggregation:by_
     kind: Literal["geometric-median"] = "geometric-median"
     works_from = 3
     iterations: PositiveInt = 100
-    """Steps towards it at most; each is cheap whatever the size of the model."""
+    """Most iterations; their cost does not depend on the size of the model."""
     smoothing: PositiveShare = 1e-6
-    """Least distance that counts, as a share of the middle one."""
+    """Smallest distance, as a share of the median distance."""
 
 
 class Krum(Aggregation, built_by="shoal.updates.rules.aggregation:by_krum"):
@@ -133,7 +133,7 @@ class Krum(Aggregation, built_by="shoal.updates.rules.aggregation:by_krum"):
     kind: Literal["krum"] = "krum"
     withstands = (2, 3)
     byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
+    """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
 
 
 class MultiKrum(Aggregation, built_by="shoal.updates.rules.aggregation:by_multi_krum"):
@@ -142,38 +142,38 @@ class MultiKrum(Aggregation, built_by="shoal.updates.rules.aggregation:by_multi_
     kind: Literal["multi-krum"] = "multi-krum"
     withstands = (2, 3)
     byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
+    """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
     select: PositiveInt | None = None
     """Contributions that are averaged; null: all but f."""
 
 
 class Bulyan(Aggregation, built_by="shoal.updates.rules.aggregation:by_bulyan"):
-    """Krum again and again, then a trimmed mean of what it chose; needs 4f+3 contributions."""
+    """Repeated Krum, then a trimmed mean of the chosen contributions; needs 4f+3 contributions."""
 
     kind: Literal["bulyan"] = "bulyan"
     withstands = (4, 3)
     byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
+    """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
 
 
 class CenteredClipping(Aggregation, built_by="shoal.updates.rules.aggregation:by_centered_clipping"):
-    """From the last update towards each contribution, by a limited length; a false one moves it no further than that."""
+    """The last update plus the mean of the clipped differences to it; a false contribution counts no more than the radius."""
 
     kind: Literal["centered-clipping"] = "centered-clipping"
     radius: PositiveFloat = 10.0
-    """The length that each contribution counts for at most, measured from the last update."""
+    """Largest distance of a contribution from the last update; longer ones are clipped."""
     iterations: PositiveInt = 3
-    """How often that is repeated, each time from where the last one led."""
+    """Iterations, each around the result of the last one."""
 
 
 class NoMixing(Section):
-    """Each contribution as it came."""
+    """Contributions unchanged."""
 
     kind: Literal["none"] = "none"
 
 
 class Bucketing(Section):
-    """Means of random buckets take the contributions' place, so that honest ones that differ look more alike."""
+    """Contributions are replaced by means of random buckets, so that differing honest ones become more alike."""
 
     kind: Literal["bucketing"] = "bucketing"
     size: PositiveInt = 2
@@ -197,43 +197,43 @@ class Privacy(Section):
 
     enabled: bool = False
     unit: Literal["contribution", "sample"] = "contribution"
-    """What is clipped: a whole contribution, or every sample's gradient by itself, which takes longer and needs far less noise."""
+    """What is clipped: whole contributions, or every sample's gradient, which is slower and needs far less noise."""
     noise_multiplier: NonNegativeFloat = 1.0
-    """Standard deviation of the noise, as a multiple of clip_norm (on the sum over the samples, where they are clipped by themselves)."""
+    """Standard deviation of the noise, as a multiple of clip_norm (with unit sample, on the sum over the samples)."""
     delta: PositiveShare = 1e-5
     """δ at which ε is reported."""
     protects_up_to: ClassVar[float] = 10.0
-    """The largest ε that is still called protection: e¹⁰ is 22,000 times surer that a sample was there."""
+    """Largest ε that counts as protection: at e¹⁰ an attacker is 22,000 times surer that a sample was present."""
 
     @classmethod
     def protects(cls, spent: float) -> bool:
-        """Whether an ε still says that anybody is protected."""
+        """Whether this ε counts as protection."""
         return spent <= cls.protects_up_to
 
 
 class Updates(Section):
-    """What happens to a contribution between worker and weights."""
+    """How contributions are clipped, encoded and combined."""
 
     clip_norm: PositiveFloat | None = None
-    """L2 norm over a whole contribution; null: no limit."""
+    """Largest L2 norm of a contribution; null: no limit."""
     privacy: Privacy = Privacy()
     codec: Codec = NoCodec()
     mixing: Mixing = NoMixing()
     aggregation: Aggregation = Mean()
     memory: Decay | None = None
-    """Share of a worker's earlier contributions in what the rule sees; null: 0.9 for top-k updates under a rule that compares, else 0.
+    """Momentum of each worker's contributions before the rule compares them; null: 0.9 for top-k updates under a robust rule, else 0.
 
-    Two workers' largest 1 % hardly overlap, so that a rule which compares coordinates would see zeros; with a memory it sees directions.
+    The largest 1 % of two workers hardly overlap, so a rule that compares coordinates would mostly see zeros without it.
     """
     experts_apart: bool = False
-    """In a mixture, the rule looks at each expert by itself and at everything else together, not at whole contributions.
+    """In a mixture, apply the rule to each expert separately, and once to all other weights.
 
-    It then finds what is false in one expert only. A radius (centered-clipping) is that of each part.
+    The rule then also finds a contribution that is false in one expert only. A radius (centered-clipping) holds for each part.
     """
     below_quorum: Literal["wait", "stop"] = "wait"
-    """When too few workers are left for the aggregation rule."""
+    """What to do when too few workers are left for the aggregation rule."""
 
     @property
     def compares(self) -> bool:
-        """Whether contributions are compared with each other, so that each worker must be one of those that are compared."""
+        """Whether the rule compares contributions of different workers."""
         return self.aggregation.kind != "mean" or self.mixing.kind != "none"

@@ -1,6 +1,6 @@
-"""What a run has left behind, read for an audit: ledger, receipts, journals, newest snapshot. What cannot be read is told, not raised.
+"""Files of a run, read for an audit: ledger, receipts, journals, newest snapshot. Unreadable files are reported, not raised.
 
-It shares no code with what wrote the files: the formats are read here in another way, so that a mistake on one side shows on the other.
+It shares no code with the modules that write the files: the formats are read here in another way, so that a mistake on one side shows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import msgpack  # type: ignore[import-untyped]
 
 Line = tuple[str, dict[str, Any]]
-"""Where it stands, and what it says."""
-_MAGIC = b"SHOALJ2\n"
+"""Place and content of a line or record."""
+_JOURNAL_FORMAT = _LEDGER_FORMAT = 1
+_MAGIC = b"SHOALJ1\n"
 _HEAD = struct.Struct("<8s8sIQI")
 
 
 class AuditedReceipt(NamedTuple):
-    """What a worker was told, and the coordinator's proof of it, if there is one."""
+    """A worker's receipt, and the coordinator's seal on it, if there is one."""
 
     worker: str
     seq: int
@@ -36,7 +37,7 @@ class AuditedReceipt(NamedTuple):
 
 
 class SnapshotSummary(NamedTuple):
-    """What the newest snapshot says of itself."""
+    """Counts in the newest snapshot."""
 
     number: int
     version: int
@@ -47,31 +48,31 @@ class SnapshotSummary(NamedTuple):
     settled_below: int
     settled_beyond: set[int]
     cut: tuple[int, int, int] | None
-    """Batches of an epoch and of a unit, and epochs, where the data is leased in units."""
+    """Batches per epoch, batches per unit, and epochs; None: the data is not leased in units."""
 
 
 @dataclass
 class AuditInput:
-    """All that was found."""
+    """Everything that was read."""
 
     ledger: list[Line] = field(default_factory=list)
     ledger_bytes: int = 0
     receipts: list[tuple[str, AuditedReceipt]] = field(default_factory=list)
-    """Those that count: of the run's own folder, or with the coordinator's seal."""
+    """Receipts that count: from the run's own folder, or with the coordinator's seal."""
     claims: list[tuple[str, AuditedReceipt]] = field(default_factory=list)
-    """What files from elsewhere say without a seal: anybody can have written it."""
+    """Receipts from elsewhere without a seal, which prove nothing."""
     snapshot: SnapshotSummary | None = None
     records: list[Line] = field(default_factory=list)
-    """Of all journals since the snapshot."""
+    """Records of all journals since the snapshot."""
     waiting: set[tuple[str, int]] = field(default_factory=set)
-    """Contributions that lie in a database, confirmed, until a coordinator takes them: worker and number."""
-    cut: list[str] = field(default_factory=list)
-    """Files that end in the middle of something, as a crash leaves them, and what else is worth a note."""
+    """Worker and number of confirmed contributions that wait in a database for a coordinator."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks that are no violations, such as a last line that a crash cut off."""
 
 
 def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims: Iterable[Path] = ()) -> AuditInput:
-    """`receipts` are of the run's own folder; `claims` were brought from elsewhere. Receipts are read first: while a run goes on, what they
-    tell of is then in what is read after them."""
+    """Read a run's folder. `receipts`: from that folder; `claims`: receipts from elsewhere. Receipts are read first: while a run goes on,
+    the files that are read after them then have what they confirm."""
     evidence = AuditInput()
     _read_receipts(evidence, receipts, claims, _key(state), violations)
     ledger = state / "ledger.jsonl"
@@ -79,7 +80,7 @@ def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims:
     _read_ledger(ledger, evidence, violations)
     evidence.snapshot = _snapshot(state / "snapshots", violations)
     if evidence.snapshot is not None:
-        evidence.records = _journals(state, evidence.snapshot.number, evidence.cut, violations)
+        evidence.records = _journals(state, evidence.snapshot.number, evidence.notes, violations)
     return evidence
 
 
@@ -91,21 +92,21 @@ def gather_from(
     waiting: Iterable[tuple[str, int]],
     violations: list[str],
 ) -> AuditInput:
-    """The same from a database, which has cut nothing off; the receipts are in the evidence already."""
+    """Add what a database holds to the receipts that were read. A database never has a half-written row."""
     evidence.ledger = [(f"ledger:{number}", json.loads(line)) for number, line in enumerate(ledger, 1)]
-    evidence.ledger_bytes = len(evidence.ledger)  # it counts lines
-    evidence.snapshot = _described(snapshot) if snapshot is not None else None
+    evidence.ledger_bytes = len(evidence.ledger)  # a database counts lines
+    evidence.snapshot = _summary(snapshot) if snapshot is not None else None
     evidence.records = [(f"journal, record {number}", dict(msgpack.unpackb(record))) for number, record in enumerate(records, 1)]
     evidence.waiting = set(waiting)
     if evidence.waiting:
-        evidence.cut.append(
+        evidence.notes.append(
             f"{len(evidence.waiting)} results lie in the database, confirmed, until the coordinator comes back and takes them"
         )
     return evidence
 
 
 def gather_receipts(receipts: Iterable[Path], claims: Iterable[Path], violations: list[str]) -> AuditInput:
-    """Receipts alone, of a run whose coordinator has no seal."""
+    """Read receipts only, of a run whose coordinator has no seal."""
     evidence = AuditInput()
     _read_receipts(evidence, receipts, claims, None, violations)
     return evidence
@@ -115,7 +116,7 @@ def gather_receipts(receipts: Iterable[Path], claims: Iterable[Path], violations
 
 
 def _lines(path: Path, notes: list[str], violations: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Each line with its place. The last may be cut off."""
+    """Each complete line with its place."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -129,14 +130,10 @@ def _lines(path: Path, notes: list[str], violations: list[str]) -> Iterator[tupl
 
 
 def _read_ledger(path: Path, evidence: AuditInput, violations: list[str]) -> None:
-    """Lines with a checksum must match it; those of earlier versions have none, and stand before all that have one."""
-    before, unchecked = b"", 0
-    for place, line in _lines(path, evidence.cut, violations):
+    before = b""
+    for place, line in _lines(path, evidence.notes, violations):
         match = re.fullmatch(rb'(.*),"crc":"([0-9a-f]{8})"}', line, re.DOTALL)
-        if match is None:
-            unchecked += 1
-        wrong = match is not None and zlib.crc32(match[1], zlib.crc32(before)) != int(match[2], 16)
-        if wrong or (match is None and before):
+        if match is None or zlib.crc32(match[1], zlib.crc32(before)) != int(match[2], 16):
             violations.append(f"{place}: does not match its checksum")
         before = match[2] if match is not None else b""
         try:
@@ -144,12 +141,12 @@ def _read_ledger(path: Path, evidence: AuditInput, violations: list[str]) -> Non
         except ValueError:
             violations.append(f"{place}: cannot be read")
             continue
-        if isinstance(value, dict):
-            evidence.ledger.append((place, value))
-        else:
+        if not isinstance(value, dict):
             violations.append(f"{place}: no line of a ledger")
-    if unchecked:
-        evidence.cut.append(f"{unchecked} lines of {path.name} are of an earlier version, and unchecked")
+        elif value.get("format") != _LEDGER_FORMAT:
+            violations.append(f"{place}: ledger format {value.get('format')}, and this audit reads format {_LEDGER_FORMAT}")
+        else:
+            evidence.ledger.append((place, value))
 
 
 # --- receipts ---------------------------------------------------------------------------------------------
@@ -164,17 +161,17 @@ def _key(state: Path) -> bytes | None:
 
 def _read_receipts(evidence: AuditInput, own: Iterable[Path], claims: Iterable[Path], key: bytes | None, violations: list[str]) -> None:
     for path in own:
-        for place, receipt in _receipts(path, evidence.cut, violations):
+        for place, receipt in _receipts(path, evidence.notes, violations):
             if receipt.seal and key is not None and not _is_sealed(receipt, key):
                 violations.append(f"{place}: the seal is not the coordinator's, or what it stands under was changed")
             else:
                 evidence.receipts.append((place, receipt))
     for path in claims:
         unreadable: list[str] = []
-        for place, receipt in _receipts(path, evidence.cut, unreadable):
+        for place, receipt in _receipts(path, evidence.notes, unreadable):
             sealed = key is not None and _is_sealed(receipt, key)
             (evidence.receipts if sealed else evidence.claims).append((place, receipt))
-        evidence.cut += unreadable
+        evidence.notes += unreadable
 
 
 def _receipts(path: Path, notes: list[str], violations: list[str]) -> Iterator[tuple[str, AuditedReceipt]]:
@@ -197,7 +194,7 @@ def _is_sealed(receipt: AuditedReceipt, key: bytes) -> bool:
 
 
 def digest_of(values: Iterable[Any]) -> str:
-    """What a sealed receipt must say of a contribution that the ledger tells so."""
+    """Digest in a sealed receipt of a contribution with this line in the ledger."""
     return hashlib.sha256(json.dumps([*values], separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -205,14 +202,14 @@ def digest_of(values: Iterable[Any]) -> str:
 
 
 def _snapshot(folder: Path, violations: list[str]) -> SnapshotSummary | None:
-    """The newest one. One that is damaged is told, and the one before it serves."""
+    """The newest snapshot that is sound. Damaged ones are violations."""
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
             header = _header(path)
             for name, checksum in header["checksums"].items():
                 if f"{zlib.crc32((path / name).read_bytes()):08x}" != checksum:
                     raise ValueError(f"{name} does not match its checksum")
-            return _described(header)
+            return _summary(header)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             violations.append(f"snapshot {path.name} is damaged: {error}")
     return None
@@ -221,16 +218,15 @@ def _snapshot(folder: Path, violations: list[str]) -> SnapshotSummary | None:
 def _header(path: Path) -> dict[str, Any]:
     content = (path / "state.json").read_bytes()
     header: dict[str, Any] = json.loads(content)
-    if "checksum" in header or header["format"] > 2:
-        tail = f', "checksum": "{header["checksum"]}"}}'.encode()
-        if not content.endswith(tail) or f"{zlib.crc32(content.removesuffix(tail)):08x}" != header["checksum"]:
-            raise ValueError("state.json does not match its checksum")
+    tail = f', "checksum": "{header["checksum"]}"}}'.encode()
+    if not content.endswith(tail) or f"{zlib.crc32(content.removesuffix(tail)):08x}" != header["checksum"]:
+        raise ValueError("state.json does not match its checksum")
     return header
 
 
-def _described(header: dict[str, Any]) -> SnapshotSummary:
+def _summary(header: dict[str, Any]) -> SnapshotSummary:
     whole = _plain(header["state"])
-    state, settled, cut = whole["coordinator"]["state"], whole["coordinator"]["settled"], whole["coordinator"].get("cut")
+    state, settled, cut = whole["coordinator"]["state"], whole["coordinator"]["settled"], whole["coordinator"]["cut"]
     return SnapshotSummary(
         number=int(header["step"]),
         version=int(state["version"]),
@@ -254,65 +250,62 @@ def _plain(value: Any) -> Any:
 # --- journals ---------------------------------------------------------------------------------------------
 
 
-class _Pages(NamedTuple):
-    """What a journal holds, and where it ends; for one of an earlier version only that."""
+class _JournalContent(NamedTuple):
+    """Records of a journal, and its end."""
 
     records: list[dict[str, Any]]
     end: int
     checksum: int
     before: tuple[int, int]
-    """End and checksum of the journal before, as this one knows them; zeros where it does not."""
+    """End and checksum of the journal before, as the head says; zeros: unknown."""
     mark: bytes
-    checked: bool = True
 
 
 def _journals(state: Path, snapshot: int, notes: list[str], violations: list[str]) -> list[Line]:
-    """Records of the journal that follows the snapshot, and of those after it."""
+    """Records of all journals since the snapshot."""
     found = {int(match[1]): path for path in state.iterdir() if (match := re.fullmatch(r"journal-(\d+)", path.name))}
     numbers = sorted(number for number in found if number >= snapshot)
     if numbers != [*range(snapshot, snapshot + max(1, len(numbers)))]:
         violations.append(f"a journal since snapshot {snapshot} is missing: there are {numbers or 'none'}")
     records: list[Line] = []
-    last: _Pages | None = None
+    last: _JournalContent | None = None
     for number in numbers:
-        pages = _pages(found[number], number == numbers[-1], notes, violations)
-        if last is not None and pages.before != (0, 0) and pages.before != (last.end, last.checksum):
+        journal = _journal(found[number], notes, violations)
+        if last is not None and journal.before != (0, 0) and journal.before != (last.end, last.checksum):
             violations.append(f"{found[number].name} follows a journal that was longer: {found[number - 1].name} has lost its end")
-        records += [(f"{found[number].name}, record {index}", record) for index, record in enumerate(pages.records, 1)]
-        last = pages
+        records += [(f"{found[number].name}, record {index}", record) for index, record in enumerate(journal.records, 1)]
+        last = journal
     return records
 
 
-def _pages(path: Path, newest: bool, notes: list[str], violations: list[str]) -> _Pages:
+def _journal(path: Path, notes: list[str], violations: list[str]) -> _JournalContent:
     content = path.read_bytes()
-    pages = _read_pages(content)
-    if pages is None:
-        violations.append(f"{path.name}: its head does not match its checksum")
-        return _Pages([], 0, 0, (0, 0), b"")
-    if not pages.checked:
-        notes.append(f"{path.name} is of an earlier version: updates in it are unchecked")
-    after = len(pages.records)
-    if pages.mark and content.find(pages.mark, pages.end) >= 0:
+    journal = _read_journal(content)
+    if journal is None:
+        other = content.startswith(_MAGIC[:6]) and not content.startswith(_MAGIC)
+        what = f"not of journal format {_JOURNAL_FORMAT}" if other else "its head does not match its checksum"
+        violations.append(f"{path.name}: {what}")
+        return _JournalContent([], 0, 0, (0, 0), b"")
+    after = len(journal.records)
+    if journal.mark and content.find(journal.mark, journal.end) >= 0:
         violations.append(f"{path.name}: record {after + 1} does not match its checksum, and was whole once")
-    elif pages.end < len(content):
-        (notes if newest or pages.checked else violations).append(f"{path.name} ends after record {after}, its file does not")
-    return pages
+    elif journal.end < len(content):
+        notes.append(f"{path.name} ends after record {after}, its file does not")
+    return journal
 
 
-def _read_pages(content: bytes) -> _Pages | None:
-    """None: the head is damaged."""
-    if len(content) >= _HEAD.size:
-        _, mark, checksum, length, own = _HEAD.unpack_from(content)
-        if zlib.crc32(_MAGIC + content[8:28]) == own:
-            return _checked_pages(content, mark, (length, checksum), own)
-        if content.startswith(_MAGIC):
-            return None
-    if len(content) < 8 or content.startswith(_MAGIC):
-        return _Pages([], len(content), 0, (0, 0), b"")
-    return _unchecked_pages(content)
+def _read_journal(content: bytes) -> _JournalContent | None:
+    """None: the head is damaged or of another format."""
+    if len(content) < _HEAD.size:
+        cut_off = len(content) < len(_MAGIC) or content.startswith(_MAGIC)
+        return _JournalContent([], len(content), 0, (0, 0), b"") if cut_off else None
+    _, mark, checksum, length, own = _HEAD.unpack_from(content)
+    if zlib.crc32(_MAGIC + content[8:28]) != own:
+        return None
+    return _read_records(content, mark, (length, checksum), own)
 
 
-def _checked_pages(content: bytes, mark: bytes, before: tuple[int, int], last: int) -> _Pages:
+def _read_records(content: bytes, mark: bytes, before: tuple[int, int], last: int) -> _JournalContent:
     records, at = list[dict[str, Any]](), _HEAD.size
     while at + 20 <= len(content):
         size, body, chain = struct.unpack_from("<IQI", content, at)
@@ -324,16 +317,4 @@ def _checked_pages(content: bytes, mark: bytes, before: tuple[int, int], last: i
             break
         records.append(dict(msgpack.unpackb(content[at + 16 : at + 16 + size])["record"]))
         at, last = end + 12, checksum
-    return _Pages(records, at, last, before, mark)
-
-
-def _unchecked_pages(content: bytes) -> _Pages:
-    records, at, mark = list[dict[str, Any]](), 8, content[:8]
-    while at + 16 <= len(content):
-        size, checksum, body = struct.unpack_from("<IIQ", content, at)
-        header, end = content[at + 16 : at + 16 + size], at + 16 + size + body
-        if not size or content[end : end + 8] != mark or zlib.crc32(header) != checksum:
-            break
-        records.append(dict(msgpack.unpackb(header)["record"]))
-        at = end + 8
-    return _Pages(records, at, 0, (0, 0), mark, checked=False)
+    return _JournalContent(records, at, last, before, mark)

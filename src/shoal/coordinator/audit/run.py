@@ -1,7 +1,7 @@
-"""Checks what a run has left behind: that nothing confirmed is missing, and nothing is counted twice.
+"""Audit of a run: every confirmed contribution is there, and none is counted twice.
 
-It shares no code with what wrote the files: it reads them again, in its own way. A crash may have cut off the last line or record of a
-file that was being written; that is no violation, anything else that cannot be read is one.
+It shares no code with the modules that wrote the files. A last line or record that a crash cut off is no violation; anything else that
+cannot be read is one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Key = tuple[str, int]
 """A worker, and the number of a contribution."""
 _MOST_CLAIMS = 5
 _MAKE_VERSIONS = ("closed", "adopted")
-"""Records of a journal after each of which there is a new version."""
+"""Kinds of records that make a new version."""
 
 
 class LedgerContribution(NamedTuple):
-    """A contribution, as a line of the ledger tells it."""
+    """A contribution as in a line of the ledger."""
 
     worker: str
     seq: int
@@ -35,7 +35,7 @@ class LedgerContribution(NamedTuple):
     position: int
     batches: int
     experts: tuple[int, ...] = ()
-    """Those of a mixture that it is of; none: all of them."""
+    """Experts of a mixture that it holds; empty: all of them."""
 
     @property
     def key(self) -> Key:
@@ -43,12 +43,12 @@ class LedgerContribution(NamedTuple):
 
     @property
     def line(self) -> list[Any]:
-        """As the ledger has it."""
+        """Its values in the ledger."""
         return [*self[:-1], list(self.experts)] if self.experts else [*self[:-1]]
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> LedgerContribution:
-        """Raises TypeError where the values are not what they must be."""
+        """Parse the values of a ledger line. Raises TypeError."""
         made = cls(*values)
         made = made._replace(experts=tuple(made.experts))
         numbers = made[1:3] + made[4:-1] + made.experts
@@ -58,13 +58,13 @@ class LedgerContribution(NamedTuple):
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> LedgerContribution:
-        """Of a record of the journal."""
+        """Parse a record of the journal."""
         return cls.of([*(record[name] for name in cls._fields[:-1]), record.get("experts", ())])
 
 
 @dataclass
 class AuditReport:
-    """What was checked, and what is wrong."""
+    """What was checked, and the violations."""
 
     checked: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class AuditReport:
 
 @dataclass
 class LedgerTotals:
-    """The ledger, added up."""
+    """Sums over the ledger."""
 
     first: int = 0
     version: int = 0
@@ -80,21 +80,21 @@ class LedgerTotals:
     samples: int = 0
     known: dict[Key, LedgerContribution] = field(default_factory=dict)
     fates: Counter[str] = field(default_factory=Counter)
-    """How many are in the weights, found the run over, or were replaced by a later one, as earlier versions did."""
+    """How many contributions were applied, unused or lost."""
     made: dict[Key, int] = field(default_factory=dict)
-    """Which version each is in."""
+    """The version that each contribution is in."""
     newest: dict[str, int] = field(default_factory=dict)
-    """The last number of each worker that is in the weights."""
+    """By worker: the last number that is in the weights."""
     at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Batches and samples, by version."""
     given_up: list[tuple[int, int, int, str]] = field(default_factory=list)
-    """Units nobody could do: epoch, first batch, batches, why."""
+    """Units that were given up: epoch, first batch, batches, reason."""
     lost: list[tuple[str, int, int]] = field(default_factory=list)
-    """What a repair gave up, by name: worker, first and last number."""
+    """Contributions that a repair gave up: worker, first and last number."""
     inexact: list[tuple[str, int, int, str]] = field(default_factory=list)
-    """Answers that were refused: worker, number, unit, why."""
-    shown_out: list[str] = field(default_factory=list)
-    """Whose invitations were withdrawn, and whom the owner keeps out, in words."""
+    """Results that were refused as inexact: worker, number, unit, reason."""
+    removals: list[str] = field(default_factory=list)
+    """Withdrawn invitations and evictions, as text."""
 
     def is_lost(self, key: Key) -> bool:
         return any(worker == key[0] and first <= key[1] <= last for worker, first, last in self.lost)
@@ -103,10 +103,9 @@ class LedgerTotals:
 def audit(
     evidence: AuditInput, violations: list[str], first: int | None = 0, units: bool = False, complete: bool = False, tasks: bool = False
 ) -> AuditReport:
-    """Check a run by what it left behind. `first`: the version it began with, None where any will do; `units`: whether its data was leased
-    in units, so that each must be somewhere; `complete`: whether the run says that it has done all of its epochs; `tasks`: whether a
-    scheduler gave out shares of the same data, so that no two seats may have a batch in common; `violations`: what could not even be
-    read."""
+    """Check a run by its files. `first`: the version that it began with; None: any. `units`: its data was leased in units, each of which
+    must be accounted for. `complete`: it claims that all of its epochs are done. `tasks`: a scheduler divided the same data, so no two
+    seats may share a batch. `violations`: what could not be read."""
     report = AuditReport(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
     report.violations += _doubled_batches(tally.known.values(), tasks)
@@ -115,19 +114,19 @@ def audit(
     open_now = follower.left
     report.violations += _lost(evidence, tally, open_now)
     report.violations += _misfit(evidence, tally, open_now)
-    report.checked = _told(evidence, tally, open_now)
+    report.checked = _summary(evidence, tally, open_now)
     if units:
         learned = [(one.epoch, one.position - one.batches, one.batches) for one in [*tally.known.values(), *open_now.values()]]
         checked = UnitAudit(evidence, learned, tally.given_up)
         report.violations += checked.violations(complete)
-        report.checked += checked.told()
-    report.checked += [f"note      {what}" for what in [*evidence.cut, *tally.shown_out, *_claimed(evidence, tally, open_now)]]
+        report.checked += checked.summary()
+    report.checked += [f"note      {what}" for what in [*evidence.notes, *tally.removals, *_claimed(evidence, tally, open_now)]]
     report.checked += _refused(tally)
     return report
 
 
 def missing_above(above: AuditInput, below: AuditInput) -> list[str]:
-    """What a relay passed on, and was told to be taken, against what the coordinator above has. `below`: of the relay."""
+    """Contributions that a relay (`below`) passed on and got confirmed, and that the coordinator `above` does not have."""
     tally, found = LedgerTotals(), list[str]()
     for _, line in above.ledger:
         for one in (LedgerContribution.of(one) for one in [*line.get("from", ()), *line.get("unused", ())]):
@@ -166,22 +165,20 @@ def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: li
                 worker, seq, unit, *_, reason = line["inexact"]
                 tally.inexact.append((str(worker), int(seq), int(unit), str(reason)))
             elif "withdrawn" in line:
-                tally.shown_out.append(f"the invitation of {line['withdrawn']} was withdrawn: {', '.join(line['workers'])} went")
+                tally.removals.append(f"the invitation of {line['withdrawn']} was withdrawn: {', '.join(line['workers'])} went")
             elif "evicted" in line:
-                tally.shown_out.append(f"the owner {'keeps out' if line['out'] else 'lets in again'} {line['evicted']}")
+                tally.removals.append(f"the owner {'keeps out' if line['out'] else 'lets in again'} {line['evicted']}")
             elif "version" in line:
                 violations += [f"{place}: {what}" for what in _count(tally, line, first, in_order)]
             else:
-                kind = "replaced" if "replaced" in line else "unused"
-                found = [line["replaced"]] if kind == "replaced" else line["unused"]
-                violations += [f"{place}: {what}" for what in _set_aside(tally, kind, found)]
+                violations += [f"{place}: {what}" for what in _count_unused(tally, line["unused"])]
         except (KeyError, TypeError, ValueError, IndexError):
             violations.append(f"{place}: no line of a ledger")
     return tally
 
 
 def _count(tally: LedgerTotals, line: dict[str, Any], first: int | None, in_order: bool) -> Iterator[str]:
-    """A version, and what it was made of. Units come in in any order; everything else in the order in which it was made."""
+    """Count a version and its contributions. Units come in any order, other contributions in the order of their numbers."""
     version, begins = int(line["version"]), not tally.at
     if begins:
         tally.first = version - 1
@@ -210,17 +207,17 @@ def _count(tally: LedgerTotals, line: dict[str, Any], first: int | None, in_orde
     tally.at[version] = (tally.batches, tally.samples)
 
 
-def _set_aside(tally: LedgerTotals, kind: str, found: list[list[Any]]) -> Iterator[str]:
-    """What was confirmed and is not in the weights, for a reason that is on record."""
+def _count_unused(tally: LedgerTotals, found: list[list[Any]]) -> Iterator[str]:
+    """Contributions that were confirmed and whose round never closed, since the run ended."""
     for one in (LedgerContribution.of(values) for values in found):
         if one.key in tally.known:
-            yield f"contribution {one.seq} of {one.worker} is {kind}, and counted before"
+            yield f"contribution {one.seq} of {one.worker} is unused, and counted before"
         tally.known[one.key] = one
-        tally.fates[kind] += 1
+        tally.fates["unused"] += 1
 
 
 def _doubled_batches(contributions: Iterable[LedgerContribution], shared: bool) -> Iterator[str]:
-    """No two contributions may be made of the same batch of a seat. `shared`: all seats are at the same batches."""
+    """Batches of a seat that are in two contributions. `shared`: all seats have the same batches."""
     spans = sorted(
         (0 if shared else one.seat, one.epoch, max(0, one.position - one.batches), one.position, one.worker, one.seq)
         for one in contributions
@@ -235,37 +232,14 @@ def _doubled_batches(contributions: Iterable[LedgerContribution], shared: bool) 
 # --- the journal and the snapshot ---------------------------------------------------------------------------
 
 
-class Accepted(NamedTuple):
-    """A contribution in an open round."""
-
-    former_name: str
-    """What earlier versions called it in the record of the round's close."""
-    contribution: LedgerContribution
-
-
-def _former_name(record: dict[str, Any]) -> str:
-    if record.get("late"):
-        return f"{record['worker']} {record['seq']}"
-    return f"{record['worker']} {record['unit']}" if "unit" in record else str(record["worker"])
-
-
-def _closed_with(record: dict[str, Any], there: dict[Key, Accepted]) -> list[Key]:
-    """The contributions that a round closed with. Earlier versions took the latest of each worker, and named it by the worker."""
-    if "workers" in record:
-        latest = {one.former_name: key for key, one in there.items()}
-        return [latest[name] for name in record["workers"]]
-    found = [(str(worker), int(seq)) for worker, seq in record["contributions"]]
-    return [there[key].contribution.key for key in found]
-
-
 class JournalFollower:
-    """Goes through the journal, and compares what it leads to with the ledger."""
+    """Follows the records of a journal, and compares the versions that they make with the ledger."""
 
     def __init__(self, tally: LedgerTotals) -> None:
         self.tally = tally
-        self.open: dict[int, dict[Key, Accepted]] = {}
+        self.open: dict[int, dict[Key, LedgerContribution]] = {}
         self.unwritten: list[LedgerContribution] = []
-        """In rounds that closed, and not yet in the ledger when a crash came."""
+        """Contributions of rounds that closed just before a crash, and are not in the ledger."""
 
     def follow(self, records: list[Line]) -> Iterator[str]:
         for place, record in records:
@@ -278,32 +252,33 @@ class JournalFollower:
     def _take(self, record: dict[str, Any]) -> Iterator[str]:
         if record["kind"] in _MAKE_VERSIONS:
             there = self.open.pop(record["round"], {})
-            yield from self._close(record["round"] + 1, there, _closed_with(record, there))
+            closed = [there[str(worker), int(seq)] for worker, seq in record["contributions"]]
+            yield from self._close(record["round"] + 1, there, closed)
         elif record["kind"] in ("accepted", "held"):
             one = LedgerContribution.of_record(record)
             known = self.tally.known.get(one.key)
             if known is not None and known != one:
                 yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
-            self.open.setdefault(record["round"], {})[one.key] = Accepted(_former_name(record), one)
+            self.open.setdefault(record["round"], {})[one.key] = one
 
-    def _close(self, version: int, there: dict[Key, Accepted], closed: list[Key]) -> Iterator[str]:
-        for key in closed:
+    def _close(self, version: int, there: dict[Key, LedgerContribution], closed: list[LedgerContribution]) -> Iterator[str]:
+        for one in closed:
             if version > self.tally.version:
-                self.unwritten.append(there[key].contribution)
-            elif self.tally.made.get(key) != version:
-                yield f"contribution {key[1]} of {key[0]} went into version {version}, and the ledger does not say so"
-        for worker, seq in there.keys() - set(closed) - self.tally.known.keys():
+                self.unwritten.append(one)
+            elif self.tally.made.get(one.key) != version:
+                yield f"contribution {one.seq} of {one.worker} went into version {version}, and the ledger does not say so"
+        for worker, seq in there.keys() - {one.key for one in closed} - self.tally.known.keys():
             yield f"contribution {seq} of {worker} was taken for version {version}, is not in it, and the ledger does not say why"
 
     @property
     def left(self) -> dict[Key, LedgerContribution]:
-        """Contributions that the ledger has yet to name."""
-        waiting = [one.contribution for there in self.open.values() for one in there.values()]
+        """Contributions that are not in the ledger yet."""
+        waiting = [one for there in self.open.values() for one in there.values()]
         return {one.key: one for one in waiting + self.unwritten if one.key not in self.tally.known}
 
 
 def _lost(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> Iterator[str]:
-    """Every confirmed contribution is somewhere, and is what was confirmed; or a repair has named it as lost."""
+    """Confirmed contributions that are nowhere, or not what was confirmed, and that no repair has named as lost."""
     known = tally.known | open_now
     for place, receipt in evidence.receipts:
         key = (receipt.worker, receipt.seq)
@@ -320,7 +295,7 @@ def _lost(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerC
 
 
 def _claimed(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> list[str]:
-    """What receipts without a seal say, and nothing bears out: told, and nobody is blamed for it."""
+    """Notes on receipts without a seal that nothing supports; they are no violations."""
     known = tally.known.keys() | open_now.keys()
     claimed = [
         f"{place} claims that contribution {receipt.seq} of {receipt.worker} was confirmed; it is nowhere, and no seal proves it"
@@ -332,7 +307,7 @@ def _claimed(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, Ledg
 
 
 def _misfit(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> Iterator[str]:
-    """The newest snapshot and the journal after it lead to where the ledger ends."""
+    """Differences between the ledger's end and what the newest snapshot and the journal after it lead to."""
     snapshot = evidence.snapshot
     if snapshot is None:
         return
@@ -355,26 +330,26 @@ def _misfit(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, Ledge
 
 
 def _refused(tally: LedgerTotals) -> list[str]:
-    """Workers whose answers were not what they should have been."""
+    """Lines on workers whose results were refused as inexact."""
     found: dict[str, list[tuple[int, str]]] = {}
     for worker, _, unit, reason in tally.inexact:
         found.setdefault(worker, []).append((unit, reason))
     return [f"refused   {len(units)} units of {worker}: the first was unit {units[0][0]}, {units[0][1]}" for worker, units in found.items()]
 
 
-def _told(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> list[str]:
+def _summary(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> list[str]:
     workers = len({worker for worker, _ in tally.known})
-    told = [
+    lines = [
         f"ledger    {tally.version - tally.first:,} versions from {tally.fates['applied']:,} contributions of {workers} workers, "
-        f"{tally.batches:,} batches; {tally.fates['replaced']} replaced, {tally.fates['unused']} unused"
+        f"{tally.batches:,} batches; {tally.fates['unused']} unused"
     ]
     if tally.lost:
         names = ", ".join(f"{first} to {last} of {worker}" for worker, first, last in tally.lost[:8])
-        told.append(f"lost      a repair gave up contributions {names}; {tally.fates['lost']} receipts tell of them")
+        lines.append(f"lost      a repair gave up contributions {names}; {tally.fates['lost']} receipts tell of them")
     files = len({place.rpartition(":")[0] for place, _ in evidence.receipts})
     confirmed = sum(receipt.status == "accepted" for _, receipt in evidence.receipts)
-    told.append(f"receipts  {confirmed:,} confirmed, {len(evidence.receipts) - confirmed:,} turned away, in {files} files")
+    lines.append(f"receipts  {confirmed:,} confirmed, {len(evidence.receipts) - confirmed:,} turned away, in {files} files")
     if evidence.snapshot is not None:
         since = f"snapshot {evidence.snapshot.number} (version {evidence.snapshot.version:,})"
-        told.append(f"journal   {len(evidence.records):,} records since {since}, {len(open_now)} contributions in open rounds")
-    return told
+        lines.append(f"journal   {len(evidence.records):,} records since {since}, {len(open_now)} contributions in open rounds")
+    return lines

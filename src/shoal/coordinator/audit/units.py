@@ -1,4 +1,4 @@
-"""Where the data was leased in units: each unit is learned from once, or named as given up, or was left undone when the run ended."""
+"""Audit of units: each unit is learned from once, or named as given up, or was not done when the run ended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shoal.errors import printable
 
 _MOST_NAMED = 8
 _MOST_UNITS = 10_000_000
-"""More than any run has: a damaged file may tell of more, and must not fill the memory."""
+"""More units than any run has. A damaged file may claim more, which must not fill the memory."""
 
 
 class UnitAudit:
-    """The units of a run, and what became of each."""
+    """The units of a run, and the fate of each."""
 
     def __init__(
         self, evidence: AuditInput, learned: Iterable[tuple[int, int, int]], given_up: Iterable[tuple[int, int, int, str]]
@@ -24,7 +24,7 @@ class UnitAudit:
         self.evidence = evidence
         self.per_epoch, self.per_unit, self.epochs = _cut_of(evidence, [*spans, *(one[:3] for one in failed)])
         self.total = self.epochs * self._in_epoch
-        """Units of all epochs; 0: that is not known."""
+        """Units of all epochs; 0: unknown."""
         self.odd = [span for span in [*spans, *(one[:3] for one in failed)] if not self._is_unit(span)]
         self.learned = {self._number(*span[:2]) for span in spans if self._is_unit(span)}
         self.given_up = {self._number(*one[:2]): one[3] for one in failed if self._is_unit(one[:3])}
@@ -47,7 +47,7 @@ class UnitAudit:
         return 0 <= number < (self.total or _MOST_UNITS) and span == self._span(number)
 
     def _settled(self) -> set[int]:
-        """Units that the coordinator would not give out again, by the newest snapshot and the records since."""
+        """Units that the coordinator would not offer again, by the newest snapshot and the records since."""
         snapshot = self.evidence.snapshot
         below, beyond = (snapshot.settled_below, snapshot.settled_beyond) if snapshot is not None else (0, set[int]())
         since = {record["unit"] for _, record in self.evidence.records if type(record.get("unit")) is int}
@@ -56,12 +56,12 @@ class UnitAudit:
 
     @property
     def undone(self) -> list[int]:
-        """Units that nobody did, before the last that somebody did. Units are offered ahead, so a run that ends early leaves some."""
+        """Units that were not done, before the last that was. Units are offered ahead, so a run that ends early leaves some."""
         there = self.learned | self.given_up.keys() | self.settled
         return [number for number in range(max(there, default=-1) + 1) if number not in there]
 
     def violations(self, complete: bool) -> Iterator[str]:
-        """`complete`: the run says that it has done all of its epochs."""
+        """`complete`: the run claims that all of its epochs are done."""
         for epoch, start, batches in self.odd[:_MOST_NAMED]:
             yield f"batches {start} to {start + batches - 1} of epoch {epoch} are no unit of {self.per_unit} batches"
         for name in self._names(self.settled - self.learned - self.given_up.keys()):
@@ -74,7 +74,7 @@ class UnitAudit:
             for name in self._names({*range(total)} - self.learned - self.given_up.keys() - self.settled):
                 yield f"{name} was never done, and the run says that it is complete"
 
-    def told(self) -> list[str]:
+    def summary(self) -> list[str]:
         undone = self.undone
         lines = [
             f"units     {len(self.learned):,} learned from, {len(self.given_up):,} given up, {len(undone):,} passed over and not done yet"
@@ -84,7 +84,7 @@ class UnitAudit:
         return lines + [f"not done  {name}" for name in self._names({*undone})]
 
     def _names(self, numbers: set[int]) -> Iterator[str]:
-        """Units in words, neighbours together."""
+        """Names of units, neighbours together."""
         runs = [[*run] for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
         for run in runs[:_MOST_NAMED]:
             first, last = self._span(run[0][1]), self._span(run[-1][1])
@@ -97,7 +97,7 @@ class UnitAudit:
 
 
 def _cut_of(evidence: AuditInput, spans: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """How the data was cut: as the snapshot says, or, of a run of an earlier version, as far as the units show it."""
+    """Batches per epoch, batches per unit and epochs, as the snapshot says, or without one as far as the units show it."""
     if evidence.snapshot is not None and evidence.snapshot.cut is not None:
         return evidence.snapshot.cut
     return max((start + batches for _, start, batches in spans), default=1), max((batches for *_, batches in spans), default=1), 0

@@ -1,16 +1,16 @@
-"""What makes the coordinator durable: a snapshot now and then, a journal of every record since, and a ledger of what entered which version.
+"""Journal files: what makes the coordinator durable, with snapshots and the ledger.
 
 coordinator/
-  lock                         held by the coordinator that is at work here
-  snapshots/step-00000003/     the learner and the coordinator, as in any checkpoint; the third that was taken
-  journal-00000003             records taken since then (`records.py`); a crash may have cut off the last one
-  spare-journal                a journal that is not needed any more, for the next one to be written over
-  ledger.jsonl                 one line a version: which contributions and which batches went into it (`ledger.py`)
+  lock                         held by the coordinator that works in this folder
+  snapshots/step-00000003/     learner and coordinator, in the format of a checkpoint; the third that was taken
+  journal-00000003             records since then (`records.py`); a crash may have cut off the last one
+  spare-journal                an old journal, for the next one to be written over
+  ledger.jsonl                 one line per version: which contributions and which batches went into it (`ledger.py`)
 
-Snapshots are numbered as they come, so none ever takes another's place, and each is followed by the journal of the same number. That
-journal is there first: if the snapshot never gets whole, the one before it and both journals lead to the same state.
+Snapshots are numbered in order, and each is followed by the journal of the same number. The journal is created first: if the snapshot is
+never completed, the one before it and both journals lead to the same state.
 
-To write over an old file takes the system a fraction of the time that a growing one does: that is what the spare journal is for.
+Writing over an old file takes the system a fraction of the time that a growing file takes: that is why the spare journal is kept.
 """
 
 from __future__ import annotations
@@ -28,29 +28,27 @@ from shoal.coordinator.durable.records import (
     JournalHead,
     JournalReader,
     RecordEnd,
+    encode_record,
     follows,
     new_head,
-    parts_of,
 )
 from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
 
-_AT_ONCE: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)
+_WRITEV: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)
 _SPARE = "spare-journal"
 
 
 class FileJournal:
-    """Records, appended. They are in the system's hands when `append` returns, and so survive the end of this process."""
+    """Journal in a folder. When `append` returns, the operating system has the record, so it survives the end of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.records_since_snapshot = 0
-        self.remarks: list[str] = []
-        """What people should know of the journals that were read."""
         self._lock = FolderLock(folder)
         self._file: BinaryIO | None = None
-        self._head = JournalHead(b"", NOWHERE, NOWHERE, True)
+        self._head = JournalHead(b"", NOWHERE, NOWHERE)
         self._end = NOWHERE
 
     @property
@@ -59,19 +57,19 @@ class FileJournal:
 
     @property
     def open(self) -> bool:
-        """Whether records can be appended. After a journal of an earlier version they cannot: it is followed by a snapshot."""
+        """Whether records can be appended."""
         return self._file is not None
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
-        """Start a journal, with what belongs to rounds that are open; the number of the snapshot that is to follow. Where that fails, the
-        journal before is still the one that records go to."""
+        """Start a journal with the records of open rounds; return the number of the snapshot that is to follow. If it fails, records still
+        go to the journal before."""
         self._lock.take()
         number = max(journals(self.folder), default=0) + 1
         spare, path = self.folder / _SPARE, path_of(self.folder, number)
         file = self._opened(spare, "r+b" if spare.exists() else "xb")
         try:
             records, head, end = self._fill(file, pending)
-            spare.rename(path)  # only now: until then the records in it are not this journal's
+            spare.rename(path)  # last: only now the records belong to this journal
         except OSError as error:
             file.close()
             raise self._failed(error) from None
@@ -80,18 +78,19 @@ class FileJournal:
         return number
 
     def _fill(self, file: BinaryIO, pending: Iterable[tuple[dict[str, Any], Frames]]) -> tuple[int, JournalHead, RecordEnd]:
-        """Write the head of a new journal, and its first records."""
+        """Write the head and the first records of a new journal."""
         content, head = new_head(self._end)
         _write_all(file, [content])
         records, end = 0, head.begins
         for record, frames in pending:
-            parts, end = parts_of(record, frames, head, end)
+            parts, end = encode_record(record, frames, head, end)
             _write_all(file, parts)
             records += 1
         return records, head, end
 
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...]]]:
-        """Every record since a snapshot; what follows is appended after the last. What a crash cut off is dropped. Raises Damaged."""
+        """Every record since a snapshot; afterwards `append` continues after the last one. A record that a crash cut off is dropped. Raises
+        DamagedJournal."""
         self._lock.take()
         reading: JournalReader | None = None
         for number in self._numbers_since(snapshot):
@@ -100,10 +99,8 @@ class FileJournal:
                 what = "it ends before its time: the journal that follows it knows of more records"
                 raise DamagedJournal(before.path, before.end, before.records, what)
             yield from reading
-            if reading.head is not None and not reading.head.checked:
-                self.remarks.append(f"{reading.path} was written by an earlier version of Shoal: only headers are checked, not updates")
         assert reading is not None
-        self._go_on(reading)
+        self._continue(reading)
 
     def _numbers_since(self, snapshot: int) -> list[int]:
         numbers = [number for number in sorted(journals(self.folder)) if number >= snapshot]
@@ -114,14 +111,12 @@ class FileJournal:
             )
         return numbers
 
-    def _go_on(self, reading: JournalReader) -> None:
+    def _continue(self, reading: JournalReader) -> None:
         """Append to a journal after its last whole record."""
         self._close_file()
         self._end = reading.end
-        if reading.head is not None and not reading.head.checked:
-            return
         file = self._opened(reading.path, "r+b")
-        if reading.head is None:  # cut off so early that it is as good as new
+        if reading.head is None:  # cut off within its head
             content, self._head = new_head(NOWHERE)
             _write_all(file, [content])
             self._end = self._head.begins
@@ -144,7 +139,7 @@ class FileJournal:
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         assert self._file is not None
-        parts, end = parts_of(record, frames, self._head, self._end)
+        parts, end = encode_record(record, frames, self._head, self._end)
         try:
             _write_all(self._file, parts)
         except OSError as error:
@@ -156,7 +151,7 @@ class FileJournal:
         return ShoalError(f"cannot write the coordinator's journal in {self.folder}: {error.strerror or error}")
 
     def forget_before(self, number: int) -> None:
-        """No snapshot older than this is kept: nor are the journals that follow them."""
+        """Drop the journals of snapshots older than this one, which are not kept either."""
         for old in journals(self.folder):
             if old < number:
                 path_of(self.folder, old).replace(self.folder / _SPARE)
@@ -167,7 +162,7 @@ class FileJournal:
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._file.truncate()  # what is left of an older journal
+            self._file.truncate()  # rest of an older journal
             self._file.close()
             self._file = None
 
@@ -177,16 +172,16 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def journals(folder: Path) -> list[int]:
-    """The numbers of the journals that are there."""
+    """Numbers of the journals in a folder."""
     names = [path.name.removeprefix("journal-") for path in folder.glob("journal-*")]
     return [int(name) for name in names if name.isdecimal()]
 
 
 def _write_all(file: BinaryIO, parts: Sequence[bytes | memoryview]) -> None:
-    """In one call where the system can."""
+    """Write all parts, in one system call where there is one."""
     views = [memoryview(part).cast("B") for part in parts]
-    if _AT_ONCE is not None:
-        written = _AT_ONCE(file.fileno(), views)
+    if _WRITEV is not None:
+        written = _WRITEV(file.fileno(), views)
         while views and written >= len(views[0]):
             written -= len(views.pop(0))
         if views:

@@ -1,9 +1,8 @@
-"""Who may join, and under which name: a name belongs to the key that brought it.
+"""Who may join, and under which name: a name belongs to the first key that joined with it.
 
-Whoever asks is first given a word to sign, which is good for one time and for a minute, so that a recorded or late answer opens nothing.
-The word itself says when it was given, sealed with a key that only the coordinator has: however many ask for one, nobody's is forgotten.
-Newcomers come at a bounded rate, and so do proofs, since to check one takes milliseconds: a crowd at the door costs those who are in
-nothing, and leaves no trace. One address has three quarters of each rate, so a crowd at one does not keep out who comes from elsewhere.
+A client first gets a nonce to sign, valid once and for a minute, so that a recorded or late answer is worthless. The nonce carries its time
+under a MAC, so challenges take no memory however many clients ask. Newcomers and proofs (checking one takes milliseconds) have rate limits;
+one address group gets at most three quarters of each, so a crowd at one address does not keep out workers from elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.state import MemberLimits, State
+from shoal.coordinator.run_plan import MemberLimits
+from shoal.coordinator.state import State
 from shoal.protocol.address_groups import household
 from shoal.protocol.identities import is_proved
 from shoal.protocol.messages import LONGEST_NAME, Gone, Join, Order
@@ -24,11 +24,11 @@ _MOST_ADDRESSES = 1024
 _SHARE_OF_AN_ADDRESS = 3 / 4
 _PROOFS_PER_S, _PROOFS_AT_ONCE = 50.0, 500.0
 UNUSED_S = 600.0
-"""A name under which nothing was ever accepted is forgotten so long after its worker went."""
+"""Time after which a name without any accepted contribution is forgotten, once its worker has left."""
 
 
 class JoinRefusal(NamedTuple):
-    """Why somebody is not let in. An empty reason: nothing speaks against it."""
+    """Why a worker may not join; an empty reason: it may."""
 
     reason: str = ""
     detail: str = ""
@@ -39,7 +39,7 @@ _TOO_LATE = JoinRefusal("unknown-nonce", "this answers no question of the coordi
 
 
 class TokenBucket:
-    """So many a second, and so many at once after a pause."""
+    """Rate limit: `per_second` on average, bursts of at most `at_once`."""
 
     def __init__(self, per_second: float, at_once: float) -> None:
         self.per_second, self.at_once = per_second, at_once
@@ -55,7 +55,7 @@ class TokenBucket:
 
 
 class FairTokenBucket:
-    """A bucket for all, of which no address empties more than its share. Those that came last are known; nobody's address is one, too."""
+    """Rate limit shared by all addresses, of which one address group may use at most its share. Unknown addresses count as one group."""
 
     def __init__(self, per_second: float, at_once: float) -> None:
         self._all = TokenBucket(per_second, at_once)
@@ -72,25 +72,25 @@ class FairTokenBucket:
 
 
 class Authenticator:
-    """Asks who is there. It looks at the state and never changes it."""
+    """Challenges, proofs, names and admission. It reads the replayed state and never changes it."""
 
     def __init__(self, members: MemberTable, bounds: MemberLimits) -> None:
         self.members, self.bounds = members, bounds
         self.is_proved = is_proved
         self._secret = b""
-        """What challenges are sealed with: the first word that nobody could guess."""
+        """MAC key of challenges: the first unguessable session word."""
         self._challenges = 0
         self._answered: OrderedDict[int, float] = OrderedDict()
-        """Challenges of the last minute that were answered well, and when."""
+        """Challenges of the last minute that were answered correctly, and when."""
         self._newcomers = FairTokenBucket(bounds.joins_per_minute / 60, bounds.joins_per_minute)
         self._proofs = FairTokenBucket(_PROOFS_PER_S, _PROOFS_AT_ONCE)
         self._gone: OrderedDict[str, float] = OrderedDict()
-        """Names without a contribution whose workers are gone, and since when."""
+        """Names without an accepted contribution whose workers have left, and when."""
 
     # --- proofs --------------------------------------------------------------------------------------
 
     def challenge(self, word: str, now: float) -> dict[str, str]:
-        """Ask for a signature. `word`: one that nobody could guess."""
+        """A nonce to sign. `word`: an unguessable string."""
         self._secret = self._secret or word.encode()
         self._challenges += 1
         return {"kind": "challenge", "nonce": self._sealed(f"{self._challenges}-{int(1000 * now)}")}
@@ -98,23 +98,23 @@ class Authenticator:
     def _sealed(self, text: str) -> str:
         return f"{text}-{hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:32]}"
 
-    def _given(self, nonce: str) -> tuple[int, float]:
-        """Which challenge this was, and when; the number 0: none."""
+    def _parse(self, nonce: str) -> tuple[int, float]:
+        """Number and time of a challenge; number 0: the nonce is not this coordinator's."""
         text = nonce.rpartition("-")[0]
         if not self._challenges or not hmac.compare_digest(self._sealed(text).encode(), nonce.encode()):
             return 0, 0.0
         number, at = text.split("-")
         return int(number), int(at) / 1000
 
-    def check(
+    def check_proof(
         self, asked: Join | Gone | Order, purpose: str, before: Member | None, now: float, address: str = ""
     ) -> tuple[int, JoinRefusal]:
-        """Which challenge was answered, and what speaks against the answer. `before`: the worker that has the name now, where that is known
-        already. `address`: where the answer comes from, if that is known."""
-        number, given_at = self._given(asked.nonce)
-        if not number or now - given_at > _NONCE_S or number in self._answered:
+        """The number of the answered challenge, and why the answer is refused. `before`: the worker that has the name now, if that is
+        known already. `address`: the sender's, if known."""
+        number, issued_at = self._parse(asked.nonce)
+        if not number or now - issued_at > _NONCE_S or number in self._answered:
             return 0, _TOO_LATE
-        if (refusal := self.compare(number, before)).reason:
+        if (refusal := self.check_newer(number, before)).reason:
             return 0, refusal
         if not self._proofs.take(address, now):
             return 0, JoinRefusal("too-fast", "too many workers come at once; trying again")
@@ -125,15 +125,14 @@ class Authenticator:
             self._answered.popitem(last=False)
         return number, JoinRefusal()
 
-    def compare(self, number: int, before: Member | None) -> JoinRefusal:
-        """What speaks against the answer to a challenge, where a worker has the name now: an answer to an older one than its own comes from
-        a process that it has replaced."""
+    def check_newer(self, number: int, before: Member | None) -> JoinRefusal:
+        """Refuse the answer to a challenge older than that of the worker `before` that has the name now: its process was replaced."""
         return _TOO_LATE if before is not None and number < before.challenge else _NOTHING
 
     # --- names ---------------------------------------------------------------------------------------
 
     def name_for(self, asked: Join, state: State) -> str:
-        """The name that was asked for, or the next one like it where that belongs to somebody else."""
+        """The requested name, or with a number appended if the name belongs to another key."""
         wanted, number = asked.name or self.members.free_name(), 1
         name = wanted
         while state.keys.get(name, asked.key) != asked.key:
@@ -142,14 +141,14 @@ class Authenticator:
             name = wanted[: LONGEST_NAME - len(ending)] + ending
         return name
 
-    def welcomes(self, guest: str) -> JoinRefusal:
-        """What speaks against hearing somebody at all: a connection may be older than the word that its guest is welcome no longer."""
+    def check_guest(self, guest: str) -> JoinRefusal:
+        """Refuse a guest whose invitation was withdrawn; its connection may be older than that."""
         if not guest or guest in self.bounds.guests:
             return _NOTHING
         return JoinRefusal("withdrawn", f"the invitation of {guest} was withdrawn")
 
-    def admit(self, name: str, key: str, guest: str, state: State, now: float, address: str = "") -> JoinRefusal:
-        """What speaks against letting one more worker of this name, with this key, in."""
+    def check_admission(self, name: str, key: str, guest: str, state: State, now: float, address: str = "") -> JoinRefusal:
+        """Refuse a worker of this name and key that is evicted or in quarantine, or that exceeds a limit."""
         if name in state.evicted or (state.evicted and key in state.evicted.values()):
             return JoinRefusal("evicted", f"the run's owner keeps {name} out")
         if name in self.members.by_name:
@@ -170,19 +169,20 @@ class Authenticator:
             )
         return JoinRefusal()
 
-    # --- names that are not used ---------------------------------------------------------------------
+    # --- unused names ----------------------------------------------------------------------------------
 
-    def recall(self, state: State, now: float) -> None:
-        """Of a state that was read: whoever does not come back is forgotten after a while."""
+    def restore(self, state: State, now: float) -> None:
+        """After a restart: names without a contribution whose workers do not come back are forgotten after a while."""
         self._gone = OrderedDict((name, now) for name in state.seats if name not in state.sequences)
 
-    def leave(self, name: str, state: State, now: float) -> None:
+    def on_left(self, name: str, state: State, now: float) -> None:
+        """Note that a worker has left."""
         if name not in state.sequences:
             self._gone.pop(name, None)
             self._gone[name] = now
 
-    def forgettable(self, state: State, now: float) -> str | None:
-        """A name that nobody uses: its worker went long ago, and nothing of it was ever accepted."""
+    def next_unused_name(self, state: State, now: float) -> str | None:
+        """A name to forget: its worker left long ago, and none of its contributions was ever accepted."""
         while self._gone:
             name, since = next(iter(self._gone.items()))
             if now - since < UNUSED_S:

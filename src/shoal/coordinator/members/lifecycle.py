@@ -1,18 +1,20 @@
-"""Who takes part: who joins, leaves, is taken for dead, is shown out, or is kept out for a while."""
+"""How workers join and leave, and how silent, uninvited and failing ones are removed."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from shoal.coordinator.effects import Effect, Note, Reply
+from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.effects import Note, Reply
+from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.members.authentication import Authenticator, JoinRefusal, TokenBucket
 from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.policies import CoordinatorPolicies
-from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.weights_publisher import SubsetPublisher
-from shoal.coordinator.state import HeldReply, RequestReceived, RunPlan, State
+from shoal.coordinator.run_plan import RunPlan
+from shoal.coordinator.state import HeldReply
+from shoal.coordinator.turn import Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
@@ -20,219 +22,202 @@ from shoal.protocol.messages import PROTOCOL, Gone, Join
 
 _UNSEATED = -1
 _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
-"""Comings and goings that people are told of; those beyond it are counted."""
-
-
-class Host(Protocol):
-    """The coordinator whose workers come and go."""
-
-    plan: RunPlan
-    policies: CoordinatorPolicies
-    members: MemberTable
-    door: Authenticator
-    rounds: Rounds
-    parts: SubsetPublisher
-    lender: UnitLeasing | None
-    tasks: TaskAssigner | None
-    waiting: OrderedDict[str, HeldReply]
-    now: float
-
-    @property
-    def state(self) -> State: ...
-    def emit(self, *effects: Effect) -> None: ...
-    def record(self, record: dict[str, Any]) -> None: ...
-    def refuse(self, caller: Any, reason: str, detail: str = "") -> None: ...
-    def lose(self, name: str, why: str) -> None: ...
-    def answer(self, caller: Any, header: dict[str, Any], worker: Member) -> None: ...
+"""Rate limit on notes about workers that join and leave; notes beyond it are counted."""
 
 
 class MemberLifecycle:
-    """Lets workers in, and sees them off."""
+    """Lets workers in, and removes them."""
 
-    def __init__(self, host: Host) -> None:
-        self.host, self.members, self.door = host, host.members, host.door
-        self._notes, self._untold = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
+    def __init__(
+        self,
+        plan: RunPlan,
+        policies: CoordinatorPolicies,
+        replayed: ReplayedState,
+        members: MemberTable,
+        authenticator: Authenticator,
+        publisher: SubsetPublisher,
+        units: UnitLeasing | None,
+        tasks: TaskAssigner | None,
+        replies: Replies,
+        held_replies: OrderedDict[str, HeldReply],
+    ) -> None:
+        self.plan, self.policies, self.rounds, self.members = plan, policies, replayed.rounds, members
+        self.authenticator, self.publisher, self.units, self.tasks = authenticator, publisher, units, tasks
+        self.replies, self.held_replies = replies, held_replies
+        self._notes, self._unannounced = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
 
-    def recall(self) -> None:
-        """A coordinator that comes back knows who is kept out."""
-        host = self.host
-        self.door.recall(host.state, host.now)
-        for name, guest in host.state.quarantined.items():
-            self.members.quarantine(name, guest, host.now + host.plan.bounds.quarantine_s)
+    def restore(self, turn: Turn) -> None:
+        """After a restart: quarantines begin anew, unused names are forgotten after a while."""
+        self.authenticator.restore(turn.state, turn.now)
+        for name, guest in turn.state.quarantined.items():
+            self.members.quarantine(name, guest, turn.now + self.plan.bounds.quarantine_s)
 
-    def look_around(self) -> None:
-        """See off who is silent, or is welcome no longer; forget names that nobody uses."""
-        self._evict_silent()
-        self._evict_uninvited()
-        self._forget_unused()
+    def tick(self, turn: Turn) -> None:
+        """Remove silent and uninvited workers; end quarantines; forget unused names."""
+        while (worker := self.members.next_silent(turn.now)) is not None:
+            self.remove(turn, worker, f"is taken for dead: silent for {turn.now - worker.seen_at:.0f} s")
+        for guest in [guest for guest, workers in self.members.guests.items() if guest and workers]:
+            if self.authenticator.check_guest(guest).reason:
+                self.remove_guest(turn, guest)
+        while (name := self.members.next_released(turn.now)) is not None:
+            turn.record({"kind": "quarantined", "worker": name, "guest": "", "out": False})
+        while (name := self.authenticator.next_unused_name(turn.state, turn.now)) is not None:
+            turn.record({"kind": "forgotten", "worker": name})
+            self.members.replaced.pop(name, None)
+            if self.units is not None and self.units.leases is not None:
+                self.units.leases.forget(name)
 
-    def join(self, event: RequestReceived, asked: Join) -> None:
-        """Let a worker in that proves to have its key. What it asked for first is answered with what to sign."""
-        host = self.host
+    # --- joining --------------------------------------------------------------------------------------
+
+    def join(self, turn: Turn, event: RequestReceived, asked: Join) -> None:
+        """Let in a worker that proves that it has its key. Its first request is answered with a challenge to sign."""
         if asked.protocol != PROTOCOL:
-            return host.refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
+            return turn.refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
         if not asked.proof:
-            return host.emit(Reply(event.caller, self.door.challenge(event.session, host.now)))
-        challenge, refusal = self.door.check(asked, "join", None, host.now, event.address)
-        if refusal.reason:  # before the name: to find one that is free may take long where a crowd has come under names like it
-            return host.refuse(event.caller, *refusal)
-        name = self.door.name_for(asked, host.state)
+            return turn.emit(Reply(event.caller, self.authenticator.challenge(event.session, turn.now)))
+        challenge, refusal = self.authenticator.check_proof(asked, "join", None, turn.now, event.address)
+        if refusal.reason:  # before the name: to find a free one takes long where a crowd has joined under similar names
+            return turn.refuse(event.caller, *refusal)
+        name = self.authenticator.name_for(asked, turn.state)
         before = self.members.by_name.get(name)
-        refusal = self.door.compare(challenge, before)
-        if not refusal.reason:
-            refusal = self.door.admit(name, asked.key, event.guest, host.state, host.now, event.address)
-        if not refusal.reason and host.tasks is not None and (unfit := host.tasks.unfit(name)):
-            self.tell(f"{name} cannot take part: {unfit}")
-            refusal = JoinRefusal("unfit", unfit)
+        refusal = self._check(turn, event, asked, name, challenge, before)
         if refusal.reason:
-            return host.refuse(event.caller, *refusal)
-        if asked.instance in self.members.replaced.get(name, ()):
-            return host.refuse(event.caller, "replaced", f"another worker called {name} has come; start this one with a --name of its own")
-        returns = name in host.rounds.active and host.policies.contribution.takes_inner_steps  # it may have kept half of a long round
+            return turn.refuse(event.caller, *refusal)
+        returns = name in self.rounds.active and self.policies.contribution.takes_inner_steps  # it may have kept half of a long round
         if before is not None:
             if asked.instance != before.instance:
-                self.members.replace(before)
-            self.remove(before, "came back", left=asked.instance == before.instance)
+                self.members.mark_replaced(before)
+            self.remove(turn, before, "came back", left=asked.instance == before.instance)
         if returns:
-            host.rounds.returning.add(name)
-        worker = self._seat(event, asked, name, challenge)
-        host.answer(event.caller, self._welcome(worker), worker)
+            self.rounds.returning.add(name)
+        worker = self._add(turn, event, asked, name, challenge)
+        self.replies.send(turn, event.caller, self._welcome(turn, worker), worker)
         if before is None:
-            self._tell_of_joining(worker, asked.name)
+            self._announce_join(turn, worker, asked.name)
         return None
 
-    def _seat(self, event: RequestReceived, asked: Join, name: str, challenge: int) -> Member:
-        """Give a worker its place. Its name and its key belong together from now on."""
-        host = self.host
+    def _check(self, turn: Turn, event: RequestReceived, asked: Join, name: str, challenge: int, before: Member | None) -> JoinRefusal:
+        refusal = self.authenticator.check_newer(challenge, before)
+        if not refusal.reason:
+            refusal = self.authenticator.check_admission(name, asked.key, event.guest, turn.state, turn.now, event.address)
+        if not refusal.reason and self.tasks is not None and (unfit := self.tasks.why_unfit(name)):
+            self.announce(turn, f"{name} cannot take part: {unfit}")
+            refusal = JoinRefusal("unfit", unfit)
+        if not refusal.reason and asked.instance in self.members.replaced.get(name, ()):
+            return JoinRefusal("replaced", f"another worker called {name} has come; start this one with a --name of its own")
+        return refusal
+
+    def _add(self, turn: Turn, event: RequestReceived, asked: Join, name: str, challenge: int) -> Member:
+        """Add a worker to the table and give it a seat. From now on its name belongs to its key."""
         about = {key: printable(value) for key, value in asked.about.items()}
-        seat = None if host.tasks is None else host.tasks.seat_for(name)
-        seat = _UNSEATED if host.tasks is not None and seat is None else seat
-        worker = self.members.add(name, event.session, about, host.now, asked.instance, event.guest, seat)
+        seat = None if self.tasks is None else self.tasks.seat_for(name)
+        seat = _UNSEATED if self.tasks is not None and seat is None else seat
+        worker = self.members.add(name, event.session, about, turn.now, asked.instance, event.guest, seat)
         worker.challenge, worker.address = challenge, event.address
-        self._recall(worker)
-        if host.tasks is not None and worker.seat == _UNSEATED:
-            host.tasks.seat(worker)
-        if host.state.seats.get(name) != worker.seat or host.state.keys.get(name) != asked.key:
-            host.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
+        self._restore_progress(turn, worker)
+        if self.tasks is not None and worker.seat == _UNSEATED:
+            self.tasks.assign(turn, worker)
+        if turn.state.seats.get(name) != worker.seat or turn.state.keys.get(name) != asked.key:
+            turn.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
         return worker
 
-    def _recall(self, worker: Member) -> None:
-        """How a worker stands that may have been here before, with this coordinator or one that was killed. After too many failures it may
-        try one more unit: whoever started it again may have mended it."""
-        host = self.host
-        seq, seat, *seen = host.state.seen.get(worker.name, (-1, worker.seat, 0, 0))
-        epoch, position = max(host.state.positions.get(str(worker.seat), [0, 0]), seen if seat == worker.seat else [0, 0])
-        worker.seen_seq = max(seq, host.state.sequences.get(worker.name, -1))
+    def _restore_progress(self, turn: Turn, worker: Member) -> None:
+        """Continue the counts of a worker that was here before, also before a restart of the coordinator. After too many failures it may
+        try one more unit: its user may have repaired it."""
+        state = turn.state
+        seq, seat, *seen = state.seen.get(worker.name, (-1, worker.seat, 0, 0))
+        epoch, position = max(state.positions.get(str(worker.seat), [0, 0]), seen if seat == worker.seat else [0, 0])
+        worker.seen_seq = max(seq, state.sequences.get(worker.name, -1))
         worker.seen_place = epoch, position
-        worker.failed = min(host.state.failures.get(worker.name, 0), host.plan.bounds.failures - 1)
+        worker.failed = min(state.failures.get(worker.name, 0), self.plan.bounds.failures - 1)
 
-    def _welcome(self, worker: Member) -> dict[str, Any]:
-        host = self.host
-        epoch, position = host.state.positions.get(str(worker.seat), (0, 0))
-        last = host.state.sequences.get(worker.name, -1)
-        known = {"name": worker.name, "session": worker.session, "seat": host.plan.data_seat(worker.seat)}
+    def _welcome(self, turn: Turn, worker: Member) -> dict[str, Any]:
+        epoch, position = turn.state.positions.get(str(worker.seat), (0, 0))
+        last = turn.state.sequences.get(worker.name, -1)
+        known = {"name": worker.name, "session": worker.session, "seat": self.plan.data_seat(worker.seat)}
         return {"kind": "welcome", **known, "epoch": epoch, "position": position, "last_seq": last}
 
-    def _tell_of_joining(self, worker: Member, wanted: str | None) -> None:
-        whose = f"{worker.name} joined ({', '.join(worker.about.values())})" if worker.about else f"{worker.name} joined"
+    def _announce_join(self, turn: Turn, worker: Member, wanted: str | None) -> None:
+        text = f"{worker.name} joined ({', '.join(worker.about.values())})" if worker.about else f"{worker.name} joined"
         other = "" if wanted in (None, worker.name) else f": it asked for the name {wanted}, which belongs to another worker"
-        self.tell(whose + other)
+        self.announce(turn, text + other)
 
-    def tell(self, text: str) -> None:
-        """Who comes and goes is told to people, but a crowd at the door does not fill their screen."""
-        host = self.host
-        if not self._notes.take(host.now):
-            self._untold += 1
+    def announce(self, turn: Turn, text: str) -> None:
+        """Note for the user about a worker, within the rate limit."""
+        if not self._notes.take(turn.now):
+            self._unannounced += 1
             return
-        if self._untold:
-            host.emit(Note(f"{self._untold} more workers came or went"))
-            self._untold = 0
-        host.emit(Note(text))
+        if self._unannounced:
+            turn.emit(Note(f"{self._unannounced} more workers came or went"))
+            self._unannounced = 0
+        turn.emit(Note(text))
 
-    def hear_of_end(self, event: RequestReceived, asked: Gone) -> None:
-        """Whoever has a worker's key says that its processes have ended."""
-        host = self.host
+    # --- leaving --------------------------------------------------------------------------------------
+
+    def on_gone(self, turn: Turn, event: RequestReceived, asked: Gone) -> None:
+        """Remove a worker whose processes have ended, as a sender with its key reports."""
         if not asked.proof:
-            return host.emit(Reply(event.caller, self.door.challenge(event.session, host.now)))
-        _, refusal = self.door.check(asked, "gone", self.members.by_name.get(asked.name), host.now, event.address)
-        if not refusal.reason and host.state.keys.get(asked.name) != asked.key:
+            return turn.emit(Reply(event.caller, self.authenticator.challenge(event.session, turn.now)))
+        before = self.members.by_name.get(asked.name)
+        _, refusal = self.authenticator.check_proof(asked, "gone", before, turn.now, event.address)
+        if not refusal.reason and turn.state.keys.get(asked.name) != asked.key:
             refusal = JoinRefusal("unproved", f"{asked.name} has another key")
         if refusal.reason:
-            return host.refuse(event.caller, *refusal)
-        host.lose(asked.name, "has lost a process, and starts again")
-        return host.emit(Reply(event.caller, {"kind": "goodbye"}))
+            return turn.refuse(event.caller, *refusal)
+        self.remove_by_name(turn, asked.name, "has lost a process, and starts again")
+        return turn.emit(Reply(event.caller, {"kind": "goodbye"}))
 
-    def remove(self, worker: Member, why: str, left: bool = False) -> None:
-        """A worker takes part no longer. `left`: it said so itself, or comes back at once."""
-        host = self.host
+    def remove_by_name(self, turn: Turn, name: str, why: str) -> None:
+        if (worker := self.members.by_name.get(name)) is not None:
+            self.remove(turn, worker, why)
+
+    def remove(self, turn: Turn, worker: Member, why: str, left: bool = False) -> None:
+        """End a worker's session. `left`: it said so itself, or comes back at once, so its units do not count as failed."""
         self.members.remove(worker)
-        host.rounds.deactivate(worker.name)
-        host.parts.forget(worker.session)
-        waited = host.waiting.pop(worker.session, None)
-        callers = [waited.caller if waited is not None else None, host.lender.forget(worker, left) if host.lender is not None else None]
-        for caller in callers:
-            if caller is not None:
-                host.refuse(caller, "unknown-session")
-        self.door.leave(worker.name, host.state, host.now)
-        self.tell(f"{worker.name} {why}")
+        self.rounds.deactivate(worker.name)
+        self.publisher.forget(worker.session)
+        held = self.held_replies.pop(worker.session, None)
+        claim = self.units.forget(turn, worker, left) if self.units is not None else None
+        for waiting in (held, claim):
+            if waiting is not None:
+                turn.refuse(waiting.caller, "unknown-session")
+        self.authenticator.on_left(worker.name, turn.state, turn.now)
+        self.announce(turn, f"{worker.name} {why}")
 
-    def _evict_silent(self) -> None:
-        while (worker := self.members.silent(self.host.now)) is not None:
-            self.remove(worker, f"is taken for dead: silent for {self.host.now - worker.seen_at:.0f} s")
-
-    def _evict_uninvited(self) -> None:
-        for guest in [guest for guest, workers in self.members.guests.items() if guest and workers]:
-            if self.door.welcomes(guest).reason:
-                self.show_out(guest)
-
-    def show_out(self, guest: str) -> None:
-        """The invitation of a person was withdrawn: their workers take part no longer. What was accepted of them stays."""
+    def remove_guest(self, turn: Turn, guest: str) -> None:
+        """Remove the workers of a person whose invitation was withdrawn. Contributions that were accepted from them stay."""
         theirs = [worker for worker in self.members.by_name.values() if worker.guest == guest]
         if not theirs:
             return
-        self.host.record({"kind": "withdrawn", "guest": guest, "workers": [worker.name for worker in theirs]})
+        turn.record({"kind": "withdrawn", "guest": guest, "workers": [worker.name for worker in theirs]})
         for worker in theirs:
-            self.remove(worker, f"is shown out: the invitation of {guest} was withdrawn", left=True)
+            self.remove(turn, worker, f"is shown out: the invitation of {guest} was withdrawn", left=True)
 
-    def _forget_unused(self) -> None:
-        host = self.host
-        while (name := self.members.released(host.now)) is not None:
-            host.record({"kind": "quarantined", "worker": name, "guest": "", "out": False})
-        while (name := self.door.forgettable(host.state, host.now)) is not None:
-            host.record({"kind": "forgotten", "worker": name})
-            self.members.replaced.pop(name, None)
-            if host.lender is not None and host.lender.leases is not None:
-                host.lender.leases.forget(name)
+    # --- failures -------------------------------------------------------------------------------------
 
-    def has_failed_too_often(self, worker: Member) -> bool:
-        """Until one of the others has shown whether the units can be done at all."""
-        return worker.failed >= self.host.plan.bounds.failures
-
-    def at_work(self) -> Iterator[str]:
-        most = self.host.plan.bounds.failures
-        return (name for name, worker in self.members.by_name.items() if worker.failed < most)
-
-    def blame(self, name: str, reason: str) -> None:
+    def blame(self, turn: Turn, name: str, reason: str) -> None:
+        """Count a failure of a worker whose unit was taken away, and tell the worker with the reply to its next heartbeat."""
         if (worker := self.members.by_name.get(name)) is not None:
-            worker.word = f"the coordinator has given this worker's unit to another one: {reason}"
-            self.count_failure(worker, reason)
+            worker.warning = f"the coordinator has given this worker's unit to another one: {reason}"
+            self.count_failure(turn, worker, reason)
 
-    def count_failure(self, worker: Member, reason: str) -> None:
-        """A worker that fails unit after unit, while others manage theirs, would use up everybody's attempts."""
-        host = self.host
+    def count_failure(self, turn: Turn, worker: Member, reason: str) -> None:
+        """Count a failed unit. After too many in a row that others manage, the worker goes into quarantine: it would use up the attempts
+        of all units."""
+        bounds = self.plan.bounds
         worker.reject("failed")
         worker.failed += 1
-        host.record({"kind": "blamed", "worker": worker.name, "failed": worker.failed})
+        turn.record({"kind": "blamed", "worker": worker.name, "failed": worker.failed})
         others = [one for one in self.members.by_name.values() if one is not worker and one.accepted and not one.failed]
-        if worker.failed < host.plan.bounds.failures or not others:
+        if worker.failed < bounds.failures or not others:
             return
-        self.members.quarantine(worker.name, worker.guest, host.now + host.plan.bounds.quarantine_s)
-        host.record({"kind": "quarantined", "worker": worker.name, "guest": worker.guest, "out": True})
+        self.members.quarantine(worker.name, worker.guest, turn.now + bounds.quarantine_s)
+        turn.record({"kind": "quarantined", "worker": worker.name, "guest": worker.guest, "out": True})
         whom = f", with newcomers on the invitation of {worker.guest}," if worker.guest else ""
-        host.emit(
+        turn.emit(
             Note(
                 f"warning: {worker.name} failed {worker.failed} units in a row that others manage, and is kept out{whom} for "
-                f"{host.plan.bounds.quarantine_s:.0f} s: {reason}"
+                f"{bounds.quarantine_s:.0f} s: {reason}"
             )
         )
-        self.remove(worker, "is in quarantine", left=True)
+        self.remove(turn, worker, "is in quarantine", left=True)

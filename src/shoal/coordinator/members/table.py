@@ -1,25 +1,25 @@
-"""Who takes part: sessions, signs of life, seats at the data, and smoothed speeds. What is asked at every message costs next to nothing."""
+"""Members of the run: sessions, heartbeats, seats at the data, smoothed speeds. What every message needs is found in constant time."""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 MISSED_HEARTBEATS = 3
-"""A worker that has been silent for so many intervals is taken for dead."""
+"""Heartbeat intervals without a message after which a worker counts as dead."""
 MOST_NAMES = 100_000
-"""Names that are remembered: whoever comes under ever new ones fills no memory."""
+"""Bound on remembered names, so that a client that joins under ever new names cannot fill the memory."""
 
 _MOST_REPLACED = 16
 
 
 @dataclass
 class Member:
-    """One worker, from its joining to its leaving."""
+    """A worker, from joining to leaving."""
 
     name: str
     session: str
@@ -27,45 +27,45 @@ class Member:
     seen_at: float
     joined_at: float = 0.0
     address: str = ""
-    """Where it is, as the transport sees it; empty: the transport does not know."""
+    """Network address as the transport sees it; empty: unknown."""
     about: Mapping[str, str] = field(default_factory=dict)
     instance: str = ""
     challenge: int = 0
-    """Which of the coordinator's challenges it answered when it joined."""
+    """Number of the challenge that it answered when it joined."""
     guest: str = ""
-    """Whose invitation let it in; empty: the run's own token."""
+    """Person on whose invitation it joined; empty: it has the run's own token."""
     experts: tuple[int, ...] = ()
-    """The experts of a mixture that it holds; none: all of them."""
+    """Experts of a mixture that it holds; empty: all of them."""
     seen_seq: int = -1
     seen_place: tuple[int, int] = (0, 0)
-    """The last number, and epoch and batch, that it was seen to send, whatever became of it."""
+    """Epoch and batch of its last contribution, accepted or not, as `seen_seq` is its number."""
     failed: int = 0
-    """Units in a row that it could not do."""
-    word: str = ""
-    """What it is told with the answer to its next sign of life."""
+    """Units in a row that it failed."""
+    warning: str = ""
+    """Text for the reply to its next heartbeat."""
     state: str = "joining"
     numbers: dict[bool, int] = field(default_factory=lambda: {False: -1, True: -1})
-    """The last message number, of heartbeats and of all else: a message that was seen before is not taken again."""
+    """Last message number, of heartbeats (True) and of other messages (False). A message with an older number is a replay."""
     arrived_at: float | None = None
     interval_s: float | None = None
     """Smoothed time between its contributions."""
     began_at: float | None = None
-    """When it was given the weights that it works on now."""
+    """When it got the weights that it computes on now."""
     pace: float | None = None
-    """Smoothed batches a second, from weights to contribution: what it waited for others is not in it."""
+    """Smoothed batches per second from weights to contribution, without the time that it waited for others."""
     batches: int = 1
-    """What its last contribution was made of."""
+    """Batches of its last contribution."""
     lag: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What it told of itself lately."""
+    """Figures of its last heartbeat."""
     accepted: int = 0
     rejected: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    """How many of its contributions were turned away, by why."""
+    """Rejected contributions by reason."""
     received_bytes: int = 0
 
     def reject(self, reason: str) -> None:
-        """Something that it sent was turned away."""
+        """Count a rejected contribution."""
         self.rejected += 1
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
@@ -75,18 +75,18 @@ class Member:
 
 
 class Seats:
-    """Seats at the data, of those who are here. A seat that becomes free is the first to be given away, so no shard is left alone."""
+    """Seats at the data. A freed seat is the first to be given away, so that no shard stays without a worker."""
 
     def __init__(self) -> None:
         self.taken: set[int] = set()
         self._left: list[int] = []
-        """Seats that were left, smallest first; some may be taken again."""
+        """Heap of freed seats; some may be taken again."""
         self._listed: set[int] = set()
         self._beyond = 0
-        """No seat from here on was ever left."""
+        """No seat from this number on was ever freed."""
 
     def take(self, wanted: int | None) -> int:
-        """The seat that is wanted, or the first free one."""
+        """The wanted seat if it is free, otherwise the first free one."""
         seat = self._first() if wanted is None or wanted in self.taken else wanted
         self.taken.add(seat)
         return seat
@@ -109,7 +109,7 @@ class Seats:
 
 
 class SortedRates:
-    """Workers' rates in order, so that the middle one and the largest are at hand."""
+    """Workers' rates in order: median and maximum in constant time."""
 
     def __init__(self) -> None:
         self._sorted: list[float] = []
@@ -125,7 +125,7 @@ class SortedRates:
         return self._sorted[-1]
 
     def speed(self, rate: float | None) -> float:
-        """A rate over the median; 1 while there is nothing to compare it with."""
+        """A rate over the median; 1 while there are fewer than two."""
         count = len(self._sorted)
         if rate is None or count < 2:
             return 1.0
@@ -133,27 +133,27 @@ class SortedRates:
 
 
 class MemberTable:
-    """All workers that are here. Seats and sequence numbers are remembered for those that come back."""
+    """All workers that take part now. Seats are remembered for workers that come back."""
 
-    def __init__(self, heartbeat_interval_s: float, most_sessions: int = 10_000) -> None:
+    def __init__(self, heartbeat_interval_s: float, most_sessions: int = 10_000, most_failures: int = 5) -> None:
         self.heartbeat_interval_s, self.timeout_s = heartbeat_interval_s, MISSED_HEARTBEATS * heartbeat_interval_s
-        self.most_sessions = most_sessions
+        self.most_sessions, self.most_failures = most_sessions, most_failures
         self.by_session: OrderedDict[str, Member] = OrderedDict()
-        """Who has been silent for longest comes first."""
+        """In the order of their last messages, longest silent first."""
         self.by_name: dict[str, Member] = {}
         self.known: dict[str, int] = {}
-        """The seat each name had last."""
+        """The last seat of each name."""
         self.seats = Seats()
         self.rates = SortedRates()
         self.paces = SortedRates()
         self.guests: Counter[str] = Counter()
-        """Workers that are here on the invitation of each person."""
+        """Workers that are here on each person's invitation."""
         self.replaced: dict[str, deque[str]] = {}
-        """By name: the last processes whose place another one took."""
+        """By name: the last processes that another process of this name replaced."""
         self.quarantined: OrderedDict[str, float] = OrderedDict()
-        """Names that failed what others manage, and until when they are kept out."""
+        """Names that failed units which others manage, and until when they are kept out."""
         self.quarantined_guests: dict[str, float] = {}
-        """People on whose invitation such a worker came, and until when no newcomer is let in on it."""
+        """People on whose invitation such a worker joined, and until when no newcomer may join on it."""
         self._named = 0
 
     def add(
@@ -166,7 +166,7 @@ class MemberTable:
         guest: str = "",
         seat: int | None = None,
     ) -> Member:
-        """`seat`: where somebody else gives out the seats; None: the one that it had, or the first free one."""
+        """`seat`: None for the seat that the name had last, or the first free one."""
         seat = self.seats.take(self.known.get(name)) if seat is None else seat
         worker = Member(name, session, seat, now, now, about=about, instance=instance, guest=guest)
         self.guests[guest] += 1
@@ -183,8 +183,8 @@ class MemberTable:
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
 
-    def replace(self, worker: Member) -> None:
-        """Another process has taken a worker's name. If both came back whenever the other did, neither would get anything done."""
+    def mark_replaced(self, worker: Member) -> None:
+        """Remember a process whose name another process has taken, so that it does not rejoin and replace that one in turn."""
         self.replaced.setdefault(worker.name, deque(maxlen=_MOST_REPLACED)).append(worker.instance)
 
     def quarantine(self, name: str, guest: str, until: float) -> None:
@@ -193,8 +193,8 @@ class MemberTable:
         if guest:
             self.quarantined_guests[guest] = until
 
-    def released(self, now: float) -> str | None:
-        """One who was kept out for long enough, or whose place in the list others need."""
+    def next_released(self, now: float) -> str | None:
+        """Take a name from the quarantine whose time is over, or the oldest one if the list is too long."""
         name, until = next(iter(self.quarantined.items()), ("", now))
         if not name or (until > now and len(self.quarantined) <= self.most_sessions):
             return None
@@ -206,26 +206,30 @@ class MemberTable:
             return True
         return len(self.by_name) < self.most_sessions and (name in self.known or len(self.known) < max(MOST_NAMES, self.most_sessions))
 
-    def hear(self, worker: Member, now: float) -> None:
-        """A sign of life."""
+    def touch(self, worker: Member, now: float) -> None:
+        """Note that a worker sent a message."""
         worker.seen_at = now
         self.by_session.move_to_end(worker.session)
 
-    def silent(self, now: float) -> Member | None:
-        """One who has not been heard for too long, if there is any."""
+    def next_silent(self, now: float) -> Member | None:
+        """A worker that has been silent for too long, if there is any."""
         first = next(iter(self.by_session.values()), None)
         return first if first is not None and now - first.seen_at > self.timeout_s else None
 
-    def arrive(self, worker: Member, now: float, alpha: float) -> None:
-        """A contribution came: measure the time since the last one."""
+    def at_work(self) -> Iterator[str]:
+        """Names of the workers that have not failed too many units in a row."""
+        return (name for name, worker in self.by_name.items() if worker.failed < self.most_failures)
+
+    def measure_rate(self, worker: Member, now: float, alpha: float) -> None:
+        """Smooth the time between a worker's contributions, when one arrives."""
         if worker.arrived_at is not None and now > worker.arrived_at:
             passed, before = now - worker.arrived_at, worker.rate
             worker.interval_s = passed if worker.interval_s is None else alpha * passed + (1 - alpha) * worker.interval_s
             self.rates.move(before, worker.rate)
         worker.arrived_at = now
 
-    def time(self, worker: Member, batches: int, now: float, alpha: float) -> None:
-        """A contribution came: measure how fast it was made."""
+    def measure_pace(self, worker: Member, batches: int, now: float, alpha: float) -> None:
+        """Smooth a worker's batches per second, when a contribution arrives."""
         if worker.began_at is not None and now > worker.began_at:
             pace, before = batches / (now - worker.began_at), worker.pace
             worker.pace = pace if before is None else alpha * pace + (1 - alpha) * before
@@ -244,7 +248,7 @@ class MemberTable:
         return self.rates.speed(worker.rate)
 
     def table(self) -> list[dict[str, Any]]:
-        """One row per worker, for people."""
+        """One row per worker, for the user."""
         return [
             {
                 "worker": worker.name,

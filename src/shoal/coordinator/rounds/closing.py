@@ -1,35 +1,49 @@
-"""When a round closes, and what happens while there are too few workers for the aggregation rule."""
+"""Rounds that are due become new weights; while too few workers are here for the aggregation rule, the run waits or stops."""
 
 from __future__ import annotations
 
 from shoal.config.schema.updates import Bucketing
-from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.effects import Note, StopRun
 from shoal.coordinator.members.table import MISSED_HEARTBEATS
 from shoal.coordinator.policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.state import RunPlan
+from shoal.coordinator.run_plan import RunPlan
+from shoal.coordinator.turn import Turn
 
 GATHERING_S = 30.0
+"""Time that the first round waits for workers that have not joined, at least."""
 _MOST_NAMED = 8
 
 
 class RoundClosing:
-    """Decides from counts alone, so that it may be asked at every message."""
+    """Closes rounds. It decides from counts alone, so checking at every message is cheap."""
 
-    def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, book: ReplayedState) -> None:
-        self.plan, self.policy, self.book = plan, policies.rounds, book
-        self.rounds: Rounds = book.rounds
+    def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, rounds: Rounds, completion: RunCompletion) -> None:
+        self.plan, self.policy, self.rounds, self.completion = plan, policies.rounds, rounds, completion
         self.first_workers = self.policy.first_workers(plan.expected)
         self.gathering = self.first_workers > 1
-        """Until the expected workers have come: at the start, and when a coordinator comes back."""
+        """Whether expected workers are still awaited: at the start, and after the coordinator restarted."""
         self._short_since: float | None = None
         self._noted = ""
         self._weak = False
-        """Whether the last round had too few workers for the rule to withstand anything."""
+        """Whether the last round had too few workers for the rule to withstand any false contribution."""
 
-    def due(self, number: int, now: float) -> bool:
-        """Whether the round may close now."""
+    def close_due(self, turn: Turn) -> bool:
+        """Close every round that is due; return whether there was one. Each makes the next version (at a relay: one contribution for
+        the coordinator above)."""
+        before = len(self.rounds.open)
+        while self._may_close(turn) and self._is_due(turn.state.version, turn.now):
+            self._close(turn, turn.state.version)
+        closed = len(self.rounds.open) < before
+        turn.release_held |= closed
+        return closed
+
+    def _may_close(self, turn: Turn) -> bool:
+        relayed = turn.replayed.relayed is not None
+        return bool(self.rounds.open) and not (self.completion.finished or turn.state.paused or relayed)
+
+    def _is_due(self, number: int, now: float) -> bool:
         there = self.rounds.open.get(number)
         if there is None:
             return False
@@ -37,46 +51,24 @@ class RoundClosing:
             there.opened_at = now
         active = len(self.rounds.active) + self.rounds.awaited(number)
         if self.gathering:
-            self.gathering = active < self.first_workers and now < there.opened_at + self._patience_s(number)
-        return not self.gathering and self.policy.due(there, active, self.plan.needed, now, self.all_settled)
+            self.gathering = active < self.first_workers and now < there.opened_at + self._gathering_s(number)
+        return not self.gathering and self.policy.due(there, active, self.plan.needed, now, self.completion.replayed.all_units_settled)
 
-    @property
-    def all_settled(self) -> bool:
-        """Whether the data is cut into units, and none is left to do."""
-        return self.plan.cut is not None and self.book.settled.all_of(self.plan.cut.total)
-
-    def _patience_s(self, number: int) -> float:
-        """How long those who are ready wait for the others. At the start that is longer: to start a program takes longer than a step."""
+    def _gathering_s(self, number: int) -> float:
+        """How long workers that are ready wait for the others. The first round waits longer: processes have to start first."""
         return max(GATHERING_S, self.policy.deadline_s) if number == 0 else self.policy.deadline_s
 
-    def watch(self, number: int, now: float) -> Note | StopRun | None:
-        """Too few workers for the rule: wait for more, or stop. It never makes do with a lesser rule.
+    def _close(self, turn: Turn, number: int) -> None:
+        keys = sorted(self.rounds.open[number].held)
+        if (note := self._weakness(self.rounds.workers(number))) is not None:
+            turn.emit(note)
+        if self.policy.waits_for_all:
+            self.rounds.miss(number)
+        kind = "closed" if self.plan.above is None else "combined"
+        turn.record({"kind": kind, "round": number, "contributions": [list(key) for key in keys]})
 
-        Workers that are gone get the time to come back: after a crash of the coordinator, all of them have to.
-        """
-        needed, reachable, interval_s = self.plan.needed, self.rounds.reachable(number), self.plan.heartbeat_interval_s
-        if reachable >= needed:
-            self._short_since, self._noted = None, ""
-            return None
-        self._short_since = now if self._short_since is None else self._short_since
-        short_s = now - self._short_since
-        text = f"{self.plan.updates.aggregation.kind} needs {needed} contributions and {reachable} workers are here"
-        if self.plan.updates.below_quorum == "stop" and number > 0 and short_s > MISSED_HEARTBEATS * interval_s:
-            return StopRun(f"{text}: stopped, as updates.below_quorum says")
-        if self._noted == text or short_s < interval_s:
-            return None
-        self._noted = text
-        return Note(f"{text}: waiting for {needed - reachable} more{self._missing()}")
-
-    def _missing(self) -> str:
-        """Who of those that the settings name is not here, for people."""
-        absent = [name for name in self.plan.listed if name not in self.rounds.active]
-        shown = [f"{name} ({self.plan.listed[name]})" if self.plan.listed[name] else name for name in absent[:_MOST_NAMED]]
-        more = f" and {len(absent) - _MOST_NAMED} others" if len(absent) > _MOST_NAMED else ""
-        return f"; {', '.join(shown)}{more} {'is' if len(absent) == 1 else 'are'} missing" if absent else ""
-
-    def judge(self, workers: int) -> Note | None:
-        """A word on a round that closes with contributions of so many workers, where those are too few for the rule to do its job."""
+    def _weakness(self, workers: int) -> Note | None:
+        """A warning for the first round in a row that closes with too few workers for the aggregation rule to protect it."""
         updates = self.plan.updates
         bucket = updates.mixing.size if isinstance(updates.mixing, Bucketing) else 1
         rule, before = updates.aggregation, self._weak
@@ -85,3 +77,31 @@ class RoundClosing:
             return None
         few = f"{workers} worker{'s' * (workers != 1)}" + (f" in buckets of {bucket}" if bucket > 1 else "")
         return Note(f"warning: {rule.kind} withstands nothing with contributions of {few}: it takes {rule.works_from}; this is a mean")
+
+    def watch_quorum(self, turn: Turn) -> None:
+        """Wait for more workers, or stop, while there are too few for the aggregation rule. The rule is never replaced by a weaker one.
+
+        Workers that are gone get time to come back: after a crash of the coordinator all of them have to.
+        """
+        number, now, needed = turn.state.version, turn.now, self.plan.needed
+        reachable, interval_s = self.rounds.reachable(number), self.plan.heartbeat_interval_s
+        if reachable >= needed:
+            self._short_since, self._noted = None, ""
+            return
+        self._short_since = now if self._short_since is None else self._short_since
+        short_s = now - self._short_since
+        text = f"{self.plan.updates.aggregation.kind} needs {needed} contributions and {reachable} workers are here"
+        if self.plan.updates.below_quorum == "stop" and number > 0 and short_s > MISSED_HEARTBEATS * interval_s:
+            self.completion.stopped = f"{text}: stopped, as updates.below_quorum says"
+            turn.emit(StopRun(self.completion.stopped))
+            turn.release_held = True
+        elif self._noted != text and short_s >= interval_s:
+            self._noted = text
+            turn.emit(Note(f"{text}: waiting for {needed - reachable} more{self._missing()}"))
+
+    def _missing(self) -> str:
+        """The workers that the configuration names and that are not here, as text."""
+        absent = [name for name in self.plan.listed if name not in self.rounds.active]
+        shown = [f"{name} ({self.plan.listed[name]})" if self.plan.listed[name] else name for name in absent[:_MOST_NAMED]]
+        more = f" and {len(absent) - _MOST_NAMED} others" if len(absent) > _MOST_NAMED else ""
+        return f"; {', '.join(shown)}{more} {'is' if len(absent) == 1 else 'are'} missing" if absent else ""

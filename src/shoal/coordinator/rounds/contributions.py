@@ -1,21 +1,22 @@
-"""Contributions as they arrive: which are taken, and what their workers are told, at once or when the round has closed."""
+"""Contributions as they arrive: which are accepted, and when their workers get the reply."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
+from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.durable.receipt_seal import seal
 from shoal.coordinator.durable.replayed_state import ReplayedState
-from shoal.coordinator.effects import Effect, Frames, Reply
+from shoal.coordinator.effects import Reply
+from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.members.lifecycle import MemberLifecycle
 from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.policies import CoordinatorPolicies
-from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, PlausibilityChecks
-from shoal.coordinator.state import HeldReply, RequestReceived, RunPlan, State, accepted
+from shoal.coordinator.run_plan import RunPlan
+from shoal.coordinator.state import HeldReply, accepted_record
+from shoal.coordinator.turn import NO_WEIGHTS, Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.protocol.frames import UpdateError
@@ -23,221 +24,212 @@ from shoal.protocol.messages import Contribute
 from shoal.updates.answer_frames import InexactAnswers, digest
 
 LONGEST_WAIT_S = 5.0
-"""An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
-NO_WEIGHTS = -2
-"""In place of the version that a worker has: its answer brings no weights."""
+"""Longest time that a reply is held back: a worker that waits longer may take the connection for lost."""
 _MOST_DATA = 2**31
-"""No data has so many epochs, and no epoch so many batches."""
-
-
-class Host(Protocol):
-    """The coordinator that contributions are for."""
-
-    plan: RunPlan
-    policies: CoordinatorPolicies
-    book: ReplayedState
-    rounds: Rounds
-    members: MemberTable
-    attendance: MemberLifecycle
-    claims: PlausibilityChecks
-    lender: UnitLeasing | None
-    tasks: TaskAssigner | None
-    waiting: OrderedDict[str, HeldReply]
-    now: float
-
-    @property
-    def state(self) -> State: ...
-    @property
-    def finished(self) -> bool: ...
-    def emit(self, *effects: Effect) -> None: ...
-    def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
-    def refuse(self, caller: Any, reason: str, detail: str = "") -> None: ...
-    def answer(self, caller: Any, header: dict[str, Any], worker: Member, have: int) -> None: ...
-    def close_what_is_due(self) -> None: ...
+"""Bound on epochs of the data, and on batches of an epoch."""
 
 
 class ContributionHandler:
-    """Judges contributions, and answers those who sent them."""
+    """Checks contributions, records those that are accepted, and replies to their senders.
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    A worker that may not send for the next round yet gets its reply when a round has closed.
+    """
 
-    def take(self, event: RequestReceived, asked: Contribute, worker: Member) -> None:
-        """Judge a contribution, and answer it."""
-        host = self.host
-        if asked.seq == host.state.sequences.get(worker.name, -1):
-            host.rounds.activate(worker.name)  # it has the weights that this was computed on
-            return self._receipt(event.caller, worker, asked, "accepted", repeated=True)
-        if asked.base > host.state.version or worker.name not in host.rounds.active:
-            return host.refuse(event.caller, "impossible", "an update of weights that were never sent")
-        if asked.batches > host.claims.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
-            return host.refuse(event.caller, "impossible", "more data than the run has for one contribution")
-        if not host.claims.in_reach(asked, worker.seen_seq, worker.seen_place if host.tasks is None else None):
-            return host.refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
-        self._see(worker, asked)
-        if (asked.unit >= 0) != (host.lender is not None and host.lender.leases is not None):
-            return host.refuse(event.caller, "impossible", "not what this run's workers send")
-        host.members.arrive(worker, host.now, host.plan.telemetry_alpha)
-        host.members.time(worker, asked.batches, host.now, host.plan.telemetry_alpha)
-        worker.lag = self._lag(worker, asked.base)
-        return self._submit(event, asked, worker) if asked.unit >= 0 else self._admit(event, asked, worker)
+    def __init__(
+        self,
+        plan: RunPlan,
+        policies: CoordinatorPolicies,
+        replayed: ReplayedState,
+        members: MemberTable,
+        lifecycle: MemberLifecycle,
+        checks: PlausibilityChecks,
+        units: UnitLeasing | None,
+        tasks: TaskAssigner | None,
+        completion: RunCompletion,
+        replies: Replies,
+        held_replies: OrderedDict[str, HeldReply],
+    ) -> None:
+        self.plan, self.policies, self.replayed, self.rounds = plan, policies, replayed, replayed.rounds
+        self.members, self.lifecycle, self.checks, self.units, self.tasks = members, lifecycle, checks, units, tasks
+        self.completion, self.replies, self.held_replies = completion, replies, held_replies
 
-    def _see(self, worker: Member, asked: Contribute) -> None:
-        """Note how far a worker has come, whatever becomes of what it sends. Where much is turned away, that survives a crash, too: else
-        the worker would come back with numbers that it cannot have come to."""
-        host = self.host
+    def take(self, turn: Turn, event: RequestReceived, asked: Contribute, worker: Member) -> None:
+        """Check a contribution; accept it, or say why not."""
+        if asked.seq == turn.state.sequences.get(worker.name, -1):
+            self.rounds.activate(worker.name)  # it has the weights that this was computed on
+            return _reply_after_closing(turn, event.caller, asked, worker, repeated=True)
+        if asked.base > turn.state.version or worker.name not in self.rounds.active:
+            return turn.refuse(event.caller, "impossible", "an update of weights that were never sent")
+        if asked.batches > self.checks.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
+            return turn.refuse(event.caller, "impossible", "more data than the run has for one contribution")
+        if not self.checks.in_reach(asked, worker.seen_seq, worker.seen_place if self.tasks is None else None):
+            return turn.refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
+        self._note_progress(turn, worker, asked)
+        if (asked.unit >= 0) != (self.units is not None and self.units.leases is not None):
+            return turn.refuse(event.caller, "impossible", "not what this run's workers send")
+        self.members.measure_rate(worker, turn.now, self.plan.telemetry_alpha)
+        self.members.measure_pace(worker, asked.batches, turn.now, self.plan.telemetry_alpha)
+        worker.lag = self._lag(turn, worker, asked.base)
+        return self._take_unit(turn, event, asked, worker) if asked.unit >= 0 else self._admit(turn, event, asked, worker)
+
+    def _note_progress(self, turn: Turn, worker: Member, asked: Contribute) -> None:
+        """Remember how far a worker has come, even if its contribution is rejected. After many rejections in a row this becomes a
+        record: otherwise a restarted coordinator would refuse the worker's numbers as implausible."""
         worker.seen_seq, worker.seen_place = max(worker.seen_seq, asked.seq), max(worker.seen_place, (asked.epoch, asked.position))
-        known = max(host.state.sequences.get(worker.name, -1), host.state.seen.get(worker.name, (-1,))[0])
+        known = max(turn.state.sequences.get(worker.name, -1), turn.state.seen.get(worker.name, (-1,))[0])
         if worker.seen_seq - known > MOST_UNRECORDED:
             place = {"seat": worker.seat, "epoch": worker.seen_place[0], "position": worker.seen_place[1]}
-            host.record({"kind": "seen", "worker": worker.name, "seq": worker.seen_seq, **place})
+            turn.record({"kind": "seen", "worker": worker.name, "seq": worker.seen_seq, **place})
 
-    def _move_on(self, worker: Member, asked: Contribute) -> None:
-        if self.host.tasks is not None:
-            self.host.tasks.move_on(worker, asked)
+    def _lag(self, turn: Turn, worker: Member, base: int) -> int:
+        """Versions between the base of an update and now. A worker that steps its own weights has seen the versions that it made."""
+        own = 0
+        if self.policies.contribution.own_steps:
+            own = sum(1 for version in turn.state.made.get(worker.name, ()) if version > base)
+        return max(0, turn.state.version - base - own)
 
-    def _admit(self, event: RequestReceived, asked: Contribute, worker: Member) -> None:
-        share = self.host.policies.admission.share(worker.lag, self.host.members.speed(worker))
-        problem = self._problem(worker, asked) or ("stale" if share <= 0 else "")
+    # --- accept or reject ----------------------------------------------------------------------------
+
+    def _admit(self, turn: Turn, event: RequestReceived, asked: Contribute, worker: Member) -> None:
+        share = self.policies.admission.share(worker.lag, self.members.speed(worker))
+        problem = self._problem(turn, worker, asked) or ("stale" if share <= 0 else "")
         if problem:
-            return self._turn_away(event.caller, asked, worker, problem)
-        return self._accept(event, asked, worker, share)
-
-    def _turn_away(self, caller: Any, asked: Contribute, worker: Member, problem: str) -> None:
-        worker.reject(problem)
-        self.host.state.count(problem)
-        self._move_on(worker, asked)
-        self._receipt(caller, worker, asked, problem)
-
-    def _accept(self, event: RequestReceived, asked: Contribute, worker: Member, share: float) -> None:
-        host = self.host
-        number = self._round_for(worker, asked)
-        late = host.policies.rounds.window > 0 and asked.round < number
+            return self._reject(turn, event.caller, asked, worker, problem)
+        number = self._round_for(turn, worker, asked)
+        late = self.policies.rounds.window > 0 and asked.round < number
         try:
-            decoded = host.book.decode(event.frames, number, worker.experts)
+            decoded = self.replayed.decode(event.frames, number, worker.experts)
         except UpdateError as error:
             worker.reject("malformed")
-            return host.refuse(event.caller, "malformed", str(error))
+            return turn.refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
-        made = accepted(worker.name, worker.seat, host.claims.believed(asked, worker.name), share, number, late, worker.experts)
-        host.record(made, event.frames, decoded)
-        self._move_on(worker, asked)
-        host.close_what_is_due()  # the answer then brings the weights that this contribution moved
-        return self._receipt(event.caller, worker, asked, "accepted")
+        plausible = self.checks.bounded(asked, worker.name)
+        turn.record(accepted_record(worker.name, worker.seat, plausible, share, number, late, worker.experts), event.frames, decoded)
+        if self.tasks is not None:
+            self.tasks.move_on(turn, worker, asked)
+        return _reply_after_closing(turn, event.caller, asked, worker)
 
-    def _submit(self, event: RequestReceived, asked: Contribute, worker: Member) -> None:
-        """Take a unit's result, where the coordinator keeps the leases."""
-        host = self.host
-        assert host.lender is not None
-        if host.finished:
-            return self._turn_away(event.caller, asked, worker, "finished")
+    def _take_unit(self, turn: Turn, event: RequestReceived, asked: Contribute, worker: Member) -> None:
+        """Take the result of a unit that this coordinator leased out."""
+        assert self.units is not None
+        if self.completion.finished:
+            return self._reject(turn, event.caller, asked, worker, "finished")
         try:
-            outcome = host.lender.submit(worker, asked, event.frames)
+            outcome = self.units.submit(turn, worker, asked, event.frames)
         except InexactAnswers as error:
-            return self._tell_inexact(event, asked, worker, str(error))
+            return self._reject_inexact(turn, event, asked, worker, str(error))
         except UpdateError as error:
-            host.refuse(event.caller, "malformed", str(error))
-            return host.attendance.count_failure(worker, "what it sent cannot be used")
+            turn.refuse(event.caller, "malformed", str(error))
+            return self.lifecycle.count_failure(turn, worker, "what it sent cannot be used")
         if outcome != "accepted":
-            return self._turn_away(event.caller, asked, worker, outcome)
+            return self._reject(turn, event.caller, asked, worker, outcome)
         worker.accepted += 1
         worker.failed = 0
-        host.close_what_is_due()
-        return self._receipt(event.caller, worker, asked, "accepted")
+        return _reply_after_closing(turn, event.caller, asked, worker)
 
-    def _tell_inexact(self, event: RequestReceived, asked: Contribute, worker: Member, why: str) -> None:
-        """Name a worker whose answers are not what they should be: in the ledger, to people, and to itself."""
-        host = self.host
+    def _reject(self, turn: Turn, caller: Any, asked: Contribute, worker: Member, problem: str) -> None:
+        worker.reject(problem)
+        turn.state.count(problem)
+        if self.tasks is not None:
+            self.tasks.move_on(turn, worker, asked)
+        self._confirm(turn, caller, worker, asked.seq, problem, asked.have)
+
+    def _reject_inexact(self, turn: Turn, event: RequestReceived, asked: Contribute, worker: Member, why: str) -> None:
+        """Reject answers that were not computed as they should have been: in the ledger, in a warning, and to the worker."""
         fields = {"worker": worker.name, "seq": asked.seq, "unit": asked.unit, "base": asked.base, "reason": why}
-        host.record({"kind": "inexact", **fields, "digest": digest(event.frames)})
-        host.state.count("inexact")
-        host.attendance.tell(f"warning: unit {asked.unit} of {worker.name} is refused: {why}")
-        self._receipt(event.caller, worker, asked, "inexact")
-        host.attendance.count_failure(worker, why)
+        turn.record({"kind": "inexact", **fields, "digest": digest(event.frames)})
+        turn.state.count("inexact")
+        self.lifecycle.announce(turn, f"warning: unit {asked.unit} of {worker.name} is refused: {why}")
+        self._confirm(turn, event.caller, worker, asked.seq, "inexact", asked.have)
+        self.lifecycle.count_failure(turn, worker, why)
 
-    def _lag(self, worker: Member, base: int) -> int:
-        """Versions that the update does not know of. A worker that steps its own weights knows those it made itself."""
-        host = self.host
-        own_steps = host.policies.contribution.own_steps
-        own = sum(1 for version in host.state.made.get(worker.name, ()) if version > base) if own_steps else 0
-        return max(0, host.state.version - base - own)
-
-    def _problem(self, worker: Member, asked: Contribute) -> str:
-        """Why a contribution cannot be taken, however fresh it is."""
-        host = self.host
-        if host.finished:
+    def _problem(self, turn: Turn, worker: Member, asked: Contribute) -> str:
+        """The status with which a contribution is rejected, whatever its lag; empty: none."""
+        if self.completion.finished:
             return "finished"
-        if host.tasks is not None and not host.tasks.is_at(worker, asked):
+        if self.tasks is not None and not self.tasks.is_assigned(worker, asked):
             return "moved"
-        if asked.seq < host.state.sequences.get(worker.name, -1) or self._is_learned(worker.seat, asked):
+        if asked.seq < turn.state.sequences.get(worker.name, -1) or _is_learned(turn, worker.seat, asked):
             return "overtaken"
-        rounds, version = host.policies.rounds, self._open_round
-        has_room = self._has_room_for(worker, self._round_for(worker, asked))
-        return rounds.problem(asked.round, version) or ("" if has_room else "ahead")
+        has_room = self._has_room_for(worker, self._round_for(turn, worker, asked))
+        return self.policies.rounds.problem(asked.round, self._open_round(turn)) or ("" if has_room else "ahead")
 
-    @property
-    def _open_round(self) -> int:
-        """The round that takes contributions. While that of a relay is on its way up, it is the next one."""
-        return self.host.state.version + (self.host.book.upward is not None)
+    def _open_round(self, turn: Turn) -> int:
+        """The round that takes contributions: at a relay whose last round is on its way up, the next one."""
+        return turn.state.version + (self.replayed.relayed is not None)
 
-    def _round_for(self, worker: Member, asked: Contribute) -> int:
-        """The round that a contribution goes into: never one before that of the worker's last one, which an earlier life of it may have
-        sent ahead. So what a worker makes is in the weights in the order in which it was made."""
-        return max(self.host.policies.rounds.round_for(asked.round, self._open_round), self.host.rounds.newest_of(worker.name))
+    def _round_for(self, turn: Turn, worker: Member, asked: Contribute) -> int:
+        """The round that a contribution goes into.
+
+        Holds: it is never before the round of the worker's last contribution, so contributions of a worker apply in their order.
+        """
+        number = self.policies.rounds.round_for(asked.round, self._open_round(turn))
+        return max(number, self.rounds.newest_of(worker.name))
 
     def _has_room_for(self, worker: Member, number: int) -> bool:
         """Whether a round takes one more contribution of this worker."""
-        return self.host.rounds.sent_by(worker.name, number) < self.host.policies.rounds.most_of_one
+        return self.rounds.sent_by(worker.name, number) < self.policies.rounds.most_of_one
 
-    def _is_learned(self, seat: int, asked: Contribute) -> bool:
-        """Whether a worker in this seat has sent already what was learned from these batches."""
-        gone = self.host.state.positions.get(str(seat))
-        return gone is not None and (asked.epoch, asked.position - asked.batches) < (gone[0], gone[1])
+    # --- replies --------------------------------------------------------------------------------------
 
-    def _receipt(self, caller: Any, worker: Member, asked: Contribute, status: str, repeated: bool = False) -> None:
-        """Answer at once, or when the round has closed if the worker may not go on before. Nobody goes on while the run is paused."""
-        host = self.host
-        free = not host.state.paused and host.policies.rounds.may_send_next(asked.round, host.state.version)
-        free = free and self._has_room_for(worker, host.state.version)
-        if status == "accepted" and not free and not host.finished:
-            before = host.waiting.pop(worker.session, None)
-            self.answer_no_longer(None if before is None else before.caller)
-            host.waiting[worker.session] = HeldReply(caller, asked.seq, asked.have, asked.round, host.now)
-            return
-        have = asked.have if asked.have >= 0 or status != "accepted" else NO_WEIGHTS
-        self._confirm(caller, worker, asked.seq, status, have, repeated)
+    def reply(self, turn: Turn) -> None:
+        """Send the replies that are due at the end of a turn: those held back until now, and that of the accepted contribution."""
+        if turn.release_held:
+            for session, held in list(self.held_replies.items()):
+                free = self._may_go_on(turn, held)
+                if free or self.completion.finished:
+                    self._send_held(turn, self.held_replies.pop(session), "accepted" if free else "finished")
+        if turn.accepted is not None:
+            self._send_or_hold(turn, turn.accepted)
 
-    def _confirm(self, caller: Any, worker: Member, seq: int, status: str, have: int, repeated: bool = False) -> None:
-        host = self.host
-        header = {"kind": "receipt", "status": status, "seq": seq, "round": host.state.version, "repeated": repeated}
-        if status in ("accepted", "wait") and host.plan.receipt_key and host.state.sequences.get(worker.name) == seq:
-            digest = host.state.digests.get(worker.name, "")
-            header |= {"digest": digest, "seal": seal(host.plan.receipt_key, worker.name, seq, digest, host.state.version)}
-        host.answer(caller, header, worker, have)
+    def _send_or_hold(self, turn: Turn, held: HeldReply) -> None:
+        worker = held.worker
+        if worker.session not in self.members.by_session:
+            return turn.refuse(held.caller, "unknown-session")
+        free = self._may_go_on(turn, held) and self._has_room_for(worker, turn.state.version)
+        if free or self.completion.finished:
+            return self._send_held(turn, held, "accepted")
+        if (before := self.held_replies.pop(worker.session, None)) is not None:
+            refuse_older_call(turn, before.caller)
+        self.held_replies[worker.session] = held
+        return None
 
-    def release(self) -> None:
-        """Answer those who waited for a round that has closed by now."""
-        host = self.host
-        for session, waited in list(host.waiting.items()):
-            free = not host.state.paused and host.policies.rounds.may_send_next(waited.round, host.state.version)
-            if free or host.finished:
-                self._answer_waiting(session, "accepted" if free else "finished")
+    def _may_go_on(self, turn: Turn, held: HeldReply) -> bool:
+        return not turn.state.paused and self.policies.rounds.may_send_next(held.round, turn.state.version)
 
-    def reassure(self) -> None:
-        """Tell those who have waited long to ask again."""
-        host = self.host
-        while host.waiting:
-            session, waited = next(iter(host.waiting.items()))
-            if host.now - waited.since < LONGEST_WAIT_S:
+    def reassure(self, turn: Turn) -> None:
+        """Tell workers whose replies were held back for too long to ask again."""
+        while self.held_replies:
+            session, held = next(iter(self.held_replies.items()))
+            if turn.now - held.since < LONGEST_WAIT_S:
                 return
-            self._answer_waiting(session, "wait")
+            self._send_held(turn, self.held_replies.pop(session), "wait")
 
-    def _answer_waiting(self, session: str, status: str) -> None:
-        waited = self.host.waiting.pop(session)
-        have = waited.have if waited.have >= 0 and status != "wait" else NO_WEIGHTS
-        self._confirm(waited.caller, self.host.members.by_session[session], waited.seq, status, have)
+    def _send_held(self, turn: Turn, held: HeldReply, status: str) -> None:
+        have = held.have if held.have >= 0 and status != "wait" else NO_WEIGHTS
+        self._confirm(turn, held.caller, held.worker, held.seq, status, have, held.repeated)
 
-    def answer_no_longer(self, caller: Any) -> None:
-        """The worker asked again: nothing comes of its first question."""
-        if caller is not None:
-            self.host.emit(Reply(caller, {"kind": "refused", "reason": "asked-again", "detail": ""}))
+    def _confirm(self, turn: Turn, caller: Any, worker: Member, seq: int, status: str, have: int, repeated: bool = False) -> None:
+        """Send a receipt, sealed where the contribution was accepted."""
+        state, key = turn.state, self.plan.receipt_key
+        header = {"kind": "receipt", "status": status, "seq": seq, "round": state.version, "repeated": repeated}
+        if status in ("accepted", "wait") and key and state.sequences.get(worker.name) == seq:
+            digest = state.digests.get(worker.name, "")
+            header |= {"digest": digest, "seal": seal(key, worker.name, seq, digest, state.version)}
+        self.replies.send(turn, caller, header, worker, have)
+
+
+def refuse_older_call(turn: Turn, caller: Any) -> None:
+    """End a call whose worker has asked again since."""
+    turn.emit(Reply(caller, {"kind": "refused", "reason": "asked-again", "detail": ""}))
+
+
+def _reply_after_closing(turn: Turn, caller: Any, asked: Contribute, worker: Member, repeated: bool = False) -> None:
+    """Reply at the end of the turn, when due rounds have closed: the reply then brings the weights that this contribution moved."""
+    turn.accepted = HeldReply(worker, caller, asked.seq, asked.have, asked.round, turn.now, repeated)
+
+
+def _is_learned(turn: Turn, seat: int, asked: Contribute) -> bool:
+    """Whether these batches of a seat are in a contribution that was accepted before."""
+    gone = turn.state.positions.get(str(seat))
+    return gone is not None and (asked.epoch, asked.position - asked.batches) < (gone[0], gone[1])

@@ -7,7 +7,7 @@ from itertools import islice
 
 from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.policies import CoordinatorPolicies
-from shoal.coordinator.state import RunPlan
+from shoal.coordinator.run_plan import RunPlan
 
 LEAST_SHARE = 1 / 8
 """Of the steps of the fastest worker. A worker that is slower still is waited for, or comes too late."""

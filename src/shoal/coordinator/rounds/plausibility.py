@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from shoal.coordinator.state import RunPlan
+from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataUnit
 from shoal.protocol.messages import Contribute, Delivered
 from shoal.updates.expert_subsets import why_not_held
@@ -38,7 +38,7 @@ class PlausibilityChecks:
 
     # --- what a contribution was made of ---------------------------------------------------------------
 
-    def believed(self, asked: Contribute, worker: str) -> Contribute:
+    def bounded(self, asked: Contribute, worker: str) -> Contribute:
         """A contribution from a worker's own seat, with what can be true of it."""
         samples = asked.samples if self.plan.samples_per_batch is None else min(asked.samples, asked.batches * self.plan.samples_per_batch)
         weight, metrics = self._weight(asked.weight, samples), self.metrics(asked.metrics, worker)
@@ -46,7 +46,7 @@ class PlausibilityChecks:
             return asked
         return asked._replace(samples=samples, weight=weight, metrics=metrics)
 
-    def delivered(self, asked: Delivered) -> Delivered:
+    def bounded_unit(self, asked: Delivered) -> Delivered:
         """What was learned from a unit: the unit says of how many samples."""
         samples = self.samples_of(DataUnit(asked.epoch, asked.start, asked.batches))
         samples = asked.samples if samples is None else samples

@@ -11,10 +11,10 @@ from typing import Any
 
 from shoal.coordinator.driver_interfaces import LeaseDatabase
 from shoal.coordinator.effects import Effect, Issue, Published
+from shoal.coordinator.events import LeaseResult, UnusableResult
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.members.authentication import TokenBucket
 from shoal.coordinator.rounds.weights_publisher import WeightsFeed, WeightsMessage
-from shoal.coordinator.state import LeaseResult, UnusableResult
 from shoal.errors import printable
 from shoal.protocol.messages import BadMessage, Request, parse_from_leases
 

@@ -148,7 +148,7 @@ class Leases:
         """The worker disappeared without a word. What it held was tried in vain, since a unit may be what kills workers."""
         return _only([self._fail(lease, WORKER_IS_GONE, now) for lease in self.held(worker)])
 
-    def free_hostage(self, worker: str, now: float) -> tuple[Lease, GivenUp | None] | None:
+    def take_from_slowest(self, worker: str, now: float) -> tuple[Lease, GivenUp | None] | None:
         """Take away the unit that another one has held for longest, where that is too long, since this worker has nothing to do. Signs of
         life renew a lease without end, and come from whoever likes to send them. None: there is no such unit."""
         lease = next((self._claimed[unit] for unit in self._ages if self._claimed[unit].worker != worker), None)
@@ -242,7 +242,7 @@ class Leases:
         self._times.append(now - lease.since)
         return ACCEPTED
 
-    def waits_for_somebody(self, unit: int) -> bool:
+    def waits_for_reliable_worker(self, unit: int) -> bool:
         """Whether a unit was tried in vain as often as it may be, and nobody who is there has shown that units can be done."""
         return self._attempts_at(unit) >= self.attempts and not any(self._is_reliable(name) for name in self.present())
 

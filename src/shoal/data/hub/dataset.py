@@ -15,8 +15,8 @@ from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema.data import HubDataset
 from shoal.data.hub.access import hub_answers, offline, quiet
 from shoal.data.interfaces import Progress
-from shoal.data.limits import HELD_OUT_NAMES, TRAIN_NAMES
 from shoal.data.packages import import_optional
+from shoal.data.splits import HELD_OUT_NAMES, TRAIN_NAMES
 from shoal.data.text.documents import Document, Position, TextPart
 from shoal.data.text.rows import Fields, fields_of, to_document
 from shoal.errors import ShoalError

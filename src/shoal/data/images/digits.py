@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from shoal.config import Run
 from shoal.data.images.samples import Target, TensorImages, from_pixels, image_data
-from shoal.data.interfaces import Data
-from shoal.data.limits import share_out
+from shoal.data.loaded_data import Data
 from shoal.data.packages import import_optional
+from shoal.data.splits import share_out
 
 
 def load_digits(run: Run) -> Data:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shoal.data.images.decoding import SUFFIXES, CorruptImageError, decode, is_grey
 from shoal.data.images.samples import LazyImages, Pixels, Target, TensorImages, from_pixels
-from shoal.data.limits import split_of
+from shoal.data.splits import split_of
 from shoal.errors import ShoalError
 
 LAZY_BYTES = 10**9
@@ -27,16 +27,6 @@ _PARTITION = "list_eval_partition.txt"
 
 
 ImageSamples = TensorImages | LazyImages
-
-
-class Store(Protocol):
-    """Named contents: a folder, or a zip file."""
-
-    path: Path
-
-    def names(self) -> list[str]: ...
-
-    def read(self, name: str) -> bytes: ...
 
 
 class Folder:
@@ -75,6 +65,10 @@ class ZipFile:
         return {"path": self.path, "_opened": None}
 
 
+ImageStore = Folder | ZipFile
+"""Where image files are: their names, and the content of each."""
+
+
 class ImageLayout(NamedTuple):
     """The images of a store, sorted into those to learn from and those held out."""
 
@@ -92,7 +86,7 @@ class ImageLayout(NamedTuple):
         return np.asarray([number[PurePosixPath(name).parts[self.depth]] for name in names], np.int64)
 
 
-def find_images(store: Store) -> ImageLayout:
+def find_images(store: ImageStore) -> ImageLayout:
     """The images of a store in the order of their names, split and labelled as its folders say."""
     everything = store.names()
     names = sorted(name for name in everything if _is_image(name))
@@ -120,7 +114,7 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not any(part.startswith((".", "__MACOSX")) for part in parts)
 
 
-def _partition(store: Store, everything: Sequence[str]) -> set[str]:
+def _partition(store: ImageStore, everything: Sequence[str]) -> set[str]:
     """The files that CelebA's own list sets apart for validation (1) and test (2), where there is such a list."""
     inside = next((name for name in everything if PurePosixPath(name).name == _PARTITION), None)
     beside = store.path.parent / _PARTITION
@@ -133,7 +127,7 @@ def _partition(store: Store, everything: Sequence[str]) -> set[str]:
 class Decoder:
     """Reads and decodes images of a store, by number. Each must have the shape of the first."""
 
-    def __init__(self, store: Store, names: Sequence[str], target: Target, shape: tuple[int, ...] | None = None) -> None:
+    def __init__(self, store: ImageStore, names: Sequence[str], target: Target, shape: tuple[int, ...] | None = None) -> None:
         self._store, self._names, self._target = store, list(names), target
         self._shape = shape or self(0).shape
 
@@ -154,7 +148,7 @@ class Decoder:
 
 
 def image_samples(
-    store: Store, layout: ImageLayout, names: Sequence[str], target: Target, like: tuple[int, ...] | None = None
+    store: ImageStore, layout: ImageLayout, names: Sequence[str], target: Target, like: tuple[int, ...] | None = None
 ) -> ImageSamples:
     """The images in memory; if they take more than a gigabyte, they are decoded when asked for. `like` is the shape they must have."""
     labels = layout.labels(names)
@@ -165,7 +159,7 @@ def image_samples(
     return from_pixels(_decode_all(decoder, len(names)), labels, target)
 
 
-def _channels(store: Store, names: Sequence[str]) -> int:
+def _channels(store: ImageStore, names: Sequence[str]) -> int:
     """1 if no image has colours, else 3. Of many images only some are looked at."""
     some = names[:: -(-len(names) // _HEADERS)]
 

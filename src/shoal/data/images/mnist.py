@@ -6,7 +6,10 @@ import gzip
 import hashlib
 import math
 import struct
+import urllib.error
+import urllib.request
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,10 @@ from numpy.typing import NDArray
 
 from shoal.config import Run
 from shoal.config.schema.data import Mnist
-from shoal.data.download import fetch
 from shoal.data.hub.dataset import DataRequest
 from shoal.data.images.samples import Target, from_pixels, image_data
-from shoal.data.interfaces import Data, Progress
+from shoal.data.interfaces import Progress
+from shoal.data.loaded_data import Data
 from shoal.errors import ShoalError
 
 # The four files, and the MD5 sums of their uncompressed contents as published.
@@ -30,6 +33,8 @@ FILES = {
 ADDRESSES = ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist")
 CLASSES = 10
 _IMAGES, _LABELS = 0x803, 0x801
+_CHUNK_BYTES = 1 << 16
+_TIMEOUT_S = 20.0
 
 
 def load_mnist(source: Mnist, run: Run, request: DataRequest) -> Data:
@@ -49,7 +54,39 @@ def _find(folder: Path, name: str, progress: Progress | None) -> Path:
             return file
     missing = f"put {', '.join(f'{name}.gz' for name in FILES)} (gzipped or not) in {folder}"
     target = folder / f"{name}.gz"
-    return fetch([f"{address}/{name}.gz" for address in ADDRESSES], target, lambda path: _check(path, name), missing, progress)
+    return _download([f"{address}/{name}.gz" for address in ADDRESSES], target, lambda path: _check(path, name), missing, progress)
+
+
+def _download(addresses: Sequence[str], file: Path, check: Callable[[Path], None], missing: str, progress: Progress | None) -> Path:
+    """Download `file` from the first address that has it. The file appears only when it is whole and `check` accepts it. `missing` tells
+    the user what to do without a network."""
+    unfinished = file.with_name(file.name + ".part")
+    reason: Exception | None = None
+    for address in addresses:
+        try:
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            _copy(address, unfinished, file.name, progress)
+            check(unfinished)
+            return unfinished.replace(file)
+        except (OSError, ShoalError) as error:  # URLError is an OSError
+            reason = error
+            unfinished.unlink(missing_ok=True)
+    why = getattr(reason, "reason", reason)
+    raise ShoalError(f"{file} is not there and cannot be downloaded ({why}): {missing}")
+
+
+def _copy(address: str, file: Path, what: str, progress: Progress | None) -> None:
+    with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response, file.open("wb") as output:
+        length = response.headers.get("Content-Length")
+        total = int(length) if length else None
+        done = 0
+        while chunk := response.read(_CHUNK_BYTES):
+            output.write(chunk)
+            done += len(chunk)
+            if progress:
+                progress(what, done, total)
+    if total is not None and done != total:
+        raise OSError(f"{done:,} of {total:,} bytes came")
 
 
 def _check(file: Path, name: str) -> None:

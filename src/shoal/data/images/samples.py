@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from shoal.config import Run
 from shoal.data.images.decoding import resize
-from shoal.data.interfaces import Batch, Data, Indices, Info, Selectable, as_index
-from shoal.data.limits import counts, divided, some_of
+from shoal.data.interfaces import Batch, Indices, SelectableSamples, as_index
+from shoal.data.loaded_data import Data, Info
+from shoal.data.splits import counts, divided, some_of
 from shoal.errors import ShoalError
 
 Pixels = NDArray[np.uint8]
@@ -36,7 +37,7 @@ class Target(NamedTuple):
         return self.channels in (None, channels) and (self.size is None or height == width == self.size)
 
 
-class TensorImages:
+class TensorImages(SelectableSamples):
     """Images in one tensor: float32 where that is small enough, so that a batch is one index_select; else uint8."""
 
     def __init__(self, images_NCHW: torch.Tensor, labels_N: torch.Tensor | None) -> None:
@@ -58,7 +59,7 @@ class TensorImages:
         return type(self)(self.images_NCHW[indices], None if self.labels_N is None else self.labels_N[indices])
 
 
-class LazyImages:
+class LazyImages(SelectableSamples):
     """Images decoded when they are asked for. `read(i)` gives the pixels of one."""
 
     def __init__(self, read: Callable[[int], Pixels], numbers_N: torch.Tensor, labels_N: torch.Tensor | None) -> None:
@@ -94,7 +95,7 @@ def from_pixels(pixels_NCHW: Pixels, labels: NDArray[np.int64] | None, target: T
 
 
 def image_data(
-    run: Run, name: str, train: Selectable, held_out: Selectable | None, shape: tuple[int, int, int], num_classes: int | None
+    run: Run, name: str, train: SelectableSamples, held_out: SelectableSamples | None, shape: tuple[int, int, int], num_classes: int | None
 ) -> Data:
     """Hold samples out if the source has no held-out part, keep as many as the settings allow, and describe the result."""
     if run.chosen_task.needs == "labels" and num_classes is None:

@@ -17,7 +17,7 @@ from shoal.data.hub.dataset import DataRequest, load_splits
 from shoal.data.hub.files import copy_files
 from shoal.data.images.files import Folder, ZipFile, find_images, image_samples
 from shoal.data.images.samples import Pixels, Target, from_pixels, image_data
-from shoal.data.interfaces import Data
+from shoal.data.loaded_data import Data
 from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 

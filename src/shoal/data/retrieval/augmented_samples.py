@@ -6,31 +6,22 @@ Shapes: N samples, B of a batch, S texts of a sample, U chunks that are read by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from shoal.data.batch_source import epoch_order
 from shoal.data.interfaces import Batch, Indices, Samples, SampleStream, State, StreamReader, as_index
-from shoal.data.retrieval.finder import Finder, texts_of
-from shoal.data.text.context_text import Origins
+from shoal.data.retrieval.finder import PassageFinder, texts_of
+from shoal.data.text.context_text import DocumentSamples
 
 
-class Known(Samples, Protocol):
-    """Samples that know their documents."""
-
-    @property
-    def origins(self) -> Origins: ...
-
-
-class RetrievalSamples:
+class RetrievalSamples(Samples):
     """Samples in memory. A sample's passages are found when it is first asked for, and remembered, by all processes that load ahead:
     a long text need not wait until all of them are found, and no epoch finds them again. Of a pair of answers each side finds its own."""
 
-    def __init__(self, inner: Known, finder: Finder, longest: int) -> None:
+    def __init__(self, inner: DocumentSamples, finder: PassageFinder, longest: int) -> None:
         self.inner, self.finder = inner, finder
-        self._sides: tuple[str, ...] = getattr(inner, "sides", ("",))
-        """What the names of the columns of each text of a sample begin with."""
+        self._sides = inner.sides
         chunks = max(1, (longest - 1) // finder.reading.chunk_size)
         self._neighbours_NSUK = torch.full((len(inner), len(self._sides), chunks, finder.reading.top_k), -1, dtype=torch.int32)
         self._known_N = torch.zeros(len(inner), dtype=torch.bool)
@@ -39,7 +30,7 @@ class RetrievalSamples:
         return len(self.inner)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        return epoch_order(self.inner, seed, epoch)
+        return self.inner.order(seed, epoch)
 
     def batch(self, indices: Indices) -> Batch:
         index = as_index(indices)
@@ -65,10 +56,10 @@ def _side_of(batch: Batch, side: str) -> Batch:
     return {name.removeprefix(side): value for name, value in batch.items() if name.startswith(side)}
 
 
-class RetrievalStream:
+class RetrievalStream(SampleStream):
     """A stream whose passages are found while its batches are put together."""
 
-    def __init__(self, inner: SampleStream, finder: Finder) -> None:
+    def __init__(self, inner: SampleStream, finder: PassageFinder) -> None:
         self.inner, self.finder = inner, finder
 
     def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:

@@ -35,7 +35,7 @@ class PassageSettings(NamedTuple):
     """Tokens of a passage that are read, from its beginning."""
 
 
-class Finder:
+class PassageFinder:
     """Finds passages in an index. A copy that is sent to another process opens the index for itself."""
 
     def __init__(self, folder: Path, reading: PassageSettings, tokenizer: Tokenizer, index: Index | None = None) -> None:

@@ -9,12 +9,14 @@ from typing import Any, cast
 
 from shoal.config import Run
 from shoal.config.schema.model import Retrieval
-from shoal.data.interfaces import Data, Progress, SampleStream
-from shoal.data.retrieval.augmented_samples import Known, RetrievalSamples, RetrievalStream
+from shoal.data.interfaces import Progress, SampleStream
+from shoal.data.loaded_data import Data
+from shoal.data.retrieval.augmented_samples import RetrievalSamples, RetrievalStream
 from shoal.data.retrieval.encoders import open_encoder
-from shoal.data.retrieval.finder import Finder, PassageSettings
+from shoal.data.retrieval.finder import PassageFinder, PassageSettings
 from shoal.data.retrieval.index import Index, IndexProgress, build_index, digest_of, open_index
 from shoal.data.retrieval.passages import cut_passages
+from shoal.data.text.context_text import DocumentSamples
 from shoal.data.text.documents import Document
 from shoal.data.text.files import TextFiles, find_files
 from shoal.data.text.rows import Fields
@@ -45,16 +47,16 @@ def with_retrieval(data: Data, run: Run, training_text: Callable[[], Iterable[Do
     return Data(train, judged, data.info._replace(finder=finder))
 
 
-def _reading(samples: Any, finder: Finder, longest: int) -> RetrievalSamples:
-    return RetrievalSamples(cast(Known, samples), finder, longest)
+def _reading(samples: Any, finder: PassageFinder, longest: int) -> RetrievalSamples:
+    return RetrievalSamples(cast(DocumentSamples, samples), finder, longest)
 
 
-def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> Finder:
+def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> PassageFinder:
     reading = PassageSettings(settings.top_k, settings.chunk_size, settings.passage_tokens)
-    return Finder(index.folder, reading, tokenizer, index)
+    return PassageFinder(index.folder, reading, tokenizer, index)
 
 
-def open_finder(run: Run, folder: Path, tokenizer: Tokenizer) -> Finder | None:
+def open_finder(run: Run, folder: Path, tokenizer: Tokenizer) -> PassageFinder | None:
     """The finder of a past run, whose index is in this folder; None where it retrieves nothing. Raises ShoalError."""
     settings = retrieval_of(run)
     return finder_of(settings, open_index(folder), tokenizer) if settings else None

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from shoal.config import Run
-from shoal.data.interfaces import Data, Info, SampleStream
-from shoal.data.limits import HELD_OUT_SHARE, share_out
+from shoal.data.interfaces import SampleStream
+from shoal.data.loaded_data import Data, Info
+from shoal.data.splits import HELD_OUT_SHARE, share_out
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import HeldOut, TextStream
 from shoal.data.text.documents import FEW, ChainedDocuments, Document, DocumentFronts, Documents, TextPart, cut

@@ -13,7 +13,7 @@ from shoal.data.interfaces import Batch, SampleStream, State, StreamReader
 _DRAWS = 1024
 
 
-class MixedStream:
+class MixedStream(SampleStream):
     """A mixture of streams. An epoch ends when each has been read through once; those that end sooner begin again."""
 
     def __init__(self, streams: Sequence[SampleStream], shares: NDArray[np.float64]) -> None:
@@ -27,7 +27,7 @@ class MixedStream:
         return self.streams[0].collate(samples)
 
 
-class MixedReader:
+class MixedReader(StreamReader):
     """Draws samples of one shard. The n-th draw follows from the seed, the epoch and n."""
 
     def __init__(self, mixture: MixedStream, shard: tuple[int, int], seed: int, epoch: int, state: State | None) -> None:
@@ -42,9 +42,6 @@ class MixedReader:
         self._readers = [self._open(part, inner) for part, inner in enumerate(state["parts"])]
         self._choices = self._choose(self._draw // _DRAWS)
         self._bounds = self._reckon()
-
-    def __iter__(self) -> MixedReader:
-        return self
 
     def __next__(self) -> Any:
         while not all(self._passes):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shoal.data.interfaces import IGNORED, Batch, State, StreamReader
+from shoal.data.interfaces import IGNORED, Batch, SampleStream, State, StreamReader
 from shoal.data.text.context_text import contexts_of
 from shoal.data.text.documents import Document, Documents, Position
 from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
@@ -42,7 +42,7 @@ class DocumentPosition(NamedTuple):
     learned: int = 0
 
 
-class TextStream:
+class TextStream(SampleStream):
     """A stream of samples from documents, shuffled over a buffer."""
 
     def __init__(
@@ -73,7 +73,7 @@ class TextStream:
         return (PackedReader if self.encoding.packed else DocumentReader)(self, shard, state)
 
 
-class SampleReader:
+class SampleReader(StreamReader):
     """Samples of one shard, in the order of the documents. Document n to learn from belongs to shard n mod count."""
 
     def __init__(self, stream: TextStream, shard: tuple[int, int], state: State | None) -> None:
@@ -87,9 +87,6 @@ class SampleReader:
         self._place = DocumentPosition(*state["place"]) if state else DocumentPosition()
         self._groups = self._encoded(stream)
         self._queue: deque[tuple[DocumentPosition, Any]] = deque()
-
-    def __iter__(self) -> SampleReader:
-        return self
 
     def __next__(self) -> Sample:
         if self._quota is not None and self._taken >= self._quota:
@@ -213,7 +210,7 @@ class DocumentReader(SampleReader):
         return sample
 
 
-class ShuffledReader:
+class ShuffledReader(StreamReader):
     """Samples shuffled in blocks of a buffer's size. The next block is read, sample by sample, while this one is given out.
 
     A block's order follows from the seed, the epoch and its number; so a state is the place where the block begins and how many of its
@@ -230,9 +227,6 @@ class ShuffledReader:
         self._begin([])
         for _ in range(state["gone"] if state else 0):
             next(self)
-
-    def __iter__(self) -> ShuffledReader:
-        return self
 
     def __next__(self) -> Sample:
         if self._gone == len(self._block):

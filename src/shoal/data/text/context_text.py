@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.data.interfaces import Samples
 from shoal.data.text.encoding import Sample
 
 NO_TOKEN = -1
@@ -45,6 +46,14 @@ def joined_origins(parts: Sequence[Origins]) -> Origins:
     before = np.cumsum([0] + [len(part.names) for part in parts]).tolist()
     spans = [part.spans_N2 + offset for part, offset in zip(parts, before, strict=False)]
     return Origins([name for part in parts for name in part.names], torch.cat(spans))
+
+
+class DocumentSamples(Samples):
+    """Samples of text that know which documents they are of."""
+
+    origins: Origins
+    sides: tuple[str, ...] = ("",)
+    """Prefixes of the batch columns of each text of a sample; a pair of answers has two texts."""
 
 
 class Contexts(NamedTuple):

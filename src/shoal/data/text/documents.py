@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from shoal.data.limits import held_out_numbers
+from shoal.data.splits import held_out_numbers
 
 Position = Any
 """Where reading goes on; JSON-able."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from shoal.data.limits import split_of
+from shoal.data.splits import split_of
 from shoal.data.text.documents import Document, Position, TextPart, Unit, origin_of
 from shoal.data.text.rows import Fields, fields_of, to_document
 from shoal.errors import ShoalError

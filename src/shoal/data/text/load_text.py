@@ -11,8 +11,9 @@ import numpy as np
 from shoal.config import Run
 from shoal.config.schema.data import Preferences
 from shoal.data.hub.dataset import DataRequest
-from shoal.data.interfaces import Data, Info, Samples
-from shoal.data.limits import counts, divided, share_out, some_of
+from shoal.data.interfaces import Samples
+from shoal.data.loaded_data import Data, Info
+from shoal.data.splits import counts, divided, share_out, some_of
 from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.data.interfaces import Batch, Indices
-from shoal.data.limits import share_out
-from shoal.data.text.context_text import Origins
+from shoal.data.splits import share_out
+from shoal.data.text.context_text import DocumentSamples
 from shoal.data.text.samples import TextSamples, joined
 from shoal.errors import ShoalError
 
@@ -28,22 +28,19 @@ def probabilities(
     return np.asarray(powers / powers.sum())
 
 
-class _Joined:
+class _Joined(DocumentSamples):
     """Samples of several parts in one set; the numbers of each part follow those of the one before."""
 
     def __init__(self, parts: Sequence[TextSamples]) -> None:
         self._samples = joined(parts)
         self._sizes = [len(part) for part in parts]
+        self.origins = self._samples.origins
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def batch(self, indices: Indices) -> Batch:
         return self._samples.batch(indices)
-
-    @property
-    def origins(self) -> Origins:
-        return self._samples.origins
 
 
 class MixedText(_Joined):

@@ -9,8 +9,8 @@ from typing import NamedTuple, Self
 import torch
 
 from shoal.config.schema.data import Preferences
-from shoal.data.interfaces import Batch, Indices, as_index
-from shoal.data.text.context_text import Contexts, Origins, contexts_of
+from shoal.data.interfaces import Batch, Indices, SelectableSamples, as_index
+from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of
 from shoal.data.text.documents import Document, origin_of
 from shoal.data.text.encoding import Encoding, Sample, collate, encode, to_sample
 from shoal.data.text.files import by_split, decode, find_files, is_rows, open_file, read_rows
@@ -41,7 +41,7 @@ class Pair(NamedTuple):
         return Document(self.chosen, self.prompt, origin=self.origin, context=self.context)
 
 
-class PreferencePairs:
+class PreferencePairs(DocumentSamples, SelectableSamples):
     """Pairs as samples. A batch has `input_ids`, `labels` and `attention_mask` of both answers, named chosen_… and rejected_…;
     the prompt is in the inputs and not in the labels. Where any pair has a context, both have `context_ids`, too."""
 

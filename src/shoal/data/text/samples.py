@@ -11,8 +11,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from shoal.data.interfaces import IGNORED, Batch, Indices, as_index
-from shoal.data.text.context_text import Contexts, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
+from shoal.data.interfaces import IGNORED, Batch, Indices, SelectableSamples, as_index
+from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding, Tokens, cut, encode, full, gather, join, to_sample
 from shoal.errors import ShoalError
@@ -20,7 +20,7 @@ from shoal.errors import ShoalError
 _LONG_TOKENS = 32 * 2**20
 
 
-class PackedText:
+class PackedText(DocumentSamples, SelectableSamples):
     """Sequences of T tokens. A batch is one index_select for inputs and one for labels."""
 
     def __init__(self, inputs_NT: torch.Tensor, labels_NT: torch.Tensor, origins: Origins) -> None:
@@ -43,7 +43,7 @@ class PackedText:
         return type(self)(self.inputs_NT[indices], self.labels_NT[indices], self.origins.select(indices))
 
 
-class PaddedText:
+class PaddedText(DocumentSamples, SelectableSamples):
     """Samples of their own length, padded when a batch is made."""
 
     def __init__(

@@ -109,7 +109,7 @@ class PipelineEngine(SingleEngine):
         with torch.random.fork_rng(devices=on_gpu):  # each pass has random numbers of its own
             StagePasses(self, self.micro_batches(batches), weighing, metrics).run()
         for one, part in zip(self.kept, self._layers_kept, strict=True):
-            one.take_over(part, self.first_layer, self.add_up)
+            one.merge_layers(part, self.first_layer, self.add_up)
         self._name_alike(metrics)
         self._gather("model")
         yield "model"

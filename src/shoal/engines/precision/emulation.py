@@ -162,7 +162,7 @@ class LayerFactories(NamedTuple):
 def _real(rows: ScaleHistory) -> LayerFactories:
     def experts(layer: Any, name: str) -> None:
         if layer.is_plain_swiglu:
-            layer.whole = fp8.experts(rows, name, layer.up, layer.down)
+            layer.fused_swiglu = fp8.experts(rows, name, layer.up, layer.down)
         else:
             layer.grouped_products.update({key: fp8.grouped(rows, f"{name}.{key}", getattr(layer, key)) for key in layer.stacks})
 

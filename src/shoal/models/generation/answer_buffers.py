@@ -1,6 +1,6 @@
-"""Answers while they are written: each step draws a token for every row.
+"""Buffers for a batch of answers while they are generated; each step appends a token to every row.
 
-Everything stands on the model's device, the number of the step, too: so a step is the same work each time, and can be recorded.
+Everything is on the model's device, including the step number, so every step runs the same kernels and can be captured as a CUDA graph.
 
 Shapes: B batch, T tokens of the longest answer, V vocabulary.
 """
@@ -14,7 +14,7 @@ from shoal.models.generation.decoding import Warp, draw_tokens
 
 
 class AnswerBuffers:
-    """Answers of T tokens at most, and what is known of each token."""
+    """Answers of at most T tokens, with the log-probability and value of each token."""
 
     def __init__(self, rows: int, columns: int, warp: Warp, eos_id: int | None, pad_id: int, device: torch.device) -> None:
         self.warp, self.eos_id, self.pad_id = warp, eos_id, pad_id
@@ -24,12 +24,12 @@ class AnswerBuffers:
         self.going_B = torch.ones(rows, dtype=torch.bool, device=device)
         """Rows whose answers have not ended."""
         self.step_1 = torch.zeros(1, dtype=torch.long, device=device)
-        """The column that is written next."""
+        """The next column."""
         self.valued = False
-        """Whether the model said what it expected of each row."""
+        """Whether the model has a value head."""
 
     def take(self, logits_BV: Tensor, draws_B: Tensor, value_B: Tensor | None) -> None:
-        """Write the token that each row's draw decides for. Rows that have ended get padding."""
+        """Append the token that each row's draw selects. Rows that have ended get padding."""
         next_B, log_p_B = draw_tokens(logits_BV, self.warp, draws_B)
         self._put(self.answer_BT, torch.where(self.going_B, next_B, self.pad_id))
         self._put(self.log_probs_BT, log_p_B * self.going_B)
@@ -46,5 +46,5 @@ class AnswerBuffers:
 
     @property
     def last_B(self) -> Tensor:
-        """The tokens that were written last."""
+        """The last token of each row."""
         return self.answer_BT.index_select(1, self.step_1 - 1).squeeze(1)

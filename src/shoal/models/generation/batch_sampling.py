@@ -1,7 +1,8 @@
-"""Answers to many prompts at once, each token with the probability that it was drawn with.
+"""Sample answers to many prompts at once, with the log-probability of each token.
 
-What is drawn is no number of a generator: it follows from a seed, the prompt, the number of the answer and the position (`TokenDraws`). So
-whoever has the weights gets the same answers, and one pass over an answer shows whether it can have been drawn so (`decoding.gap`).
+Random numbers are derived from a seed, the prompt, the number of the answer and the position (`TokenDraws`), not from a stateful generator.
+So every worker with the same weights gets the same answers, and one pass over an answer shows whether it can be genuine
+(`decoding.draw_gap`).
 
 Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer, V vocabulary.
 """
@@ -31,13 +32,13 @@ class SampledAnswers(NamedTuple):
     prompt_mask_BP: Tensor
     answer_BT: Tensor
     real_BT: Tensor
-    """True at the tokens of an answer, the one that ends it included; False after that."""
+    """True at the tokens of an answer, including its end token; False after that."""
     log_probs_BT: Tensor
-    """What each token was drawn with; 0 after the end."""
+    """Log-probability of each token when it was drawn; 0 after the end."""
     stopped_B: Tensor
-    """Whether an answer ended by itself, before it was cut."""
+    """Whether an answer ended with the end token, before the length limit."""
     values_BT: Tensor | None = None
-    """What the model's own value head expected before each token was drawn; 0 after the end. None: it has no such head."""
+    """Output of the model's value head before each token; 0 after the end. None: it has no value head."""
 
 
 @torch.no_grad()
@@ -54,10 +55,9 @@ def sample(
     any_goes_on: Callable[[bool], bool] = bool,
     beside: SideTexts | None = None,
 ) -> SampledAnswers:
-    """Draw an answer to each prompt from the model's own probabilities at a temperature: no other way of choosing has probabilities that
-    a policy can learn from. All answers have `max_new_tokens` columns. `draws`: the numbers that decide each answer. `width`: columns
-    of the prompts, at least. `any_goes_on`: of several processes that must compute together, whether any has an answer that goes on.
-    `beside`: what the model reads beside the rows."""
+    """Draw an answer to each prompt from the model's own probabilities at a temperature; no other decoding gives probabilities that a
+    policy can learn from. All answers have `max_new_tokens` columns. `draws`: the random numbers of each answer. `width`: least number of
+    prompt columns. `any_goes_on`: over processes that must compute together, whether any has an unfinished answer. `beside`: side texts."""
     prompt_BP, mask_BP = pad_prompts(prompts, pad_id, next(model.parameters()).device, width)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
     written = AnswerBuffers(len(prompts), max_new_tokens, Warp(temperature), eos_id, pad_id, prompt_BP.device)
@@ -74,7 +74,7 @@ def sample(
 def _write(
     model: nn.Module, context: GenerationState, written: AnswerBuffers, draws: Sequence[TokenDraws], any_goes_on: Callable[[bool], bool]
 ) -> None:
-    """All answers to their ends, step by step."""
+    """Generate all answers to their ends, step by step."""
     columns = written.answer_BT.shape[1]
     for step in range(columns):
         with evaluating(model):
@@ -89,7 +89,7 @@ def _write(
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:
-    """Prompts in rows of `width` tokens at least, with padding before the shorter ones, and False where that is."""
+    """Prompts padded on the left to at least `width` tokens, and a mask that is False at padding."""
     if not prompts or not all(prompts):
         raise ShoalError("a prompt is empty: each must have at least one token")
     width = max(width, *map(len, prompts))
@@ -111,7 +111,7 @@ def _check_room(model: nn.Module, prompt: int, answer: int) -> None:
 def received_answers(
     prompt_BP: Tensor, prompt_mask_BP: Tensor, answer_BT: Tensor, log_probs_BT: Tensor, eos_id: int | None, pad_id: int
 ) -> SampledAnswers:
-    """Answers that somebody else has drawn: `answer_BT` has −1 after the end of an answer."""
+    """Answers that another process has drawn: `answer_BT` has −1 after the end of an answer."""
     real_BT = answer_BT >= 0
     last_B = answer_BT.gather(1, real_BT.sum(1, keepdim=True) - 1).squeeze(1)
     stopped_B = torch.zeros_like(last_B, dtype=torch.bool) if eos_id is None else last_B == eos_id
@@ -119,5 +119,5 @@ def received_answers(
 
 
 def tokens_to_send(drawn: SampledAnswers) -> Tensor:
-    """The answers' tokens with −1 after the end of each, as they travel."""
+    """The tokens of the answers with −1 after the end of each, as they are sent."""
     return drawn.answer_BT.masked_fill(~drawn.real_BT, -1)

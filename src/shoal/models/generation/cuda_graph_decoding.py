@@ -1,10 +1,10 @@
-"""Answers on a GPU whose step is recorded once and replayed for every token (a CUDA graph).
+"""Decoding with a CUDA graph: the step is captured once and replayed for every token.
 
-A step of a small model is some hundred short kernels, and this process takes longer to ask for them than the GPU to compute them. A
-recording asks for all of them at once. It reads and writes the same memory each time: so keys and values lie in memory of a fixed width,
-where the next ones go is a number on the GPU, and a mask says which of them are there.
+A step of a small model is some hundred short kernels, and launching them takes longer than computing them. A graph launches all of them at
+once. It reads and writes the same memory each time, so the KV cache has a fixed width, the position of the next token is a number on the
+GPU, and a mask says which entries are valid.
 
-Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer, K key and value heads, S room for tokens, E head size.
+Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer, K key and value heads, S cache capacity, E head size.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from shoal.models.generation.kv_cache import KeyValueCache, LayerCache
 from shoal.models.gpt import Gpt
 
 _WORTH = 16
-"""Tokens of an answer from which on a recording is worth the time that it takes to make."""
+"""Length of an answer from which on a capture is worth its time."""
 _WIDTH = 256
-"""Each recording attends to a multiple of so many tokens: the shorter the answers are, the fewer keys are read for nothing."""
+"""Cache widths are multiples of this: short answers then read few unused keys."""
 _LOOK_EVERY = 16
-"""Steps after which it is asked whether any answer goes on: to ask is to wait for the GPU."""
+"""Steps between checks whether any answer is unfinished; a check synchronises with the GPU."""
 
 Step = Callable[[], None]
 
 
 def can_record(model: nn.Module, tokens: int) -> bool:
-    """Whether the steps of so many tokens are recorded: those of a GPT that is whole on a CUDA GPU (sharded ones are of other types), and
-    whose products are not rounded by anybody."""
+    """Whether answers of this many tokens are decoded with a graph: for a GPT that is whole on a CUDA GPU (sharded ones have other types)
+    and whose linear layers are not replaced by reduced-precision ones."""
     if tokens < _WORTH or type(model) is not Gpt or not next(model.parameters()).is_cuda:
         return False
     return all(type(one) is nn.Linear for one in model.blocks.modules() if isinstance(one, nn.Linear))
 
 
 class FixedLayerCache(LayerCache):
-    """Keys and values of a fixed width. The newest ones go to a place that the GPU knows, and all of the width counts as seen: a mask must
-    say what of it is there."""
+    """Keys and values of a fixed width. New ones are written at a position stored on the GPU, and the whole width counts as seen, so a
+    mask must say which entries are valid."""
 
     def __init__(self, prompt: LayerCache, width: int, place_1: Tensor) -> None:
         super().__init__(width)
@@ -60,7 +60,7 @@ class FixedLayerCache(LayerCache):
 
 
 class CudaGraphDecoder:
-    """Writes answers after their prompts. Holds: the tokens are those of a model that sees a cache which grows, near-ties aside."""
+    """Generates answers with captured steps. Holds: the tokens are those of decoding with a growing cache, near-ties aside."""
 
     def __init__(self, model: Any, prompt_BP: Tensor, mask_BP: Tensor, written: AnswerBuffers, draws: Sequence[TokenDraws]) -> None:
         self.model, self.written, self.draws = model, written, draws
@@ -75,7 +75,7 @@ class CudaGraphDecoder:
         self.prompt_BP, self.prompt_mask_BP = prompt_BP, mask_BP
 
     def write(self, any_goes_on: Callable[[bool], bool]) -> None:
-        """Write all answers to their ends. `any_goes_on`: as `sampling.sample` has it."""
+        """Generate all answers to their ends. `any_goes_on`: see `batch_sampling.sample`."""
         self._read_prompts()
         step, columns = 1, self.written.answer_BT.shape[1]
         while step < columns and self._any(any_goes_on):
@@ -92,7 +92,7 @@ class CudaGraphDecoder:
         with evaluating(self.model):
             logits_BV = self.model.next_logits(self.prompt_BP, self.cache, **given)
         self._take(logits_BV, self.cache.value_B)
-        for layer in self.cache.layers:  # what is masked counts nothing, unless it is no number
+        for layer in self.cache.layers:  # masked entries must be finite: 0 · NaN is NaN
             assert layer.keys_BKSE is not None
             assert layer.values_BKSE is not None
             layer.keys_BKSE[:, :, self.prompt :], layer.values_BKSE[:, :, self.prompt :] = 0, 0
@@ -105,7 +105,7 @@ class CudaGraphDecoder:
         return self.written.eos_id is None or any_goes_on(bool(self.written.going_B.any()))
 
     def _write_some(self, steps: int, width: int, any_goes_on: Callable[[bool], bool]) -> None:
-        """So many tokens, none of which comes to stand beyond the width."""
+        """Generate `steps` tokens, all of which fit the cache width."""
         fixed = KeyValueCache(0, 0)
         fixed.layers = [FixedLayerCache(layer, width, self.place_1) for layer in self.cache.layers]
 
@@ -116,7 +116,7 @@ class CudaGraphDecoder:
             self.place_1 += 1
 
         with evaluating(self.model):
-            step()  # whatever happens at the first time has happened then
+            step()  # uncaptured: lazy initialisation happens here
             again = capture_graph(step) if steps >= _WORTH and self.mask_BS.is_cuda else step
             for number in range(1, steps):
                 again()
@@ -129,11 +129,11 @@ class CudaGraphDecoder:
 
 
 def capture_graph(step: Step) -> Step:
-    """What does on the GPU what `step` would do, without asking for each part of it. Nothing is done yet."""
+    """Capture `step` as a CUDA graph without running it; the result replays it."""
     graph, side = torch.cuda.CUDAGraph(), _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        # Not torch.cuda.graph(…): that gives the memory back to the GPU which the next step of learning wants to have again
+        # Not torch.cuda.graph(…): that empties the allocator's cache, which the next training step needs again
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             step()
@@ -145,7 +145,7 @@ def capture_graph(step: Step) -> Step:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """One for all recordings: libraries keep memory for every stream that they have seen."""
+    """One side stream for all captures: libraries keep a workspace for every stream that they have seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

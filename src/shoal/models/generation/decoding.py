@@ -1,8 +1,7 @@
-"""How the next token is chosen from the logits.
+"""Choosing the next token from the logits: penalties, temperature, top-k, top-p, min-p, in the order of transformers.
 
-The order is that of transformers: penalties and biases, temperature, the k most likely, the fewest with probability p, the least
-likely against the best. A draw is no number of a generator that others use, too: it follows from the seed, the prompt, the number of the
-choice and the position alone. So a request gives the same text alone, beside others, and when it is computed again.
+Random numbers are derived from the seed, the prompt, the number of the choice and the position alone, not from a shared generator. So a
+request gives the same text alone, in a batch with others, and when it is repeated.
 
 Shapes: B batch, V vocabulary, C candidates.
 """
@@ -24,7 +23,7 @@ from shoal.errors import ShoalError
 
 
 class Warp(NamedTuple):
-    """What the distribution is changed by before a token is drawn. A temperature of 0 takes the most likely."""
+    """How the distribution is changed before a token is drawn. A temperature of 0 takes the most likely token."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -33,14 +32,14 @@ class Warp(NamedTuple):
 
 
 class LogitPenalties(NamedTuple):
-    """What is taken from the logits of tokens that were there already, and what is added to tokens by name."""
+    """Penalties on the logits of tokens that occurred already, and biases of chosen tokens."""
 
     repetition: float = 1.0
-    """Divides a positive logit, and multiplies a negative one, of each token of the prompt and of the text."""
+    """Divides positive logits, and multiplies negative ones, of the tokens of the prompt and the text."""
     presence: float = 0.0
-    """Subtracted once for a token that the text has."""
+    """Subtracted once for a token that occurs in the text."""
     frequency: float = 0.0
-    """Subtracted as often as the text has the token."""
+    """Subtracted for each occurrence in the text."""
     bias: Mapping[int, float] = {}
 
 
@@ -48,14 +47,14 @@ NO_PENALTIES = LogitPenalties()
 
 
 def warp_of(decoding: Decoding) -> Warp:
-    """The way that is active."""
+    """The warp of the active decoding setting."""
     way = getattr(decoding, decoding.active)
     temperature = 0.0 if decoding.active == "greedy" else way.temperature
     return Warp(temperature, getattr(way, "k", None), getattr(way, "p", None))
 
 
 class TokenDraws:
-    """The numbers that decide a text, one for each position. Without a seed nobody can foretell them."""
+    """The random numbers of a text, one for each position. Without a seed they are unpredictable."""
 
     def __init__(self, seed: int | None, prompt_ids: Sequence[int], choice: int = 0) -> None:
         start = secrets.token_bytes(16) if seed is None else seed.to_bytes(16, "little", signed=True)
@@ -65,20 +64,20 @@ class TokenDraws:
         self._key = key.digest()
 
     def at(self, position: int) -> float:
-        """At least 0 and below 1."""
+        """The number of a position, in [0, 1)."""
         word = hashlib.blake2b(position.to_bytes(8, "little"), key=self._key, digest_size=8).digest()
         return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
 def group_draws(seed: int, first: int, prompts: Sequence[Sequence[int]], group: int) -> list[TokenDraws]:
-    """The draws of so many answers to each of a run's prompts. They follow from the run's seed and from the prompt's number among all of
-    them; `first` is the number of the first one here."""
+    """The draws of `group` answers to each prompt, from the run's seed and the prompt's number in the run; `first` is the number of the
+    first prompt here."""
     seeds = [(seed % 2**62 << 64) + first + place for place in range(len(prompts))]
     return [TokenDraws(own, ids, choice) for own, ids in zip(seeds, prompts, strict=True) for choice in range(group)]
 
 
 def row_draws(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[TokenDraws]:
-    """The draws of several prompts: equal ones are choices of one, the others do not depend on who stands beside them."""
+    """The draws of the rows of a batch. Equal prompts are different choices of one prompt; other rows do not influence a row."""
     seen: Counter[tuple[int, ...]] = Counter()
     found = []
     for prompt in map(tuple, prompts):
@@ -88,7 +87,7 @@ def row_draws(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[TokenD
 
 
 def apply_penalties(logits_V: Tensor, penalties: LogitPenalties, prompt_ids: Sequence[int], written_ids: Sequence[int]) -> Tensor:
-    """The logits of one row after biases and penalties; the given ones are left as they are."""
+    """The logits of one row after biases and penalties, as a copy."""
     if penalties == NO_PENALTIES:
         return logits_V
     logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32), copy=True)
@@ -106,7 +105,7 @@ def apply_penalties(logits_V: Tensor, penalties: LogitPenalties, prompt_ids: Seq
 
 
 def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -> Tensor:
-    """The next token ids [B], each row in its own way. Rows of one way are worked out together."""
+    """The next token ids [B], each row with its own warp. Rows with the same warp are computed together."""
     chosen_B = torch.empty(len(warps), dtype=torch.long, device=logits_BV.device)
     for warp in set(warps):
         rows = [row for row, own in enumerate(warps) if own == warp]
@@ -119,22 +118,21 @@ def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -
 
 
 def finite_rows(logits_BV: Tensor) -> Tensor:
-    """Whether each row's logits can be chosen from [B]."""
-    return logits_BV.amax(-1).isfinite()  # a number that is none counts as the largest
+    """Whether the logits of each row are usable [B]."""
+    return logits_BV.amax(-1).isfinite()  # amax propagates NaN
 
 
 def require_finite(finite_B: Tensor) -> None:
-    """Raises ShoalError where some row's logits were not finite."""
+    """Raise ShoalError if the logits of a row were not finite."""
     if not finite_B.all():
         raise ShoalError("the model's logits are not finite: its weights are damaged, or its training diverged; use an earlier checkpoint")
 
 
 def draw_tokens(logits_BV: Tensor, warp: Warp, draws_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens that the draws decide for [B], and the log-probabilities that they were drawn with, in float32 at least. The logits must
-    be finite."""
+    """The tokens that the draws select [B], and their log-probabilities in float32 or wider. The logits must be finite."""
     probabilities_BC, ids_BC = candidates(logits_BV, warp)
     if ids_BC is not None:
-        # In the order of the ids: two tokens that change places because a sum was rounded otherwise change nothing else
+        # In the order of the ids: if rounding swaps two near-equal tokens, the other tokens stay in place
         ids_BC, order_BC = ids_BC.sort(-1)
         probabilities_BC = probabilities_BC.gather(1, order_BC)
     reached_BC = probabilities_BC.double().cumsum(-1)
@@ -145,11 +143,8 @@ def draw_tokens(logits_BV: Tensor, warp: Warp, draws_B: Tensor) -> tuple[Tensor,
 
 
 def draw_gap(logits_NV: Tensor, warp: Warp, tokens_N: Tensor, draws_N: Sequence[float]) -> Tensor:
-    """How far each draw lies from the token that was taken for it, as a share of all probability [N]. Below 0: the draw gives that token,
-    and lies so far from the nearest other one.
-
-    The probabilities of tokens lie end to end in the order of their ids, as they do where a token is drawn.
-    """
+    """Distance of each draw from the interval of its token in the cumulative distribution [N]. Below 0: the draw selects that token, with
+    this margin. Intervals are in the order of token ids, as in `draw_tokens`."""
     probabilities_NV, _ = candidates(logits_NV, warp)
     reached_NV = torch.nn.functional.pad(probabilities_NV.double().cumsum(-1), (1, 0))
     start_N, end_N = (reached_NV.gather(1, (tokens_N + after)[:, None]).squeeze(1) for after in (0, 1))
@@ -158,7 +153,7 @@ def draw_gap(logits_NV: Tensor, warp: Warp, tokens_N: Tensor, draws_N: Sequence[
 
 
 def candidates(logits_BV: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
-    """The probabilities of the tokens in question, and their ids; null: all tokens, in order."""
+    """The probabilities of the candidate tokens, and their ids; None: all tokens, in order."""
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     scores_BC, ids_BC = logits_BV, None
     if warp.temperature != 1:  # relative to the best, so that no temperature is too small to divide by
@@ -172,7 +167,7 @@ def candidates(logits_BV: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
     if share >= 1 and warp.min_p is None:
         return probabilities_BC, ids_BC
     if share < 1:
-        # A token is in while those before it have not reached p
+        # A token is kept while the tokens before it have not reached p
         before_BC = probabilities_BC.cumsum(-1) - probabilities_BC
         probabilities_BC = probabilities_BC.masked_fill(before_BC >= share, 0.0)
     if warp.min_p is not None:

@@ -1,4 +1,4 @@
-"""Token after token from a language model, at the cost of one token each.
+"""Text generation with a KV cache: prefill, then one token per step.
 
 Shapes: B batch, L tokens of the prompt, V vocabulary.
 """
@@ -30,11 +30,10 @@ def generate(
     eos_id: int | None = None,
     beside: SideTexts | None = None,
 ) -> Iterator[Tensor]:
-    """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says. `beside`: what the model reads.
+    """Yield the next token ids [B] for prompts [B, L] of one length, decoded as `decoding.active` says. `beside`: side texts.
 
-    With a seed, what follows a prompt does not depend on the rows beside it. A row that gave `eos_id` goes on giving it; when all have,
-    the end is reached. When the model's longest sequence is full, it goes on from the last half of it. Prompts longer than that are seen
-    from their end.
+    With a seed, a row's text does not depend on the other rows. A row that has given `eos_id` keeps giving it; generation ends when all
+    rows have. When the model's `max_seq_len` is full, generation continues from the last half of it. Longer prompts are cut at their start.
     """
     if not hasattr(model, "next_logits"):
         raise ShoalError(f"a {type(model).__name__} does not write text; generation needs model.kind lstm, gpt or huggingface")
@@ -73,7 +72,7 @@ def _tokens(model: nn.Module, context: GenerationState, max_new_tokens: int, cho
 
 
 class _Chooser:
-    """Chooses the rows' tokens, and remembers them where a repetition costs something."""
+    """Chooses the next token of each row, and keeps the tokens so far where repetition is penalised."""
 
     def __init__(self, decoding: Decoding, seed: int | None, prompts: list[list[int]]) -> None:
         self.warps = [warp_of(decoding)] * len(prompts)
@@ -95,7 +94,7 @@ class _Chooser:
 
 
 class GenerationState:
-    """The tokens a model sees, and its cache of them."""
+    """Tokens of a batch that is being generated, and the model's KV cache of them."""
 
     def __init__(
         self,
@@ -120,14 +119,14 @@ class GenerationState:
         self.reader = SideTextReader(self.model, self.beside, self.any_of_all)
 
     def next_logits(self) -> Tensor:
-        """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""
+        """Logits [B, V] of the next token: run the tokens that are not in the cache yet."""
         self.length += self.unseen_BL.shape[1]
         keywords = self.reader.after(self.unseen_BL, self.mask_BS) | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
         logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **keywords)
         return logits_BV
 
     def append(self, next_B: Tensor, going_B: Tensor | None = None) -> None:
-        """`going_B`: the rows that go on; what is appended to others is padding."""
+        """Append a token to each row. `going_B`: the unfinished rows; tokens of the others are padding."""
         if going_B is not None and self.beside is not None:
             self.reader.going = going_B.tolist()
         self.recent.append(next_B)
@@ -142,7 +141,7 @@ class GenerationState:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off for one step only: between the steps the model belongs to the caller."""
+    """Evaluation mode for one step; afterwards each module has the caller's mode again."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
         module.training = False

@@ -1,6 +1,6 @@
-"""The keys and values of tokens already seen, so that the next token costs one token's work.
+"""KV cache: the keys and values of tokens already seen, so that the next token costs one token's work.
 
-Shapes: B batch, K key and value heads, L new tokens, S room for tokens, E head size.
+Shapes: B batch, K key and value heads, L new tokens, S capacity in tokens, E head size.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 _ROOM = 128
-"""Tokens that a cache which is full grows by, at least."""
+"""Least number of tokens by which a full cache grows."""
 
 
 def padded_rows(rows: Sequence[Tensor], room: int = 0) -> Tensor:
-    """Keys or values [1, K, L, E] of several rows as one [B, K, S, E]: zeros before the shorter ones."""
+    """Keys or values [1, K, L, E] of several rows as one [B, K, S, E], padded with zeros on the left."""
     longest = max(row.shape[2] for row in rows)
     _, K, _, E = rows[0].shape
     joined_BKSE = rows[0].new_zeros(len(rows), K, longest + room, E)
@@ -32,7 +32,7 @@ def mask_of_rows(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 class LayerCache:
-    """One layer's keys and values: memory of fixed size, taken at the first write and written in place."""
+    """Keys and values of one layer in a preallocated buffer, which is written in place."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -40,7 +40,7 @@ class LayerCache:
         self.keys_BKSE: Tensor | None = None
         self.values_BKSE: Tensor | None = None
         self.context: tuple[Any, tuple[Tensor, Tensor]] | None = None
-        """The context that the layer attends to, with its keys and values."""
+        """The cross-attention context, with its keys and values."""
 
     def append(self, keys_BKLE: Tensor, values_BKLE: Tensor) -> tuple[Tensor, Tensor]:
         """Views of all keys and values up to and with the new ones."""
@@ -63,7 +63,7 @@ class LayerCache:
         self.capacity = capacity
 
     def row(self, i: int, length: int) -> LayerCache:
-        """The last tokens of one row, as a cache of its own that shares this memory; whoever joins it copies."""
+        """The last tokens of one row as a cache that shares this memory; `joined` copies it."""
         assert self.keys_BKSE is not None
         assert self.values_BKSE is not None
         part = LayerCache(length)
@@ -74,7 +74,7 @@ class LayerCache:
 
     @classmethod
     def joined(cls, rows: Sequence[LayerCache]) -> LayerCache:
-        """Several rows as one cache, padded on the left, with room for more."""
+        """Several rows as one cache, padded on the left, with free capacity."""
         whole = [row.row(0, row.length) for row in rows]
         longest = max(row.length for row in rows)
         made = cls(longest + _ROOM)
@@ -93,11 +93,11 @@ class KeyValueCache:
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.context: Any = None
-        """What there is to read beside the tokens."""
+        """The encoded context for cross-attention."""
         self.memory: Any = None
-        """What was recalled so far."""
+        """What the episodic memory has retrieved so far."""
         self.value_B: Any = None
-        """What the model's value head said where the last logits were made; None: it has none."""
+        """Output of the value head at the last logits; None: the model has none."""
 
     @property
     def length(self) -> int:
@@ -105,7 +105,7 @@ class KeyValueCache:
         return self.layers[0].length
 
     def crop(self, length: int) -> None:
-        """Forget all tokens after so many. Rows must not be padded."""
+        """Keep the first `length` tokens. Rows must not be padded."""
         for layer in self.layers:
             layer.length = length
 

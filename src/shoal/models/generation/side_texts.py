@@ -1,4 +1,4 @@
-"""Texts that a model reads beside those that it writes or judges: which there are, row by row, while the rows grow.
+"""Side texts: contexts and retrieved passages that a model attends to while it generates or scores texts.
 
 Shapes: B rows, L tokens, R some of the rows.
 """
@@ -19,27 +19,27 @@ class PassageSearch(Protocol):
 
     @property
     def chunk_size(self) -> int:
-        """Tokens after which a text finds something new."""
+        """Tokens of a chunk; each complete chunk is a new query."""
 
     def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
-        """What is found for each text, none of it of the text's own documents. `starts`: the column where each text begins."""
+        """Passages for each text, none of them from the text's own documents. `starts`: the column where each text begins."""
         ...
 
 
 class SideTexts(NamedTuple):
-    """Texts that are read beside the rows of a batch."""
+    """The side texts of the rows of a batch."""
 
     columns: Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[int]], dict[str, Tensor]]
-    """What there is to read beside some rows, as a batch has it: their numbers, the tokens of each, and the column where each begins."""
+    """The batch columns of the side texts of some rows, given their numbers, their tokens, and the column where each begins."""
     every: int | None
-    """Tokens after which there may be something new; None: it stays the same."""
+    """Tokens after which side texts may change; None: they never do."""
 
 
 def make_side_texts(
     finder: PassageSearch | None, contexts: Sequence[Sequence[int]] = (), own: Sequence[Sequence[str]] = ()
 ) -> SideTexts | None:
-    """What rows read: passages that they find, and the context of each. `contexts` and `own`, the documents that a row is of and finds no
-    passages in, have an entry for each row, or none at all. None: there is nothing to read."""
+    """Side texts from retrieved passages and from the context of each row. `contexts`, and `own` (documents of a row, which are excluded
+    from its passages), have an entry for each row or are empty. None: there are no side texts."""
     if finder is None and not contexts:
         return None
 
@@ -53,7 +53,7 @@ def make_side_texts(
 
 
 def side_text_columns(beside: SideTexts | None, ids_BL: Tensor, mask_BL: Tensor) -> dict[str, Tensor]:
-    """What whole rows read, on their device. `mask_BL`: False at padding, on either side."""
+    """Batch columns of the side texts of complete rows, on their device. `mask_BL`: False at padding, on either side."""
     if beside is None:
         return {}
     texts, starts = _without_padding(ids_BL, mask_BL)
@@ -61,21 +61,21 @@ def side_text_columns(beside: SideTexts | None, ids_BL: Tensor, mask_BL: Tensor)
 
 
 class SideTextReader:
-    """Tells a model what there is to read beside rows that grow."""
+    """Gives a model the side texts of rows that grow during generation."""
 
     def __init__(self, model: Any, beside: SideTexts | None, any_of_all: Callable[[bool], bool] = bool) -> None:
-        """`any_of_all`: of several processes that must compute together, whether any has something new to read."""
+        """`any_of_all`: over processes that must compute together, whether any has new side texts."""
         self.model, self.beside, self.any_of_all = model, beside, any_of_all
         self.texts: list[list[int]] = []
         self.starts: list[int] = []
         self.going: list[bool] = []
-        """The rows that grow; what is written in others after their end finds nothing. Empty: all of them."""
+        """Which rows still grow; the others are not searched for any more. Empty: all of them."""
         self._chunks: list[int] = []
-        """Of each row, how many of its chunks have been looked up."""
+        """Number of chunks of each row that have been searched for."""
 
     def after(self, new_BL: Tensor, mask_BL: Tensor | None = None) -> dict[str, Any]:
-        """What the model is given with the next tokens of the rows: nothing, where it has all there is. `mask_BL`: False at padding before
-        the first tokens."""
+        """Arguments for the model's next call: empty where its side texts are up to date. `mask_BL`: False at padding before the first
+        tokens."""
         if self.beside is None:
             return {}
         if not self.texts:

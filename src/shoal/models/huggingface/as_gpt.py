@@ -1,8 +1,8 @@
-"""Models of Hugging Face that Shoal's own transformer computes, in fewer steps and with a cache that is written in place.
+"""Conversion of Hugging Face models to Shoal's own GPT, which has fewer kernels per layer and a KV cache that is written in place.
 
-Llama, Mistral and Qwen 2 without a window of attention, and GPT-2, have the layers of `Gpt`, if their matrices are put together: queries,
-keys and values, gate and content. Whether a model is such a one is tried with a small random copy, not believed. Its numbers are found by
-the names that they have in its own files, so files, digests and machines elsewhere need not know.
+Llama, Mistral and Qwen 2 without sliding-window attention, and GPT-2, have the layers of `Gpt` if their matrices are concatenated: queries,
+keys and values; gate and content. Whether a model can be converted is tested with a small random copy. Tensors keep their names in the
+model's own files, so files, digests and other machines are not affected.
 
 Shapes: N rows of a matrix, D width.
 """
@@ -56,10 +56,10 @@ _TOLERANCE = 1e-4
 
 
 class GptConversion:
-    """How a model of Hugging Face becomes one of Shoal's own."""
+    """How a Hugging Face model becomes a `Gpt`."""
 
     def __init__(self, inner: Any) -> None:
-        """Raises ShoalError, AttributeError or the like where it does not look like one."""
+        """Raises ShoalError, AttributeError or similar for other architectures."""
         config = inner.config
         self.vocab_size: int = config.vocab_size
         self.gpt2 = config.model_type == "gpt2"
@@ -75,7 +75,7 @@ class GptConversion:
             self.biased = decoder.layers[0].self_attn.q_proj.bias is not None
 
     def make(self) -> Gpt:
-        """The model without numbers."""
+        """The model without weights."""
         with without_weights():
             made = Gpt(self.settings, self.vocab_size)
             if self.biased:
@@ -87,7 +87,7 @@ class GptConversion:
         return made.eval()
 
     def sources(self, name: str) -> list[str]:
-        """The names, in the model's own files, of what a tensor of ours is put together from."""
+        """The names, in the model's own files, of the parts of a tensor of `Gpt`."""
         place, _, kind = name.rpartition(".")
         if not place.startswith("blocks."):
             return [f"{source}.{kind}" for source in self.names[place]]
@@ -95,17 +95,17 @@ class GptConversion:
         return [f"{self.names['layers']}.{layer}.{source}.{kind}" for source in self.names[part]]
 
     def tensor(self, name: str, get: Get) -> Tensor:
-        """A tensor of ours. `get` gives those of the model's own files."""
+        """A tensor of `Gpt`. `get` returns tensors of the model's own files by name."""
         parts = [get(source) for source in self.sources(name)]
         if self.gpt2:
-            # GPT-2 has its matrices the other way round, except for the embeddings
+            # GPT-2's matrices are transposed, except for the embeddings
             return parts[0].t().contiguous() if parts[0].dim() == 2 and name.startswith("blocks.") else parts[0]
         if "query_key_value" in name:
             parts[:2] = [_pairs(part, self._head_size) for part in parts[:2]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def whole(self, get: Get) -> Gpt:
-        """The model with its numbers."""
+    def convert(self, get: Get) -> Gpt:
+        """The model with its weights."""
         made = self.make()
         load_tensors(made, {name: self.tensor(name, get) for name in required_tensors(made)})
         return made
@@ -157,7 +157,7 @@ def _kinds(config: Any) -> list[str]:
 
 
 def _pairs(matrix: Tensor, head_size: int) -> Tensor:
-    """Rows of queries or keys: Llama turns the two halves of a head, our rotary positions turn neighbours."""
+    """Reorder rows of queries or keys: Llama's rotary pairs are (i, i + half), ours are (2i, 2i + 1)."""
     return matrix.view(-1, 2, head_size // 2, *matrix.shape[1:]).transpose(1, 2).reshape(matrix.shape)
 
 
@@ -165,7 +165,7 @@ _KNOWN: dict[str, GptConversion | None] = {}
 
 
 def gpt_conversion(model: HuggingFace) -> GptConversion | None:
-    """How our own transformer computes this model; null where it cannot. The model may be without numbers."""
+    """The conversion of this model, or None where it cannot be converted. The model may be on the meta device."""
     inner = model.inner
     if model.has_adapters or inner.config.model_type not in ("llama", "mistral", "qwen2", "gpt2"):
         return None
@@ -177,13 +177,13 @@ def gpt_conversion(model: HuggingFace) -> GptConversion | None:
 
 @torch.inference_mode()
 def _computes_the_same(inner: Any) -> GptConversion | None:
-    """Compare a small random copy with what we make of it: a prompt, a token after it, and a padded row beside another."""
+    """Compare a small random copy with its conversion: prefill, one decode step, and a padded row in a batch."""
     try:
         found = GptConversion(inner)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = HuggingFace(small_copy(narrowed(inner.config, 0, min(2, inner.config.num_hidden_layers))))
-        ours = GptConversion(small.inner).whole(small.state_dict().__getitem__)
+        ours = GptConversion(small.inner).convert(small.state_dict().__getitem__)
     except (ShoalError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None
     ids_BL, mask_BS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])

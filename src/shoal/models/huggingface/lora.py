@@ -1,4 +1,4 @@
-"""Fine-tuning with small low-rank matrices beside frozen weights, through peft."""
+"""LoRA through peft: low-rank adapters beside frozen weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 
 
 def with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
-    """The model with its weights frozen and the small matrices to train."""
+    """The model with frozen weights and trainable adapters."""
     library = _peft()
     config = library.LoraConfig(
         task_type="CAUSAL_LM",
@@ -23,7 +23,7 @@ def with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
     )
     try:
         with warnings.catch_warnings():
-            # GPT-2 keeps its matrices the other way round; peft sees that, does the right thing, and tells
+            # GPT-2's matrices are transposed; peft handles that, and warns
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             adapted: nn.Module = library.get_peft_model(inner, config)
     except ValueError as error:
@@ -41,6 +41,6 @@ def _peft() -> Any:
 
 
 def _layer_names(inner: nn.Module) -> list[str]:
-    """The last part of the name of every layer that is a matrix."""
+    """The last name component of every linear layer."""
     matrices = (name for name, parameter in inner.named_parameters() if parameter.dim() == 2 and name.endswith(".weight"))
     return sorted({name.split(".")[-2] for name in matrices})

@@ -1,4 +1,4 @@
-"""Any causal language model of the Hugging Face hub, or of a folder.
+"""Causal language models of the Hugging Face hub or of a folder.
 
 Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabulary.
 """
@@ -22,11 +22,11 @@ from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.lora import with_lora
 
 CACHE_NAMES = ("past_key_values", "cache_params")
-"""What attention models and state-space models call it."""
+"""The cache argument of attention models and of state-space models."""
 
 
 class HuggingFaceCache:
-    """Whatever the model itself keeps of the tokens it has seen."""
+    """The model's own cache object."""
 
     padded = True
     """Joined rows are padded on the left: the model needs a mask."""
@@ -35,8 +35,8 @@ class HuggingFaceCache:
         self.past = past
 
     def crop(self, length: int) -> None:
-        """Forget all tokens after so many. Rows must not be padded."""
-        self.past.crop(length - self.past.get_seq_length())  # transformers wants to know how many go, as a negative number
+        """Keep the first `length` tokens. Rows must not be padded."""
+        self.past.crop(length - self.past.get_seq_length())  # a negative number: tokens to remove
 
     def row(self, i: int, length: int) -> HuggingFaceCache:
         """The last tokens of one row, as a cache of its own."""
@@ -62,9 +62,9 @@ def _filled(layers: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 class HuggingFace(nn.Module):
-    """A model of transformers with the same face as Shoal's own; `inner` is the model itself.
+    """A model of transformers with the interface of Shoal's own models; `inner` is the model itself.
 
-    It has no `output_weight`: some of these models scale, cap or shift what the output matrix gives.
+    It has no `output_weight`, since some of these models scale, cap or shift their logits.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -96,11 +96,11 @@ class HuggingFace(nn.Module):
 
     @property
     def joins_rows(self) -> bool:
-        """Whether the model keeps keys and values of every token, and nothing else, so that rows of several requests can be joined."""
+        """Whether the cache is keys and values of every token and nothing else, so that rows of several requests can be joined."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
-        # A window of attention is told by the cache's class: such a layer forgets tokens that a padded row would still need
+        # Sliding-window layers have another class: they drop tokens that a padded row would still need
         return self.cache_name == CACHE_NAMES[0] and all(
             type(layer) is DynamicLayer for layer in DynamicCache(config=self.inner.config).layers
         )
@@ -115,7 +115,7 @@ class HuggingFace(nn.Module):
         return hidden_BLD
 
     def _whole(self) -> Any:
-        """The model of transformers itself; LoRA's matrices, where there are some, stand in its layers."""
+        """The model of transformers without the wrapper of peft; LoRA matrices are in its layers."""
         return self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
 
     def _masked(self, attention_mask: Tensor, length: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class HuggingFace(nn.Module):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """The model as it was before LoRA, until the end of the block, however that ends."""
+        """Context: the model without its LoRA adapters."""
         with self.inner.disable_adapter():
             yield
 
@@ -137,13 +137,13 @@ class HuggingFace(nn.Module):
         return hasattr(self.inner, "disable_adapter")
 
     def new_cache(self, capacity: int) -> HuggingFaceCache:
-        """Grows as the model likes."""
+        """A cache that grows as needed."""
         if self.cache_name is None:
             raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) keeps no cache that Shoal knows, so it cannot generate")
         return HuggingFaceCache()
 
     def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, V] of the token after these, which the cache then holds too."""
+        """Logits [B, V] of the next token; these tokens are appended to the cache."""
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in self.accepts else {}
         return self._logits(input_ids_BL, cache, attention_mask, **last_only)[:, -1]
 
@@ -158,11 +158,11 @@ class HuggingFace(nn.Module):
             raise ShoalError(f"training.gradient_checkpointing: {type(self.inner).__name__} (model.pretrained) does not have it") from error
 
     def add_lora(self, lora: schema.Lora) -> None:
-        """Freeze the weights and put small matrices beside them."""
+        """Freeze the weights and add LoRA adapters."""
         self.inner = with_lora(self.inner, lora)
 
     def save_adapters(self, folder: Path) -> None:
-        """LoRA's matrices alone, as `peft.PeftModel.from_pretrained` loads them onto the model they were trained for."""
+        """Save the LoRA adapters alone, for `peft.PeftModel.from_pretrained`."""
         if not hasattr(self.inner, "merge_and_unload"):
             raise ShoalError(
                 "the run trained all weights of the model (model.lora is null), so there are no adapters: export the whole model"
@@ -170,13 +170,13 @@ class HuggingFace(nn.Module):
         self.inner.save_pretrained(str(folder), safe_serialization=True)
 
     def save(self, folder: Path) -> None:
-        """As `AutoModelForCausalLM.from_pretrained` loads it; LoRA's matrices are added to what they stand beside. The model is used up."""
+        """Save for `AutoModelForCausalLM.from_pretrained`, with LoRA adapters merged. The model must not be used afterwards."""
         merge = getattr(self.inner, "merge_and_unload", None)
         whole = merge() if merge is not None else self.inner
         whole.save_pretrained(str(folder), safe_serialization=True)
 
     def save_scored(self, folder: Path, head_1D: Tensor) -> None:
-        """As `AutoModelForSequenceClassification.from_pretrained` loads it, with one label. The model is used up."""
+        """Save for `AutoModelForSequenceClassification.from_pretrained`, with one label. The model must not be used afterwards."""
         merge = getattr(self.inner, "merge_and_unload", None)
         pretrained.as_classifier(merge() if merge is not None else self.inner, head_1D).save_pretrained(
             str(folder), safe_serialization=True

@@ -1,4 +1,4 @@
-"""Weights and architectures from the Hugging Face hub or from folders, and plain words when they cannot be had."""
+"""Load weights and architectures from the Hugging Face hub or from folders, with one-line errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
-    """The model in float32: mixed precision keeps its weights so, and lowers only what is computed. On the device `meta` it has
-    shapes and no numbers, so none are read."""
+    """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read."""
     transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
         config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
@@ -56,7 +55,7 @@ def _with_weights(setting: str, name: str, config: Any, token: str | None) -> nn
 
 
 def as_classifier(inner: Any, head_1D: Tensor) -> Any:
-    """A causal language model as a classifier of sequences with one label: the same trunk, and a row of weights for the score."""
+    """A causal language model as a sequence classifier with one label: the same trunk, and a scalar head."""
     config = copy.deepcopy(inner.config)
     config.num_labels = 1
     config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
@@ -81,7 +80,7 @@ def check_layers(model: schema.HuggingFace, config: Any) -> None:
 
 @contextmanager
 def _explained(setting: str, name: str) -> Iterator[None]:
-    """Turns what transformers raises into one line that says what to put where."""
+    """Turn the exceptions of transformers into one line that says what to do."""
     from safetensors import SafetensorError
 
     if missing := missing_path_hint(name):
@@ -101,7 +100,7 @@ def _explained(setting: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """No tables of tensors in the log: what matters becomes an error. A download still shows its progress."""
+    """Silence the log of transformers; what matters becomes an error. A download still shows its progress."""
     logging = _transformers().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

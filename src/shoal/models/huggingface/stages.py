@@ -1,8 +1,8 @@
-"""Any causal language model of transformers in pieces, without knowing its family.
+"""Stages of any causal language model of transformers, whatever its family.
 
-A stage is the model's own class, built with as many layers as the stage has. The stream is put in before its first layer and taken after
-its last; what the class computes before and after is thrown away, and its parameters there are zeros that take no memory. The ends are the
-same class with one layer that computes nothing. That this gives the whole model's numbers is not taken for granted: `check_anatomy` looks.
+A stage is the model's own class, built with the stage's number of layers. Hooks put the residual stream in before the first layer and take
+it out after the last; what the class computes before and after is discarded, and its parameters there are zeros that take no memory. The
+ends are the same class with one layer that computes nothing. `check_anatomy` tests that the result equals that of the whole model.
 
 Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary.
 """
@@ -36,7 +36,7 @@ _WIDTHS = {
     "word_embed_proj_dim": 32,
     "vocab_size": 40,
 }
-"""The sizes of the small copy that is compared whole and cut. Depth, and whatever is listed layer by layer, stay as they are."""
+"""Sizes of the small copy that is compared whole and in stages. Depth and per-layer settings stay as they are."""
 
 
 class HuggingFaceStage(ModelStage):
@@ -52,7 +52,7 @@ class HuggingFaceStage(ModelStage):
         for layer, source in zip(own, layers_of(whole)[first:last], strict=True):
             _adopt(layer, source)
         _hollow(body, place)
-        # Not as a submodule: its layers are registered under the names that they have in the whole model
+        # Not as a submodule: its layers are registered under their names in the whole model
         self.__dict__["body"], self.__dict__["decoder"] = body, body.get_decoder()
         _register(self, ["inner", *place.split(".")], {str(first + i): layer for i, layer in enumerate(own)})
         self.accepts = frozenset(inspect.signature(self.decoder.forward).parameters)
@@ -109,7 +109,7 @@ class HuggingFaceStage(ModelStage):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HuggingFaceStage:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # The layers moved; what the body computes beside them, such as rotary positions, moves too
+        # The layers moved; buffers outside them, such as rotary frequencies, must move too
         for _, module in _outside(self.body, _place(self.body)):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = fn(buffer) if buffer is not None else None
@@ -159,7 +159,7 @@ class HuggingFaceEnds(ModelEnds):
 
 
 class _ReachedError(Exception):
-    """The stream came to the first layer: what would follow is not wanted."""
+    """Raised at the first layer to end the forward pass: carries the residual stream."""
 
     def __init__(self, x_BLD: Tensor) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _ReachedError(Exception):
 
 
 class _Stub:
-    """Takes the place of a layer's computation. The layer keeps its attributes, which some models look at."""
+    """Replaces the computation of a layer. The layer keeps its attributes, which some models read."""
 
     def __init__(self, layer: Any, returns_tuple: bool) -> None:
         layer._modules.clear()
@@ -194,7 +194,7 @@ def layers_of(inner: Any) -> Any:
 
 
 def _place(inner: Any) -> str:
-    """Where the list of layers is: the outermost list that is as long as the model is deep."""
+    """The name of the list of layers: the outermost ModuleList with one entry per layer."""
     count = inner.config.get_text_config().num_hidden_layers
     places: list[str] = [name for name, module in inner.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     if not places:
@@ -211,7 +211,7 @@ def _plain(model: HuggingFace) -> Any:
 
 
 def _body(config: Any, first: int, last: int) -> Any:
-    """The model's class with the layers [first, last), without numbers in its parameters."""
+    """The model's class with the layers [first, last), without weights."""
     with without_weights():
         return _made(narrowed(config, first, last))
 
@@ -224,7 +224,7 @@ def _made(config: Any) -> Any:
 
 
 def narrowed(config: Any, first: int, last: int) -> Any:
-    """The settings of these layers: lists that have an entry for each layer keep the entries of these."""
+    """The config of these layers; per-layer lists are sliced."""
     made = copy.deepcopy(config)
     text = made.get_text_config()
     count = text.num_hidden_layers
@@ -236,7 +236,7 @@ def narrowed(config: Any, first: int, last: int) -> Any:
 
 
 def _adopt(target: nn.Module, source: nn.Module, but: str = "\0") -> None:
-    """Use the parameters and buffers of another module with the same structure, without copying, except below a place."""
+    """Share the parameters and buffers of another module with the same structure, except below the name `but`."""
     for name, module in source.named_modules(remove_duplicate=False):
         if name != but and not name.startswith(f"{but}."):
             own = target.get_submodule(name)
@@ -250,12 +250,12 @@ def _hollow(body: nn.Module, place: str) -> None:
 
 
 def _outside(body: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are in no layer, with their names."""
+    """The modules outside the layers, with their names."""
     yield from ((name, module) for name, module in body.named_modules() if name != place and not name.startswith(f"{place}."))
 
 
 def _empty(module: nn.Module) -> None:
-    """Zeros, which take no memory, in the place of parameters: what is computed with them is not used."""
+    """Replace parameters with expanded zeros, which take no memory: results computed with them are not used."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             del module._parameters[name]
@@ -279,7 +279,7 @@ def _arguments(accepts: Container[str], length: int, attention_mask: Tensor | No
 
 
 def _putting(x_BLD: Tensor) -> Callable[..., Any]:
-    """A hook that puts a stream in the place of what a layer was given."""
+    """A pre-forward hook that replaces a layer's input."""
 
     def put(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return ((x_BLD, *given[1:]), named) if given else (given, named | {"hidden_states": x_BLD})
@@ -292,24 +292,24 @@ def _stream(output: Any) -> Tensor:
     return stream
 
 
-# --- what a small copy of the model shows ---------------------------------------------------------------
+# --- tests with a small copy of the model ---------------------------------------------------------------
 
 
 class Anatomy(NamedTuple):
-    """What was seen of a model when a small copy of it ran."""
+    """What a trial run of a small copy showed of a model."""
 
     returns_tuple: bool
-    """Whether a layer gives its stream in a tuple."""
+    """Whether a layer returns a tuple."""
     before: frozenset[str]
     after: frozenset[str]
-    """The modules that compute before the first layer, and after the last."""
+    """The modules that run before the first layer, and after the last."""
 
 
 _KNOWN: dict[str, Anatomy] = {}
 
 
 def check_anatomy(inner: Any) -> Anatomy:
-    """Compare a small copy of a model whole and cut, once for each configuration. Raises ShoalError where they differ."""
+    """Compare a small copy of a model whole and in stages, once for each config. Raises ShoalError where they differ."""
     config = inner.config
     key = f"{type(inner).__name__} {config.to_json_string()}"
     if key not in _KNOWN:
@@ -337,7 +337,7 @@ def _uncuttable(inner: Any) -> ShoalError:
 
 
 def small_copy(config: Any) -> Any:
-    """A random model of the same kind and depth whose sizes are small."""
+    """A small random model of the same architecture and depth."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
@@ -357,7 +357,7 @@ def small_copy(config: Any) -> Any:
 
 @torch.no_grad()
 def _look(small: Any) -> Anatomy:
-    """Which modules compute before and after the layers, and what a layer returns."""
+    """Which modules run before and after the layers, and what a layer returns."""
     place, calls, outputs = _place(small), list[str](), list[Any]()
     layers = small.get_submodule(place)
     named = [(name, module) for name, module in small.named_modules() if name]
@@ -373,7 +373,7 @@ def _look(small: Any) -> Anatomy:
 
 @torch.no_grad()
 def _same_when_cut(model: HuggingFace, seen: Anatomy) -> bool:
-    """A prompt, a token after it, and a padded row beside another, whole and in pieces."""
+    """Compare prefill, one decode step, and a padded batch, whole and in stages."""
     count = len(layers_of(model.inner))
     bounds = sorted({0, count // 3, 2 * count // 3, count})
     stages = [HuggingFaceStage(model, first, last, seen) for first, last in pairwise(bounds)]

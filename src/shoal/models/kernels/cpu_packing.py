@@ -1,7 +1,7 @@
-"""Matrices in the order in which this processor multiplies a few rows at once quickest, beside the order that is quickest for one row.
+"""Prepacked weight matrices for faster decoding on a CPU, kept beside the originals.
 
-On a CPU a product with 2 to 32 rows, as many as there are answers written at once, spends much of its time on bringing the matrix into
-such an order: on a Neoverse-N1 [8 × 576] · [576 × 1536] takes 0.74 ms, and 0.50 ms when that was done before; with 2 rows 0.50 and 0.25.
+A product with 2 to 32 rows, as in batched decoding, spends much of its time on repacking the matrix: on a Neoverse-N1 [8 × 576] ·
+[576 × 1536] takes 0.74 ms, and 0.50 ms with a prepacked matrix; with 2 rows 0.50 and 0.25.
 
 Shapes: N outputs, D inputs, V vocabulary, W the same or a few more.
 """
@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SMALLEST = 100_000
-"""Numbers that a matrix must have to be worth a copy."""
+"""Least number of elements for which a packed copy is worth it."""
 _ROWS, _TIMES, _WORTH = 8, 8, 0.9
 _SHARE_OF_ROOM = 0.5
 _MOST_ROWS = 64
 _MOST_NUMBERS = 1 << 27
-"""No second copy is made of matrices that have more numbers together while answers are written: half a GiB in float32."""
+"""Most elements, over all matrices, that are packed during sampling: half a GiB in float32."""
 
 
 class PackedProduct:
-    """A product with a matrix that is kept in both orders. It is not for learning."""
+    """A product with a matrix that is kept plain and packed. It has no gradient."""
 
     def __init__(self, weight_ND: Tensor, bias_N: Tensor | None = None) -> None:
         self.weight_ND, self.bias_N = weight_ND, bias_N
@@ -43,8 +43,8 @@ class PackedProduct:
 
 @torch.inference_mode()
 def pack_matrices(model: nn.Module, room_bytes: float) -> bool:
-    """Keep those matrices of a model in both orders for which that is quicker here, if it takes less than half of the memory that there is.
-    Return whether that was done."""
+    """Pack those matrices of a model for which it is faster on this machine, if the copies take less than half of the free memory. Return
+    whether that was done."""
     output: Any = model.output_weight if hasattr(model, "packed_output") else None
     linear = [module for module in model.modules() if type(module) is nn.Linear and module.weight is not output]
     weights = [*(module.weight for module in linear), *([output] if output is not None else [])]
@@ -63,8 +63,8 @@ def pack_matrices(model: nn.Module, room_bytes: float) -> bool:
 
 @contextmanager
 def packed_for(model: nn.Module, rows: int) -> Iterator[None]:
-    """Keep a model's matrices in both orders while so many answers are written. Nothing may learn meanwhile. Which matrices these are is
-    not measured: the same answers must come out when a run is resumed. So this is for the processors where it is known to be quicker."""
+    """Context: pack a model's matrices while `rows` answers are sampled. The weights must not change meanwhile. Which matrices are packed
+    is not measured, since a resumed run must give the same answers; so only processors where packing is known to be faster do it."""
     output: Any = model.output_weight if hasattr(model, "packed_output") else None
     if output is not None and output.is_cuda and len(output) % 8 and type(output.data) is Tensor:
         with _widened(model, output):
@@ -92,7 +92,7 @@ def packed_for(model: nn.Module, rows: int) -> Iterator[None]:
 
 @contextmanager
 def _widened(model: Any, output_VD: Tensor) -> Iterator[None]:
-    """GPUs take five times as long for a product with a matrix whose rows are no multiple of 8, such as GPT-2's 50,257."""
+    """Pad the output matrix: GPUs take five times as long if its rows are not a multiple of 8, such as GPT-2's 50,257."""
     wide_WD = F.pad(output_VD.detach(), (0, 0, 0, -len(output_VD) % 8))
     if torch.is_autocast_enabled("cuda"):
         wide_WD = wide_WD.to(torch.get_autocast_dtype("cuda"))
@@ -109,7 +109,7 @@ def _can(weight: Tensor) -> bool:
 
 
 def _is_quicker(weight_ND: Tensor) -> bool:
-    """Both ways are timed in turn, by the shortest time that this thread computed: others may compute here, too."""
+    """Time both products alternately; the shortest CPU time of this thread counts, since other processes may be running."""
     x_RD, packed = torch.ones(_ROWS, weight_ND.shape[1]), PackedProduct(weight_ND)
     taken = [(_seconds(lambda: packed(x_RD)), _seconds(lambda: F.linear(x_RD, weight_ND))) for _ in range(_TIMES)]
     return min(ours for ours, _ in taken) < _WORTH * min(plain for _, plain in taken)

@@ -1,4 +1,4 @@
-"""How tokens find their experts: one file a router."""
+"""Routers, which choose the experts of each token: one file per router."""
 
 from shoal.models.routers.base import HeldExperts, Router, Routes
 from shoal.models.routers.build import build_router

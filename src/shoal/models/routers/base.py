@@ -1,6 +1,6 @@
-"""What every router gives, and what those that learn share. All of it is computed in 32 bits at least.
+"""The interface of routers, and what learned routers share. Everything is computed in float32 or wider.
 
-A worker may hold some of the experts only: then these are all that its routers choose among, and they have the numbers 0, 1, … here.
+A worker may hold only some of the experts: then its routers choose among these, numbered 0, 1, … locally.
 
 Shapes: T tokens, D width, E experts (those that are held, but in the weights), K experts a token.
 """
@@ -19,18 +19,18 @@ from shoal.models.trunk import INITIAL_STD
 HeldExperts = tuple[int, ...] | None
 """The numbers of the experts that a worker holds; None: all of them."""
 _MOST_BY_TURNS = 4
-"""So many are found one after the other; more are sorted."""
+"""Up to this many experts per token are found by repeated argmax; more by topk."""
 
 
 class Routes(NamedTuple):
-    """Where each token goes, and how much each of its experts counts."""
+    """The experts of each token and their gates."""
 
     experts_TK: Tensor
     gates_TK: Tensor
     taken_TK: Tensor | None = None
-    """False where a route was chosen and is not taken; null: all are taken."""
+    """False where a chosen route is not taken; None: all are taken."""
     probabilities_TE: Tensor | None = None
-    """What the balance loss looks at; null: the router does not learn."""
+    """Input of the balance loss; None: the router is not learned."""
     logits_TE: Tensor | None = None
 
 
@@ -49,7 +49,7 @@ class Router(nn.Module):
 
 
 class LearnedRouter(Router):
-    """A row of weights for each expert, held or not."""
+    """Linear router: a row of weights for each expert, held or not."""
 
     full_precision = True
     """Engines that round the parameters of other modules for mixed precision leave these as they are."""
@@ -71,8 +71,8 @@ class LearnedRouter(Router):
 
 
 def top_experts(scores_TE: Tensor, count: int) -> Tensor:
-    """The experts with the highest scores of each token [T, K], the best first. What torch's compiler joins to the scores themselves takes
-    2 µs for two of 16 experts and 16,384 tokens on an H200; `topk` and its sort take 40."""
+    """The experts with the highest scores of each token [T, K], best first. Compiled, argmax fuses with the computation of the scores and
+    takes 2 µs for two of 16 experts and 16,384 tokens on an H200; `topk` and its sort take 40."""
     if not torch.compiler.is_compiling() or count > _MOST_BY_TURNS:
         return scores_TE.topk(count, dim=1).indices
     found: list[Tensor] = []
@@ -84,7 +84,8 @@ def top_experts(scores_TE: Tensor, count: int) -> Tensor:
 
 
 def gates_for(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """The scores of the chosen experts: one alone as it is, so that the router learns by it; several divided by their sum."""
+    """Gates from the scores of the chosen experts: a single score stays as it is, so that the router gets a gradient; several are
+    normalised."""
     chosen_TK = scores_TE.gather(1, experts_TK)
     if chosen_TK.shape[1] == 1:
         return chosen_TK

@@ -1,5 +1,5 @@
-"""The two most probable experts. While training, the second is visited with twice the probability of its gate: a weak one seldom costs
-anything. The first one's gate is the same whether the second is visited or not."""
+"""GShard: the two most probable experts. In training the second is used with twice the probability of its gate, so a weak one seldom costs
+anything. The gate of the first does not depend on whether the second is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fixed table from token ids to experts: nothing is learned, and a token's experts count the same.
+"""Hash routing: a fixed random table from token ids to experts. Nothing is learned, and all gates are equal.
 
 Shapes: V vocabulary, T tokens, K experts a token.
 """

@@ -1,5 +1,5 @@
-"""Each expert scores a token by itself; a bias for each expert, which no gradient moves, decides with the scores who is chosen. The gates
-are the scores alone. After each step the biases of experts that had too many tokens go down, those of the others up, by the same amount.
+"""Sigmoid scores with a bias per expert for balancing (auxiliary-loss-free). Experts are chosen by score + bias; the gates are the scores
+alone. The bias gets no gradient: after each step it decreases for overloaded experts and increases for the others by a fixed amount.
 
 Shapes: T tokens, E experts, K experts a token.
 """
@@ -36,7 +36,7 @@ class SigmoidBiasRouter(LearnedRouter):
         return Routes(experts_TK, gates_for(scores_TE, experts_TK), None, shares_TE, logits_TE)
 
     def movement(self, load_E: Tensor) -> Tensor:
-        """How far a step moves the biases in which the experts had so many tokens. Those of experts that are not here stay."""
+        """The bias movement of a step with these loads; 0 for experts that this worker does not hold."""
         movement_E = torch.zeros_like(self.bias_E)
         movement_E[slice(None) if self.held is None else self.held] = self.step * torch.sign(load_E.mean() - load_E).to(self.bias_E)
         return movement_E

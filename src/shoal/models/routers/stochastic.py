@@ -1,5 +1,5 @@
-"""Experts drawn without putting back, by their probabilities: the largest of the logits with Gumbel noise. The gates are those without
-noise, and so is the choice when nothing is learned."""
+"""Experts sampled without replacement by their probabilities: top-k of the logits with Gumbel noise. Gates are computed without noise, and
+in evaluation so is the choice."""
 
 from __future__ import annotations
 

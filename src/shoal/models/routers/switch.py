@@ -1,4 +1,4 @@
-"""Softmax over the experts, and the most probable of them."""
+"""Switch: softmax over the experts, and the most probable of them."""
 
 from __future__ import annotations
 

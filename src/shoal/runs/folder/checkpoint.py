@@ -7,10 +7,10 @@ checkpoints/
     state.safetensors         the tensors of the state: optimizer moments, random numbers
     state.json                everything else, the checksums of the files, and at its end its own
 
-Every file is on the disk (fsync), and so is the folder, before it gets its name; then the folder around it is.
+Files and folder are synced to the disk (fsync) before the folder gets its name; then the folder around it is synced.
 
-Several processes write `weights/` and `state/` instead, with a file of each process's parts in them (sharded.py); whoever reads sees no
-difference.
+Several processes write folders `weights/` and `state/` instead, with one file for each process (sharded_checkpoint.py); `read_checkpoint`
+reads both forms.
 """
 
 from __future__ import annotations
@@ -22,37 +22,28 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.engines.world import World
+from shoal.engines import Engine, World
 from shoal.errors import ShoalError
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import packed, unpacked
 
 _FORMAT = 3
-_UNCHECKED = 2
-"""The format of earlier versions, in which state.json had no checksum."""
+"""Version of the format. Files of other versions are refused."""
 _OWN_CHECKSUM = ', "checksum": "'
 _PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _FILES = ("weights.safetensors", "state.safetensors")
 
 
-class Spreading(Protocol):
-    """Processes of which the first has files that the others need."""
-
-    @property
-    def first(self) -> bool: ...
-    def broadcast_text(self, text: str) -> str: ...
-    def broadcast_bytes(self, content: bytes) -> bytes: ...
-
-
 class Checkpoint(NamedTuple):
-    """What was saved, and where."""
+    """The content of a checkpoint, and its folder."""
 
     path: Path
     step: int
@@ -68,12 +59,12 @@ class Checkpoints:
         self.keep_last = keep_last
 
     def save(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Path:
-        """Write a checkpoint, then point `latest` at it, then forget the oldest. Raises ShoalError; older ones survive."""
+        """Write a checkpoint, point `latest` at it, and delete the oldest. Raises ShoalError; the older ones are then kept."""
         tensors = dict[str, Tensor]()
         return self._save(step, weights, tensors, packed(state, "", tensors))
 
     def copied(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Callable[[], Path]:
-        """A checkpoint of what there is now, for any thread to write: all tensors are copied, and may change meanwhile."""
+        """A function that writes a checkpoint of the current values, from any thread: all tensors are copied first."""
         copies, tensors = {name: value.detach().clone() for name, value in weights.items()}, dict[str, Tensor]()
         plain = packed(state, "", tensors)
         return lambda: self._save(step, copies, tensors, plain)
@@ -89,7 +80,7 @@ class Checkpoints:
             raise self._failed(partial, error) from None
 
     def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: World) -> None:
-        """The same with several processes, of which each writes its part. All must call, and all succeed or raise."""
+        """The same with several processes, each of which writes its part. All must call it, and all succeed or raise."""
         partial, tensors = self._partial(step), dict[str, Tensor]()
         plain = packed(state, "", tensors)
         self._alone(writers, lambda: self._begin(partial), partial)
@@ -104,7 +95,7 @@ class Checkpoints:
         self._alone(writers, lambda: self._finish(partial, step, plain), partial)
 
     def _alone(self, writers: World, work: Callable[[], Any], partial: Path) -> None:
-        """What the first process does for all; how it went is everybody's business."""
+        """The first process works; where it fails, all processes raise ShoalError."""
         problem = ""
         if writers.first:
             try:
@@ -122,7 +113,7 @@ class Checkpoints:
         partial.mkdir(parents=True)
 
     def _finish(self, partial: Path, step: int, plain: Any) -> Path:
-        """All tensors are written: checksums, and then it is there."""
+        """After all tensors are written: write the checksums, and give the folder its name."""
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*.safetensors"))
         header = {"format": _FORMAT, "step": step, "checksums": {name: _checksum(partial / name) for name in files}, "state": plain}
         (partial / "state.json").write_bytes(_with_checksum(json.dumps(header)))
@@ -147,7 +138,7 @@ class Checkpoints:
         return ShoalError(f"cannot save a checkpoint in {self.folder}: {why}; the older ones are untouched")
 
     def forget_after(self, step: int) -> None:
-        """Drop the checkpoints of steps that a resumed run will do again: damaged ones, or there would be no need to."""
+        """Delete the checkpoints of steps that a resumed run repeats; they are damaged, since an older one was chosen."""
         for path in self.all():
             if path.name > f"step-{step:08d}":
                 shutil.rmtree(path, ignore_errors=True)
@@ -157,7 +148,7 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that can be read; `warn` is told of any that cannot."""
+        """The newest checkpoint that can be read. `warn`: is called for each that cannot."""
         for path in reversed(self.all()):
             try:
                 return read_checkpoint(path)
@@ -167,11 +158,9 @@ class Checkpoints:
 
 
 def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
-    """A checkpoint. `verify`: that its files match their checksums. Raises ShoalError."""
+    """Read a checkpoint. `verify`: check that its files match their checksums. Raises ShoalError."""
     try:
         header = _header_of(path)
-        if header["format"] not in (_FORMAT, _UNCHECKED):
-            raise ShoalError(f"checkpoint {path} was written by another version of Shoal (format {header['format']}, this is {_FORMAT})")
         for name, checksum in header["checksums"].items():
             if verify and _checksum(path / name) != checksum:
                 raise ShoalError(f"checkpoint {path} is damaged: {name} does not match its checksum")
@@ -183,8 +172,8 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
 
 
-def copy_to_all(path: Path, world: Spreading, own: Path) -> Path:
-    """A checkpoint of the first process in every process: the others write a copy below a folder of their own, in an older one's place."""
+def copy_to_all(path: Path, world: World, own: Path) -> Path:
+    """Copy a checkpoint of the first process to all: the others write it below their folder `own`, and replace an older copy."""
     names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file()) if world.first else []
     copy = path if world.first else own / "checkpoints" / "of-the-first"
     if not world.first:
@@ -199,44 +188,64 @@ def copy_to_all(path: Path, world: Spreading, own: Path) -> Path:
     return copy
 
 
+def random_states(engine: Engine) -> dict[str, list[Tensor]]:
+    """The random-number states of all processes of an engine, in the order of their ranks."""
+    world, on_gpu = engine.world, engine.device.type == "cuda"
+    return {
+        "torch": world.each(torch.get_rng_state()),
+        "cuda": world.each(torch.cuda.get_rng_state(engine.device)) if on_gpu else [],
+    }
+
+
+def restore_random_states(engine: Engine, states: dict[str, list[Tensor]]) -> None:
+    """Every process restores its own state. A process whose rank did not exist before keeps the state of its seed."""
+    rank = engine.world.rank
+    if rank < len(states["torch"]):
+        torch.set_rng_state(states["torch"][rank])
+    if rank < len(states["cuda"]) and engine.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"][rank], engine.device)
+
+
 def _with_checksum(text: str) -> bytes:
-    """An object of JSON with one more field at its end: the checksum of everything before that."""
+    """A JSON object with one more field at its end: the checksum of everything before it."""
     content = text.removesuffix("}").encode()
     return content + f'{_OWN_CHECKSUM}{crc32(content):08x}"}}'.encode()
 
 
 def _header_of(path: Path) -> dict[str, Any]:
-    """What state.json says. Raises ShoalError where it does not match its checksum."""
+    """The content of state.json. Raises ShoalError where its version or its checksum does not match."""
     content = (path / "state.json").read_bytes()
     header: dict[str, Any] = json.loads(content)
-    body, field, checksum = content.rpartition(_OWN_CHECKSUM.encode())
-    if (field or header["format"] == _FORMAT) and checksum != f'{crc32(body):08x}"}}'.encode():
+    if header["format"] != _FORMAT:
+        raise ShoalError(f"checkpoint {path} was written by another version of Shoal (format {header['format']}, this is {_FORMAT})")
+    body, _, checksum = content.rpartition(_OWN_CHECKSUM.encode())
+    if checksum != f'{crc32(body):08x}"}}'.encode():
         raise ShoalError(f"checkpoint {path} is damaged: state.json does not match its checksum")
     return header
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the system write down which files are in a folder. Windows does that by itself, and cannot be asked to."""
+    """Sync the list of files in a folder to the disk. Windows does so by itself, and has no call for it."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems know of no such thing
+        if error.errno != errno.EINVAL:  # some file systems do not support it
             raise
     finally:
         os.close(descriptor)
 
 
 def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
-    """Weights or state: from one file, or from the shards of several processes."""
+    """The tensors of `weights` or `state`, from one file or from the shards of several processes."""
     shards = [path / name for name in files if name.startswith(f"{kind}/")]
     return ShardedTensors(shards) if shards else load_file(path / f"{kind}.safetensors")
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Weights alone, in one file that appears whole or not at all."""
+    """Write weights atomically to one file."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +256,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """What `save_weights` saved. Raises ShoalError."""
+    """Read a file of `save_weights`. Raises ShoalError."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -255,7 +264,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path) -> Checkpoint:
-    """Weights alone as a checkpoint: the step is written in the file. Raises ShoalError."""
+    """A file of weights as a checkpoint without state; its metadata contains the step. Raises ShoalError."""
     try:
         with safe_open(path, "pt") as file:
             step = int((file.metadata() or {}).get("step", 0))
@@ -265,7 +274,7 @@ def read_weights(path: Path) -> Checkpoint:
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None]) -> Checkpoint:
-    """The checkpoint that a path means: a checkpoint, or a run with some."""
+    """The checkpoint at a path: a checkpoint, or the newest of a run. Raises ShoalError."""
     place = Path(path)
     if (place / "state.json").exists():
         return read_checkpoint(place)

@@ -1,4 +1,4 @@
-"""Where a coordinator keeps what must survive it: in files of its run. (In a database: `transports/postgres/store.py`.)"""
+"""Durable state of a coordinator in files: journal, ledger and snapshots. (In a database: `transports/postgres/store.py`.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class FileStore:
-    """A store in a folder."""
+    """Journal, ledger and snapshots in one folder."""
 
     transactional = False
 
@@ -33,7 +33,7 @@ class FileStore:
 
     def settle(self) -> list[str]:
         self.ledger.settle()
-        return self.journal.remarks + self.ledger.remarks
+        return self.ledger.remarks
 
     def forget(self) -> None:
         self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))

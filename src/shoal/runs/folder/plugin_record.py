@@ -1,4 +1,4 @@
-"""What a run's folder says of plugins: their names and digests."""
+"""plugins.json in a run's folder: names and digests of the plugins that the run uses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FILE = "plugins.json"
 
 
 def record_of(run: Run) -> str:
-    """The text of the record; empty where the run needs no plugin."""
+    """The content of the file; empty where the run uses no plugin."""
     needed = needed_by(run)
     return json.dumps(needed, indent=2) + "\n" if needed else ""
 
 
 def expect_those_of(folder: Path) -> None:
-    """Whether the plugins that the run in a folder was made with are here, and are the same. Raises ShoalError."""
+    """Raises ShoalError where a plugin of the run in this folder is missing or has changed."""
     try:
         needed = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

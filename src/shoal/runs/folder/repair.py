@@ -1,10 +1,9 @@
-"""What `shoal repair` does: a coordinator's folder that a run cannot go on with becomes one that it can, and what is lost gets a name.
+"""`shoal repair`: makes the damaged state of a coordinator usable again, and records what is lost.
 
-Nothing is deleted: journals and snapshots that cannot be used, and the ledger as it was, go into a folder of their own. The journal then
-gets a record of what was lost, which enters the ledger too, so that an audit knows it, and no sequence number is used a second time.
+Nothing is deleted: unusable journals and snapshots, and a copy of the ledger, are moved to a folder of their own. A record in the journal
+names the lost contributions; it enters the ledger for audits, and no sequence number is used twice.
 
-In a database the same is done to its rows, in one transaction. There the records that are taken out, and the ledger as it was, are written
-to files; the updates of those records are not.
+In a database the same is done to the rows, in one transaction. Removed records, without their updates, and the ledger are written to files.
 """
 
 from __future__ import annotations
@@ -27,35 +26,36 @@ from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 
 if TYPE_CHECKING:
-    from shoal.transports.postgres.repair import Removed
+    from shoal.transports.postgres.repair import RemovedRecords
 
 _LARGEST_FRAME = 1 << 30
-"""What a repair may read; the coordinator that comes back says again what students may send."""
+"""Largest frame that a repair may read."""
 Sequences = dict[str, int]
-"""The last number of each worker."""
+"""By worker: its last sequence number."""
 
 
 class SoundJournal(NamedTuple):
-    """As far as records since a snapshot can be trusted."""
+    """The records since a snapshot that can be trusted."""
 
     records: list[dict[str, Any]]
     last: int
-    """The last journal that is of use."""
+    """Number of the last usable journal."""
     end: RecordEnd
-    """Where it ends; nowhere: nothing of it can be used."""
+    """Where its usable part ends."""
     problem: str
-    """What comes after that; nothing, if all is well."""
+    """What is wrong after that; empty where nothing is."""
 
 
 def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
-    """Make a folder fit for a run to go on; `receipts`: what workers here wrote down. Return whether there was something to do."""
+    """Repair a folder. `receipts`: folder of the workers' receipts. Return whether anything was wrong."""
     lock = FolderLock(folder)
     lock.take()
     try:
         snapshot = _snapshot(folder, say)
         sound = _sound(folder, snapshot.step)
         known = _known(snapshot, sound.records)
-        lost = _lost(known, [*_told_by_ledger(folder, snapshot), *_told_by_journals(folder, sound), confirmed_in(receipts, key_in(folder))])
+        named = [*_sequences_in_ledger(folder, snapshot), *_sequences_in_journals(folder, sound), confirmed_in(receipts, key_in(folder))]
+        lost = _lost(known, named)
         behind = _newest_version(folder, snapshot) > (version := _version(snapshot, sound.records))
         if not (sound.problem or lost or behind):
             return False
@@ -69,21 +69,20 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
 
 
 def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> bool:
-    """Make a run in a database fit to go on; what is taken out of it goes into files in `folder`. Return whether there was something to
-    do."""
+    """Repair a run in a database. Removed rows are written to files in `folder`. Return whether anything was wrong."""
     from shoal.transports.postgres import PostgresServer
     from shoal.transports.postgres import repair as mending
-    from shoal.transports.postgres.store import Snapshots
+    from shoal.transports.postgres.store import PostgresSnapshots
 
     server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
     try:
-        snapshot = Snapshots(server, 2).newest(say)
+        snapshot = PostgresSnapshots(server, 2).newest(say)
         if snapshot is None:
-            raise _nothing_to_go_on_from(server.line.place)
+            raise _nothing_to_go_on_from(server.connection.name)
         sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
         ledger = [*mending.ledger_since(server, length)]
         known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
-        told = [*_told_by(ledger), *({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))]
+        told = [*_sequences_in(ledger), *({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))]
         if not (sound.problem or _lost(known, told) or _newest_in(ledger) > version):
             return False
         lost = _lost(known, [*told, *({worker: seq} for worker, seq in mending.waiting(server))])
@@ -106,7 +105,7 @@ def _tell(say: Callable[[str], None], reason: str, aside: Path, lost: list[list[
 
 
 def confirmed_in(folder: Path, key: bytes) -> Sequences:
-    """By the receipts in a folder that bear the coordinator's seal: the last number of each worker that was confirmed."""
+    """The last confirmed number of each worker, by receipts in a folder that have a valid seal of the coordinator."""
     newest: Sequences = {}
     for path in folder.glob("*.jsonl") if key else ():
         for line in path.read_bytes().splitlines():
@@ -121,7 +120,7 @@ def confirmed_in(folder: Path, key: bytes) -> Sequences:
 
 
 def refuse_forgotten(folder: Path, known: Sequences, confirmed: Sequences) -> None:
-    """A coordinator that comes back must know of everything it confirmed. Raises ShoalError."""
+    """Raises ShoalError where a restored coordinator lacks contributions that it confirmed."""
     for worker, first, last in _lost(known, [confirmed]):
         raise ShoalError(
             f"records at the end of the newest journal in {folder} are gone: {worker} has receipts up to contribution {last}, and the "
@@ -130,7 +129,7 @@ def refuse_forgotten(folder: Path, known: Sequences, confirmed: Sequences) -> No
         )
 
 
-# --- what is sound ------------------------------------------------------------------------------------------
+# --- sound records ------------------------------------------------------------------------------------------
 
 
 def _snapshot(folder: Path, say: Callable[[str], None]) -> Checkpoint:
@@ -148,7 +147,7 @@ def _nothing_to_go_on_from(where: object) -> ShoalError:
 
 
 def _sound(folder: Path, snapshot: int) -> SoundJournal:
-    """Every record since a snapshot, up to the first that cannot be trusted."""
+    """The records since a snapshot, up to the first that is damaged."""
     there = sorted(number for number in journals(folder) if number >= snapshot)
     records, before, sound = list[dict[str, Any]](), None, SoundJournal([], snapshot, NOWHERE, "")
     for number in range(snapshot, max(there, default=snapshot) + 1):
@@ -182,11 +181,11 @@ def _version(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> int:
     return version + [record["kind"] for record in records].count("closed")
 
 
-# --- what is lost -------------------------------------------------------------------------------------------
+# --- lost contributions -------------------------------------------------------------------------------------------
 
 
 def _lost(known: Sequences, told: Iterable[Sequences]) -> list[list[Any]]:
-    """Worker, first and last number of what was taken and is not there any more."""
+    """Worker, first and last number of contributions that were accepted and are missing."""
     newest: Sequences = {}
     for sequences in told:
         newest |= {worker: max(seq, newest.get(worker, -1)) for worker, seq in sequences.items()}
@@ -194,7 +193,7 @@ def _lost(known: Sequences, told: Iterable[Sequences]) -> list[list[Any]]:
 
 
 def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]]:
-    """Lines that the ledger got after a snapshot, and that can be trusted."""
+    """Sound lines of the ledger since a snapshot."""
     path, length = folder / "ledger.jsonl", int(snapshot.state["ledger"])
     content = path.read_bytes() if path.exists() else b""
     for line in [*lines_of(content)][content[:length].count(b"\n") :]:
@@ -202,13 +201,13 @@ def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]
             yield json.loads(line.text)
 
 
-def _told_by_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequences]:
-    return _told_by(_ledger_since(folder, snapshot))
+def _sequences_in_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequences]:
+    return _sequences_in(_ledger_since(folder, snapshot))
 
 
-def _told_by(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
+def _sequences_in(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
     for line in lines:
-        for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ()), *([line["replaced"]] if "replaced" in line else ())]:
+        for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ())]:
             yield {worker: seq}
 
 
@@ -220,8 +219,8 @@ def _newest_in(lines: Iterable[dict[str, Any]]) -> int:
     return max((int(line["version"]) for line in lines if "version" in line), default=0)
 
 
-def _told_by_journals(folder: Path, sound: SoundJournal) -> Iterator[Sequences]:
-    """What journals say after the damage, as far as it can be read."""
+def _sequences_in_journals(folder: Path, sound: SoundJournal) -> Iterator[Sequences]:
+    """Numbers in the readable records after the damage."""
     for number in journals(folder):
         if number >= sound.last:
             for record in readable_after(path_of(folder, number), sound.end.length if number == sound.last else 0):
@@ -229,11 +228,11 @@ def _told_by_journals(folder: Path, sound: SoundJournal) -> Iterator[Sequences]:
                     yield {record["worker"]: record["seq"]}
 
 
-# --- what is done about it ----------------------------------------------------------------------------------
+# --- the repair ----------------------------------------------------------------------------------
 
 
 def _set_aside(folder: Path, snapshot: Checkpoint, sound: SoundJournal) -> Path:
-    """Keep the damaged files elsewhere, and leave what is sound."""
+    """Move the damaged files to a new folder, and cut the others back to what is sound."""
     aside = _new_folder(folder)
     for number in journals(folder):
         if number > sound.last:
@@ -246,7 +245,7 @@ def _set_aside(folder: Path, snapshot: Checkpoint, sound: SoundJournal) -> Path:
         if path.exists():
             shutil.copyfile(path, aside / path.name)
             os.truncate(path, min(length, path.stat().st_size))
-    newest.touch()  # a journal that is missing, or of which nothing can be used, begins anew
+    newest.touch()  # a journal that is missing or wholly damaged begins again
     return aside
 
 
@@ -256,8 +255,8 @@ def _new_folder(folder: Path) -> Path:
     return aside
 
 
-def _write_down(folder: Path, removed: Removed) -> Path:
-    """Write rows that were taken out of a database to files."""
+def _write_down(folder: Path, removed: RemovedRecords) -> Path:
+    """Write rows that were removed from a database to files."""
     aside = _new_folder(folder)
     (aside / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in removed.records), encoding="utf-8")
     (aside / "ledger.jsonl").write_text("".join(f"{entry}\n" for entry in removed.ledger), encoding="utf-8")
@@ -269,9 +268,6 @@ def _write_record(folder: Path, snapshot: int, record: dict[str, Any]) -> None:
     try:
         for _ in journal.recover(snapshot):
             pass
-        if journal.open:
-            journal.append(record)
-        else:
-            journal.begin([(record, ())])  # after one of an earlier version
+        journal.append(record)
     finally:
         journal.close()

@@ -1,4 +1,4 @@
-"""Which settings a run that goes on may change, and which it may not: those that shape its numbers."""
+"""Which settings a resumed run may change. Those that affect its numbers must stay."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _OPERATIONAL = (
     *("coordinator", "strategy.inexact_share", "updates.below_quorum", "data.source.serve", "data.source.download", "simulation"),
     *("data.loader.num_workers", "data.loader.pin_memory", "data.loader.prefetch_factor", "data.loader.persistent_workers"),
 )
-"""How long the run is, how long anybody waits, what is recorded, judged and kept and where, where workers come in, and what they may do:
-whoever finds a run under attack ends it, sets narrower bounds, and lets it go on."""
+"""Length of the run, timeouts, recording, evaluation, checkpoints, addresses, and limits for workers. Limits may change so that an owner
+can resume a run under attack with narrower ones."""
 _ENGINE = ("engine", "launch")
-"""Another engine gives the same numbers, unless its processes step by themselves."""
+"""Another engine computes the same numbers, unless its processes step independently."""
 _CUT_OF_A_STEP = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")
-"""Engines of several processes cut a step's samples up in their own way; the feed sees to it that a run goes on at a whole step."""
+"""Engines of several processes divide a step's samples differently; the feed resumes at a whole step."""
 
 
 class SettingChange(NamedTuple):
-    """A setting that is not what it was."""
+    """A setting that differs."""
 
     path: str
     before: str
@@ -59,13 +59,13 @@ def changed_settings(before: Run, now: Run) -> list[SettingChange]:
 
 
 def forbidden_changes(before: Run, now: Run) -> list[SettingChange]:
-    """Those that a run which goes on may not change."""
+    """The differences that a resumed run may not have."""
     free = tuple(_free(before, now))
     return [change for change in changed_settings(before, now) if not any(_is_below(change.path, prefix) for prefix in free)]
 
 
 def settings_digest(run: Run) -> str:
-    """A digest of the settings that a run which goes on may not change, and of its engine."""
+    """A digest of the engine and of all settings that a resumed run may not change."""
     named = ((".".join(path), value) for path, value in flat(run))
     shaping = [f"{path}: {as_data(value)}" for path, value in named if not any(_is_below(path, prefix) for prefix in _OPERATIONAL)]
     return hashlib.sha256("\n".join(shaping).encode()).hexdigest()
@@ -84,5 +84,5 @@ def _is_below(path: str, prefix: str) -> bool:
 
 
 def format_changes(found: list[SettingChange]) -> str:
-    """Changes for people, a line each."""
+    """The changes for the user, one per line."""
     return "".join(f"\n  {change}" for change in found)

@@ -1,15 +1,15 @@
-"""The folder of a run: what was asked for, what happened, and how it ended.
+"""The folder of a run.
 
 config.yaml, provenance.json   every setting, and where it came from
-changes.jsonl                  settings that changed when the run went on, a line each time; where any did
-plugins.json                   the plugins whose parts it uses, each with its digest; where it uses any
-metrics.jsonl                  one record a line, appended
-events.jsonl                   what people were told, a line each, as far as there is room
-status.json, history.jsonl     of a run with workers: how it goes (replaced each second), and what each worker did (thinned when it is full)
-checkpoints/, samples/         what was learned
-lock                           held by the process that is at work here
-invitation.json                what people type to join, where any may (only its owner reads it)
-summary.json                   how it ended; also after a failure
+changes.jsonl                  settings that a resumed run changed, one line for each time
+plugins.json                   the plugins that the run uses, each with its digest
+metrics.jsonl                  figures, one record per line
+events.jsonl                   messages, one per line, up to a size limit
+status.json, history.jsonl     of a run with workers: its status (replaced each second), and what each worker did (thinned when it is full)
+checkpoints/, samples/         weights and state; images or text that the model made
+lock                           held by the process that runs here
+invitation.json                the command with which workers join (readable by the owner only)
+summary.json                   how the run ended, also after a failure
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from shoal.runs.folder.resume_rules import SettingChange, changed_settings
 from shoal.runs.folder.stale_folders import clear, is_abandoned
 
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
-"""What a run that has begun leaves sooner or later, however it ends."""
+"""Files that show that a run has begun."""
 
 _MOST_EVENT_BYTES = 4 << 20
 _ENDING_S = 10.0
-"""How long a process may take to end that was told to, or killed: what it has started may live a moment longer."""
+"""How long to wait for another process to end: its children may live a moment longer."""
 
 
 class RunDirectory:
     """One run's folder."""
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
-        """`fresh`: it was made for this run, so that nothing in it is of anybody else."""
+        """`fresh`: the folder was created for this run, so that everything in it belongs to the run."""
         self.path, self.fresh = path, fresh
         self._metrics: TextIO | None = None
         self._event_bytes: int | None = None
@@ -55,7 +55,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, run: Run, wanted: str | None = None, warn: Callable[[str], None] = lambda text: None) -> RunDirectory:
-        """A new folder: the one that is asked for, or one named after the run and the time. `warn` hears of a run that was there before."""
+        """Create a folder: `wanted`, or one named after the run and the time. `warn`: is called where a killed run is replaced."""
         parent = Path(run.output_dir) / (run.logging.project or "")
         stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
         path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
@@ -76,7 +76,7 @@ class RunDirectory:
         return cls(path, fresh).occupied()
 
     def wait_until_free(self, warn: Callable[[str], None]) -> None:
-        """Wait for another process that is at work here to end. Raises ShoalError where it goes on."""
+        """Wait until another process that uses the folder ends. Raises ShoalError where it does not."""
         until = time.monotonic() + _ENDING_S
         if is_held_elsewhere(self.path):
             warn(f"another process is at work in {self.path}: waiting for it to end")
@@ -86,14 +86,14 @@ class RunDirectory:
             time.sleep(0.1)
 
     def occupied(self) -> RunDirectory:
-        """The same, with its lock held by this process while it trains. One that has no lock to give is used without."""
+        """The same folder, locked by this process. Where the file system has no locks, it is used without."""
         with suppress(ShoalError):
             self._lock.take()
         return self
 
     @contextmanager
     def kept_if_begun(self) -> Iterator[None]:
-        """A run that fails before it has begun leaves no folder behind."""
+        """Removes the folder where the run fails before it has begun."""
         try:
             yield
         except BaseException:
@@ -103,8 +103,8 @@ class RunDirectory:
             raise
 
     def forget(self) -> None:
-        """Of a run that failed before its first step, leave nothing behind that would be in the way of the next: only the workers' logs,
-        which say why. A folder that had something in it before is left as it is."""
+        """Delete a run that failed before its first step, except the workers' logs, which contain the reason. A folder that was not
+        empty before the run is left unchanged."""
         self.close()
         for path in list(self.path.iterdir()) if self.fresh else ():
             if path.name == "workers":
@@ -116,11 +116,11 @@ class RunDirectory:
                 path.rmdir()
 
     def config(self) -> Run:
-        """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
+        """The settings of the run. Raises ShoalError where this version cannot read them."""
         return resolve([ConfigFile(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
 
     def write_config(self, loaded: LoadedConfig) -> list[SettingChange]:
-        """Write down the settings. Return what they change for a run that goes on, which is written down, too."""
+        """Write the settings. Return what a resumed run changes; changes.jsonl records that."""
         changed = changed_settings(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
         if changed:
             self._append("changes.jsonl", {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}})
@@ -152,7 +152,7 @@ class RunDirectory:
             raise ShoalError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}") from None
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of steps that a resumed run will do again."""
+        """Delete the records of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
@@ -168,8 +168,8 @@ class RunDirectory:
             else []
         )
 
-    def tell(self, event: dict[str, Any]) -> None:
-        """Append to events.jsonl what people are told, as far as there is room. The run goes on where it cannot be written."""
+    def record_event(self, event: dict[str, Any]) -> None:
+        """Append a message to events.jsonl, up to its size limit. Errors of the disk are ignored."""
         path = self.path / "events.jsonl"
         with suppress(OSError):
             if self._event_bytes is None:
@@ -185,7 +185,7 @@ class RunDirectory:
         self.write("summary.json", json.dumps(summary, indent=2))
 
     def write(self, name: str, text: str) -> None:
-        """A file that is there whole or not at all, whenever this process ends."""
+        """Write a file atomically."""
         partial = self.path / f".{name}"
         try:
             partial.write_text(text, encoding="utf-8")
@@ -201,7 +201,7 @@ class RunDirectory:
 
 
 class ReadOnlyDirectory(RunDirectory):
-    """The folder of a run that another process writes."""
+    """The folder of a run for processes that must not write it: the first process does."""
 
     def write_config(self, loaded: LoadedConfig) -> list[SettingChange]:
         return []
@@ -212,7 +212,7 @@ class ReadOnlyDirectory(RunDirectory):
     def forget_after(self, step: int) -> None:
         pass
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def record_event(self, event: dict[str, Any]) -> None:
         pass
 
     def write(self, name: str, text: str) -> None:
@@ -220,9 +220,9 @@ class ReadOnlyDirectory(RunDirectory):
 
 
 def settings_text(run: Run) -> str:
-    """All settings of a run, as a file that can be read again. Secrets are not in it: they come from the environment again."""
+    """All settings of a run as a configuration file, without secrets, which come from the environment."""
     text = to_yaml(as_data(run, mask=None))
-    return "dialect: shoal\n" + text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
+    return "dialect: shoal\n" + text.replace("${", "$${")  # variables were already expanded, so a remaining ${ is plain text
 
 
 def _remove(paths: list[Path]) -> None:
@@ -234,7 +234,7 @@ def _remove(paths: list[Path]) -> None:
 
 
 def _step_of(line: str) -> int:
-    """The step of a record; a line that a crash cut short counts as later than all."""
+    """The step of a record; a line that a crash cut short counts as later than all others."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

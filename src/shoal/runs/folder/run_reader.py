@@ -1,6 +1,6 @@
-"""A run as its folder shows it, while it goes on and ever after. It loads no torch, and asks no coordinator.
+"""Reads the folder of a run, during the run and afterwards, without torch and without its coordinator.
 
-It believes nothing that it reads: a worker, or whoever has the folder, may have had anything written into it.
+Nothing that is read is trusted, since workers may have caused any content: values are checked, cleaned and bounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 
 _FRESH_S = 10.0
 _LONG_S = 600.0
-"""So long a coordinator may be silent, while its process is there: the last evaluation may take a while."""
+"""How long a coordinator may write nothing while its process exists: the last evaluation may take this long."""
 UNFINISHED_STATES = ("starting", "running", "paused", "ending", "not here", "running or killed")
 """States of a run that has not ended."""
 _MOST_BYTES_AT_ONCE = 8 << 20
@@ -27,13 +27,13 @@ _LONGEST_LINE = 1 << 20
 _LONGEST_TEXT, _LONGEST_SAMPLE = 1000, 8000
 _MOST_ITEMS, _DEEPEST = 5000, 6
 _DIRECTING = {"\u061c", "\u200e", "\u200f", *map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A))}
-"""Characters that turn the direction of writing, and so make a text look like another."""
+"""Characters that change the direction of text, and so can make a text look like another."""
 _SAMPLE = re.compile(r"step-(\d{1,12})\.(png|txt)")
 _CHECKPOINT = re.compile(r"step-(\d{1,12})")
 
 
 def clean(value: Any, depth: int = 0) -> Any:
-    """A value that can be shown: finite numbers, bounded texts and lists, nothing that steers a terminal or turns the writing around."""
+    """The value in a form that is safe to show: finite numbers, bounded texts and lists, no control characters."""
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, float):
@@ -58,8 +58,8 @@ def _is_plain(character: str) -> bool:
 
 
 class Tail:
-    """A file of lines that grows: each look gives the whole lines that have come since the last one. A file that became shorter, or was
-    replaced, is read from its beginning, and `began` counts that."""
+    """Reads a growing file of lines, like `tail -F`: each call yields the complete lines since the last one. A file that was truncated or
+    replaced is read from its beginning; `began` counts how often."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.began = path, 0
@@ -67,7 +67,7 @@ class Tail:
         self._rest = b""
 
     def look(self) -> Iterator[bytes]:
-        """Lines that are new, at most so many that a slow reader comes back in between."""
+        """The new lines, up to a limit of bytes for one call."""
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -96,7 +96,7 @@ class Tail:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is not there or cannot be read."""
+    """The JSON object in a file; empty where it is missing or cannot be read."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -105,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class StepFile(NamedTuple):
-    """A file that a run leaves at a step."""
+    """A file that a run wrote at a step."""
 
     step: int
     name: str
@@ -113,7 +113,7 @@ class StepFile(NamedTuple):
 
 
 class RunFolder:
-    """What a run's folder holds."""
+    """The content of a run's folder."""
 
     def __init__(self, path: Path) -> None:
         if not (path / "config.yaml").exists():
@@ -126,12 +126,12 @@ class RunFolder:
 
     @property
     def state_path(self) -> Path:
-        """Where the coordinator keeps what survives it."""
+        """The folder of the coordinator's durable state."""
         elsewhere = self.provenance().get("coordinator.state_path", {}).get("value")
         return Path(elsewhere) if isinstance(elsewhere, str) and elsewhere else self.path / "coordinator"
 
     def status(self) -> dict[str, Any]:
-        """How the run goes, cleaned. A run without a coordinator is told from its records."""
+        """The status of the run, cleaned. That of a run without a coordinator is derived from its records."""
         found = clean(read_json(self.path / "status.json"))
         status: dict[str, Any] = found if found.get("members") is not None else self._alone()
         state = self._state(status)
@@ -155,7 +155,7 @@ class RunFolder:
         return {"run": self.name, "version": last.get("step", 0), "figures": figures, "events": events, **known}
 
     def _outcome(self, status: Mapping[str, Any]) -> dict[str, Any]:
-        """What came after the last status: the last evaluation, and workers that left."""
+        """What happened after the last status: the last evaluation, and workers that left."""
         summary = self.summary()
         last = {split: figures for split, figures in summary.get("metrics", {}).items() if figures}
         known = {name: summary[name] for name in ("samples", "wall_s", "contributions") if summary.get(name)}
@@ -163,11 +163,11 @@ class RunFolder:
         return {**known, "figures": {**status.get("figures", {}), **last}, "events": events or status.get("events", []), "eta_s": None}
 
     def _is_coordinated(self) -> bool:
-        """Whether a coordinator has opened the run, which writes its status a moment later."""
+        """Whether the run has a coordinator, even if it has not written a status yet."""
         return (self.path / "owner.json").exists()
 
     def _state(self, status: Mapping[str, Any]) -> str:
-        """What the run does: how it ended, where it has ended, or whether somebody still works at it."""
+        """The state of the run: how it ended, or whether a process still runs it."""
         if self._has_ended():
             return str(self.summary().get("status", "ended"))
         written = self._written_at()
@@ -182,7 +182,7 @@ class RunFolder:
         return _changed_at(self.path / "status.json") or _changed_at(self.path / "metrics.jsonl")
 
     def _has_ended(self) -> bool:
-        """Whether the run's summary is about its last start. One that was resumed writes its status again."""
+        """Whether the summary is newer than the status, which a resumed run writes again."""
         ended = _changed_at(self.path / "summary.json")
         return bool(ended and ended >= self._written_at() - 1.0)
 
@@ -191,19 +191,19 @@ class RunFolder:
         return found
 
     def provenance(self) -> dict[str, Any]:
-        """Every setting with its value and where it came from."""
+        """Every setting with its value and its source."""
         found: dict[str, Any] = clean(read_json(self.path / "provenance.json"))
         return found
 
     def samples(self) -> list[StepFile]:
-        """What the model drew or wrote, in order."""
+        """The samples of the model, in the order of their steps."""
         return _seen(self.path / "samples", _SAMPLE)
 
     def checkpoints(self) -> list[StepFile]:
         return _seen(self.path / "checkpoints", _CHECKPOINT)
 
     def sample(self, name: str) -> bytes | str | None:
-        """A picture or a cleaned text by its name; None where there is none of that name."""
+        """An image, or a cleaned text, by its file name; None where it does not exist."""
         if _SAMPLE.fullmatch(name) is None:
             return None
         try:
@@ -216,13 +216,13 @@ class RunFolder:
         return "\n".join(clean_text(line) for line in text.splitlines())
 
     def invitation(self) -> dict[str, Any]:
-        """What whoever wants to join must type, as the coordinator told it; nothing where nobody is invited."""
+        """The content of invitation.json; empty where workers cannot join."""
         found: dict[str, Any] = clean(read_json(self.path / "invitation.json"))
         return found
 
 
 _ABOUT = ("step", "split", "wall_s", "samples", "epoch", "samples_per_s", "received_bytes", "sent_bytes")
-"""What stands in a record beside its figures."""
+"""Fields of a record that are not figures."""
 _DEFAULTS: dict[str, Any] = {
     "schema": 1,
     "run": "",
@@ -252,13 +252,13 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def complete_status(told: Any) -> dict[str, Any]:
-    """A status that somebody else wrote, cleaned, with nothing missing."""
+    """An untrusted status, cleaned, with defaults for missing fields."""
     found = clean(told)
     return _DEFAULTS | (found if isinstance(found, dict) else {})
 
 
 def newest_run(folder: Path) -> RunFolder:
-    """The run below a folder that was written to last. Raises ShoalError."""
+    """The most recently written run below a folder. Raises ShoalError where there is none."""
     found = [path.parent for path in folder.rglob("provenance.json") if (path.parent / "config.yaml").exists()]
     if not found:
         raise ShoalError(f"there are no runs in {folder}: name a run's folder, or start one (`shoal train`)")
@@ -277,7 +277,7 @@ def _seen(folder: Path, pattern: re.Pattern[str]) -> list[StepFile]:
 
 
 def _changed_at(path: Path) -> float:
-    """When a file was written last; 0 where it is not there."""
+    """Modification time of a file; 0 where it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -286,7 +286,7 @@ def _changed_at(path: Path) -> float:
 
 def _is_running(pid: Any) -> bool:
     if os.name != "posix":
-        return True  # on Windows to ask a process is to end it; how old the file is tells enough
+        return True  # os.kill would end the process on Windows; the age of the file suffices
     if not isinstance(pid, int) or pid <= 1:
         return False
     try:

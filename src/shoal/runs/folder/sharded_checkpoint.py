@@ -1,7 +1,7 @@
 """Checkpoints that several processes write together: torch.distributed.checkpoint, as safetensors.
 
-Each process writes the rows it holds; where they belong stands in the header of its file. Reading puts tensors together one at a time, so
-any number of processes, of any engine, can read what any other number wrote.
+Each process writes the rows that it holds, with their offsets in the header of its file. The reader assembles one tensor at a time, so a
+checkpoint can be read by any number of processes of any engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INFO = "DCP_SHARDING_INFO"
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Every process's part of these tensors. All must call. Raises ShoalError, in all of them."""
+    """Write each process's part of these tensors. All processes must call it. Raises ShoalError in all of them."""
     from torch.distributed.checkpoint.api import CheckpointException  # here: it takes as long to import as half of torch
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
@@ -33,14 +33,14 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about torch's own
+            warnings.simplefilter("ignore")  # warnings of torch about its own code
             save_together(dict(tensors), storage_writer=writer, process_group=group)
     except (CheckpointException, SafetensorError, OSError) as error:
         raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
 
 
 def write_from_first(folder: Path, tensors: Mapping[str, Tensor], writers: World) -> None:
-    """The same where the processes share no folder: the first one writes what all have, a file for each. Raises ShoalError, in all."""
+    """The same where the processes share no folder: the first one writes a file for each. Raises ShoalError in all of them."""
     own = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     problem, known = "", set(own)
     if writers.first:
@@ -54,7 +54,7 @@ def write_from_first(folder: Path, tensors: Mapping[str, Tensor], writers: World
 
 
 def _written(folder: Path, number: int, tensors: dict[str, Tensor]) -> str:
-    """Write one process's tensors; what went wrong."""
+    """Write one process's tensors. Return the error, or an empty text."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / f"process-{number:05d}.safetensors")
@@ -71,7 +71,7 @@ def _reason(error: BaseException) -> str:
 
 
 class TensorShard(NamedTuple):
-    """A part of a tensor in a file, and where it begins in the whole."""
+    """A part of a tensor in a file, and its offset in the whole tensor."""
 
     file: Path
     start: tuple[int, ...]
@@ -79,7 +79,7 @@ class TensorShard(NamedTuple):
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """The tensors in a folder of shards, each put together when it is asked for."""
+    """The tensors of several files of shards. Each tensor is assembled when it is read."""
 
     def __init__(self, files: list[Path]) -> None:
         self._open: dict[Path, Any] = {}

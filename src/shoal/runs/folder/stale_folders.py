@@ -1,4 +1,4 @@
-"""Folders of runs that were killed before they learned anything: the next run may have them."""
+"""Finds and clears the folders of runs that were killed before their first step, so that the next run can use them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shoal.errors import ShoalError
 
 _SIGNS_OF_LEARNING = ("summary.json", "metrics.jsonl", "checkpoints", "coordinator/ledger.jsonl")
 _MAY_HOLD_MORE = ("invitation.json", "postgres")
-"""People may have been told how to join, or a database may be at work: such a run is for its owner to go on with."""
+"""Others may know how to join, or a database may be running: only the owner resumes such a run."""
 _OF_A_BEGINNING = (
     *("config.yaml", "provenance.json", "plugins.json", "changes.jsonl", "events.jsonl", "data.json", "tokenizer", "start.safetensors"),
     *("status.json", "history.jsonl", "owner.json", "samples", "coordinator", "workers"),
 )
-"""What a run writes before its first step, and with it. Files of others stay."""
+"""Files that a run writes up to its first step. Other files stay."""
 _NOTHING_LEARNED = ("seated", "opened")
-"""Records of a coordinator that tell of no contribution."""
+"""Kinds of journal records that contain no contribution."""
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether the run in a folder learned nothing, and its process has ended. Where nobody can tell, it is not."""
+    """Whether the run in a folder took no step and its process has ended; False where that is not certain."""
     if not was_held(path) or any((path / name).exists() for name in (*_SIGNS_OF_LEARNING, *_MAY_HOLD_MORE)):
         return False
     try:
@@ -40,7 +40,7 @@ def _records(folder: Path) -> list[dict[str, object]]:
 
 
 def clear(path: Path) -> None:
-    """Remove what the run left behind."""
+    """Remove the files of the run."""
     for one in (path / name for name in _OF_A_BEGINNING):
         if one.is_dir() and not one.is_symlink():
             shutil.rmtree(one, ignore_errors=True)

@@ -1,63 +1,45 @@
-"""What only a worker knows, and a run that goes on needs: its optimizer, its random numbers, what its codec still owes.
+"""Worker-local checkpoints: optimizer, RNG state and codec residual, which the coordinator does not have.
 
-A folder of the worker's own, with a checkpoint for each of the coordinator's, and in `half-round` the newest from the middle of a round.
-Who comes back without it starts its optimizer over. Of a worker of several processes all save, and all restore.
+A worker's folder contains one for each checkpoint of the coordinator, and in `half-round` the newest from the middle of a round. A worker
+that returns without them starts with a new optimizer. All processes of a worker save and restore together.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from shoal.engines.world import World
+from shoal.engines import Engine
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, read_checkpoint, restore_random_states
 from shoal.worker.session import SeatAssigned
 from shoal.worker.worker_state import PartialRound, RoundStart
 
 HALF = "half-round"
 
 
-class Kept(Protocol):
-    """The engine of a worker that takes steps of its own."""
-
-    device: torch.device
-
-    @property
-    def world(self) -> World: ...
-    def weights(self) -> dict[str, Tensor]: ...
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def gathered(self) -> dict[str, Any]: ...
-    def load_gathered(self, state: dict[str, Any]) -> None: ...
-
-    step_count: int
-
-
 class SaveSchedule(NamedTuple):
-    """When a worker keeps its state."""
+    """When a worker saves its state."""
 
     rounds: Callable[[int], bool]
-    """With which versions of the weights in hand."""
+    """Whether to save with this version of the weights."""
     every_steps: int | None
-    """In the middle of rounds: after every so many steps; None: never."""
+    """Interval in steps for saving in the middle of a round; None: never."""
     shape: str
-    """The digest of the settings that shape a worker's numbers: with others nobody goes on in the middle of a round."""
+    """Digest of the settings that affect the numbers; a half round with another digest is not resumed."""
 
 
 class WorkerCheckpoints:
-    """One worker's, in `folder`; those of a run that this one continues, in `earlier`."""
+    """The checkpoints of one worker in `folder`; `earlier`: those of the run that this one continues."""
 
     def __init__(
         self,
-        engine: Kept,
+        engine: Engine,
         folder: Path | None,
         earlier: Path | None,
         occasions: SaveSchedule,
@@ -70,26 +52,21 @@ class WorkerCheckpoints:
         self.places = [Checkpoints(place, keep_last) for place in (folder, earlier) if place is not None]
         self.occasions, self.tell = occasions, tell
         self._half: Checkpoint | None = None
-        """What the worker is about to go on with."""
+        """The half round that is about to be resumed."""
 
     def due(self, version: int) -> bool:
-        """Is it time to save?"""
+        """Whether to save with this version."""
         return self.own is not None and self.occasions.rounds(version)
 
     def save(self, version: int, residual: Tensor | None) -> None:
-        """Keep how things stand with this version's weights in hand. A full disk is told, and stops nobody."""
+        """Save the state with this version of the weights. An error of the disk is only reported."""
         if not self.due(version):
             return
         assert self.own is not None
         self._write(self.own, version, self._state(residual))
 
     def _state(self, residual: Tensor | None) -> dict[str, Any]:
-        engine, world, on_gpu = self.engine, self.engine.world, self.engine.device.type == "cuda"
-        random = {
-            "torch": world.each(torch.get_rng_state()),
-            "cuda": world.each(torch.cuda.get_rng_state(engine.device)) if on_gpu else [],
-        }
-        return {"engine": engine.state_dict(), "random": random, "residual": residual}
+        return {"engine": self.engine.state_dict(), "random": random_states(self.engine), "residual": residual}
 
     def _write(self, place: Checkpoints, number: int, state: dict[str, Any]) -> None:
         try:
@@ -101,7 +78,7 @@ class WorkerCheckpoints:
             self.tell(f"warning: {error}")
 
     def restore(self, version: int, residual: Tensor | None) -> None:
-        """Go on as one who was there. What is kept of an older version is better than nothing, of a newer one it is not."""
+        """Load the newest state up to this version; one of a newer version is of no use."""
         found = self._newest_until(version)
         if found is not None:
             self._load(found, residual, weights=found.step == version)
@@ -109,14 +86,10 @@ class WorkerCheckpoints:
             self.tell(f"nothing is kept of this worker up to round {version}: its optimizer starts over")
 
     def _load(self, found: Checkpoint, residual: Tensor | None, weights: bool) -> None:
-        engine, random, rank = self.engine, found.state["random"], self.engine.world.rank
-        engine.load_state_dict(found.state["engine"])
+        self.engine.load_state_dict(found.state["engine"])
         if weights:
-            engine.load_weights(found.weights)
-        if rank < len(random["torch"]):
-            torch.set_rng_state(random["torch"][rank])
-        if rank < len(random["cuda"]) and engine.device.type == "cuda":
-            torch.cuda.set_rng_state(random["cuda"][rank], engine.device)
+            self.engine.load_weights(found.weights)
+        restore_random_states(self.engine, found.state["random"])
         if residual is not None and found.state["residual"] is not None:
             residual.copy_(found.state["residual"])
 
@@ -136,13 +109,13 @@ class WorkerCheckpoints:
         return every - step % every if every and self.halves is not None else sys.maxsize
 
     def save_partial_round(self, half: PartialRound | None, residual: Tensor | None) -> None:
-        """Keep how things stand after this step, in place of what was kept before. The first process knows how far the worker is."""
+        """Save the state after this step, and replace the one before. `half`: the progress of the round, known to the first process."""
         assert self.halves is not None
         whole = {"half": None if half is None else half._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
         self._write(self.halves, self.engine.step_count, self._state(residual) | whole)
 
     def find_partial_round(self, begins: RoundStart) -> PartialRound | None:
-        """What is of no use any more is deleted, with a word about it."""
+        """The half round to resume, or None. One that cannot be used is reported and deleted."""
         found = self._read_half()
         if found is None:
             return None
@@ -168,7 +141,7 @@ class WorkerCheckpoints:
         return "" if half.began.weights == begins.weights else "the round begins with other weights"
 
     def _read_half(self) -> Checkpoint | None:
-        """What is damaged is named, and deleted."""
+        """Read the half round; a damaged one is reported and deleted."""
         paths = self.halves.all() if self.halves is not None else []
         try:
             return read_checkpoint(paths[-1]) if paths else None
@@ -178,7 +151,7 @@ class WorkerCheckpoints:
             return None
 
     def has_partial_round(self, step: int) -> bool:
-        """For a process that is not the first: whether it has its part of the half round that was kept after this step."""
+        """For processes other than the first: whether this one has its part of the half round of this step."""
         found = self._read_half()
         whole = found is not None and found.step == step and found.state["shape"] == self.occasions.shape
         self._half = found if whole else None
@@ -186,7 +159,7 @@ class WorkerCheckpoints:
 
     @property
     def partial_round_step(self) -> int:
-        """After which step the half round was kept that `find_partial_round` gave."""
+        """The step after which the half round that `find_partial_round` returned was saved."""
         assert self._half is not None
         return self._half.step
 
@@ -198,14 +171,14 @@ class WorkerCheckpoints:
             self.engine.load_gathered(found.state["gathered"])
 
     def delete_partial_round(self) -> None:
-        """Of processes that share it, the first one deletes it."""
+        """Delete the half round; of processes that share it, only the first does."""
         self._half = None
         if self.halves is not None and self.engine.world.first and self.halves.folder.exists():
             shutil.rmtree(self.halves.folder, ignore_errors=True)
 
 
 def _half_of(kept: Any) -> PartialRound | None:
-    """What a file says of how far a worker was; None: it says something else."""
+    """The progress of a half round as read from a file; None where it is malformed."""
     try:
         version, weights, place = kept["began"]
         return PartialRound(**kept | {"began": RoundStart(version, weights, SeatAssigned(*place)), "place": SeatAssigned(*kept["place"])})

@@ -1,4 +1,4 @@
-"""What each worker did over the time of a run, in a file that does not grow beyond a bound: for those who look at the run later."""
+"""history.jsonl: what each worker did over time, in a file of bounded size."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 FILE = "history.jsonl"
 FIELDS = ("computing_s", "waiting_s", "sending_s", "accepted", "rejected", "lag", "samples", "memory_bytes")
-"""What is kept of a worker at each moment, in this order; figures over time are sums since it joined."""
+"""Fields of a worker in each line, in this order; counts are sums since it joined."""
 _MOST_BYTES = 4 << 20
 _FIRST_EVERY_S = 2.0
 _MOST_WORKERS = 200
 
 
 class History:
-    """Moments of a run. When the file is full, every second moment is dropped, and from then on there are half as many."""
+    """Appends to the file. When it is full, every second line is dropped, and the interval doubles."""
 
     def __init__(self, folder: Path, most_bytes: int = _MOST_BYTES) -> None:
         self.path, self.most_bytes = folder / FILE, most_bytes
         self.every_s = _FIRST_EVERY_S
         self._bytes, self._next_at = self.path.stat().st_size if self.path.exists() else 0, 0.0
 
-    def look(self, status: Mapping[str, Any], now: float) -> None:
-        """Keep this moment, if the last one is long enough ago. What cannot be written is not kept: the run goes on without."""
+    def append(self, status: Mapping[str, Any], now: float) -> None:
+        """Append a line, if the interval has passed. Errors of the disk are ignored."""
         if now < self._next_at:
             return
         self._next_at = now + self.every_s
@@ -48,7 +48,7 @@ class History:
 
 
 def moment_of(status: Mapping[str, Any]) -> dict[str, Any]:
-    """A status, shortened to what changes."""
+    """A status, reduced to what changes."""
     members: Sequence[Mapping[str, Any]] = status["members"]
     workers = {row["worker"]: [row["state"], *(_short(row.get(name)) for name in FIELDS)] for row in members[:_MOST_WORKERS]}
     return {"wall_s": status["wall_s"], "at": status["at"], "version": status["version"], "workers": workers}

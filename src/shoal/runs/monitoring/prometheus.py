@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.config.schema.cluster import Coordinator
 from shoal.transports.addresses import is_loopback
-from shoal.transports.metrics_page import ScrapedPage
+from shoal.transports.metrics_page import MetricsPage
 from shoal.transports.private_files import write_private
 
 _OF_RUN = {
@@ -46,7 +46,7 @@ def shown_to_prometheus(
         return
     host, name = settings.metrics_host, folder.resolve().name
     token = None if is_loopback(host) else _token(folder / "metrics-token")
-    page = ScrapedPage(host, settings.metrics_port, token, lambda: exposition({name: status()}))
+    page = MetricsPage(host, settings.metrics_port, token, lambda: exposition({name: status()}))
     with closing(page):
         tell(f"figures for Prometheus: {page.address}" + ("" if token is None else f" (token in {folder / 'metrics-token'})"))
         yield

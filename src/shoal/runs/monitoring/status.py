@@ -1,6 +1,6 @@
-"""How a run with workers goes, in one small file that is replaced each second: `shoal status`, `shoal top` and the dashboard read it.
+"""status.json of a run with workers, replaced each second: `shoal status`, `shoal top` and the dashboard read it.
 
-What workers say of themselves was checked and cleaned when it came in. Here its amount is bounded: no crowd makes the file large.
+What workers report was checked when it arrived. Here its amount is bounded, so that many workers do not make the file large.
 """
 
 from __future__ import annotations
@@ -12,110 +12,130 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
-from shoal.config import Run
 from shoal.config.schema.updates import Privacy
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver_interfaces import LeaseDatabase
+from shoal.coordinator.driver_interfaces import TrafficCounts
 from shoal.coordinator.members.table import Member
 from shoal.errors import ShoalError
-from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.history import History
-from shoal.runs.monitoring.recorder import Members, Recorder
+from shoal.runs.monitoring.members import MemberTable
+from shoal.runs.monitoring.recorder import Recorder
 from shoal.strategies import RunLength
 
 FILE = "status.json"
 SCHEMA = 2
-"""Files of the first version have no number; what they have, they have under the same names."""
+"""Version of the format."""
 _EVERY_S = 1.0
 _MOST_MEMBERS, _MOST_GONE, _MOST_TASKS, _MOST_FIGURES = 500, 64, 500, 64
 _PACE_OVER_S = 60.0
-"""The time that is left is told from the speed of the last minute."""
+"""The remaining time is computed from the speed of the last minute."""
 
 
-_TELLING = ("computing_s", "sending_s", "samples", "memory_bytes", "latency_ms", "bandwidth_mbps")
-_TOLD = {name: name for name in _TELLING} | {"idle_s": "waiting_s"}
-"""What a worker's signs of life say, and what it is called here."""
+_HEARTBEAT_FIGURES = ("computing_s", "sending_s", "samples", "memory_bytes", "latency_ms", "bandwidth_mbps")
+_SHOWN_FIGURES = {name: name for name in _HEARTBEAT_FIGURES} | {"idle_s": "waiting_s"}
+"""Figures of a worker's heartbeat, and their names in the file."""
 
 
-class Coordinated(Protocol):
-    """The run that is looked at."""
+class TrafficTotals:
+    """Bytes, and refused messages by reason, over all starts of a coordinator. Snapshots store them; records of figures store the bytes."""
 
-    run: Run
-    directory: RunDirectory
-    coordinator: Coordinator
-    recorder: Recorder
-    length: RunLength
-    board: LeaseDatabase | None
+    def __init__(self, traffic: TrafficCounts, coordinator: Coordinator) -> None:
+        self._traffic, self._coordinator = traffic, coordinator
+        self._bytes_before = {"received_bytes": 0, "sent_bytes": 0}
+        self._refused_before: dict[str, int] = {}
 
-    def members(self) -> Members: ...
-    def traffic_totals(self) -> dict[str, Any]: ...
+    @property
+    def bytes(self) -> dict[str, int]:
+        return {name: before + int(getattr(self._traffic, name)) for name, before in self._bytes_before.items()}
+
+    @property
+    def refused(self) -> dict[str, int]:
+        return added(self._refused_before, self._coordinator.refused, self._traffic.refused)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.bytes, "refused": self.refused}
+
+    def restore(self, saved: Mapping[str, Any], last_record: Mapping[str, Any]) -> None:
+        """Continue from a snapshot and from the last record, which may be newer."""
+        for name in self._bytes_before:
+            self._bytes_before[name] = max(int(saved.get(name, 0)), int(last_record.get(name, 0)))
+        self._refused_before = dict(saved.get("refused", {}))
+
+
+def added(*counts: Mapping[str, int]) -> dict[str, int]:
+    """The sum of several counts, name by name."""
+    names = dict.fromkeys(name for several in counts for name in several)
+    return {name: sum(several.get(name, 0) for several in counts) for name in names}
 
 
 class StatusWriter:
     """Writes the status of one coordinator's run."""
 
-    def __init__(self, loop: Coordinated) -> None:
-        self.loop, self.history = loop, History(loop.directory.path)
+    def __init__(
+        self, recorder: Recorder, coordinator: Coordinator, length: RunLength, members: MemberTable, traffic: TrafficTotals
+    ) -> None:
+        self.recorder, self.coordinator, self.length, self.members, self.traffic = recorder, coordinator, length, members, traffic
+        self.run, self.directory, self.history = recorder.run, recorder.directory, History(recorder.directory.path)
         self._next_at, self._state = 0.0, ""
         self.latest: dict[str, Any] = {}
-        """What was written last."""
+        """The last status."""
         self._pace: deque[tuple[float, int]] = deque(maxlen=64)
         self._last: dict[str, dict[str, Any]] = {}
-        """Who was here a moment ago."""
+        """By name: the workers of the last status."""
         self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
-    def look(self, state: str = "running") -> None:
+    def update(self, state: str = "running") -> None:
         """Write the status, once a second at most, and when the run's state changes."""
         now = time.monotonic()
         if now < self._next_at and state == self._state:
             return
         self._next_at, self._state = now + _EVERY_S, state
         status = self.latest = self.status(state)
-        self.history.look(status, now)
-        with suppress(ShoalError):  # it is for people to look at: the run goes on without
-            self.loop.directory.write(FILE, json.dumps(status))
+        self.history.append(status, now)
+        with suppress(ShoalError):  # the run does not depend on the file
+            self.directory.write(FILE, json.dumps(status))
 
     def as_json(self) -> bytes:
-        """How the run goes now, for an owner who asks from elsewhere."""
+        """The current status, for an owner on another machine."""
         return json.dumps(self.status(self._state or "running")).encode()
 
     def status(self, state: str) -> dict[str, Any]:
-        loop, recorder, now = self.loop, self.loop.recorder, time.time()
+        recorder, coordinator, run, now = self.recorder, self.coordinator, self.run, time.time()
         rows = self._members(now)
-        tasks = loop.coordinator.tasks
+        tasks = coordinator.tasks
         return {
             "schema": SCHEMA,
             "at": round(now, 3),
             "pid": os.getpid(),
-            "run": loop.run.name or loop.directory.path.name,
+            "run": run.name or self.directory.path.name,
             "state": state,
-            "strategy": loop.run.strategy.kind,
-            "scheduler": loop.run.scheduler.kind,
-            "transport": loop.run.transport.kind,
-            "version": loop.coordinator.state.version,
-            "of": loop.length.steps,
+            "strategy": run.strategy.kind,
+            "scheduler": run.scheduler.kind,
+            "transport": run.transport.kind,
+            "version": coordinator.state.version,
+            "of": self.length.steps,
             "step_name": recorder.step_name,
-            "expected": loop.coordinator.plan.expected,
+            "expected": coordinator.plan.expected,
             "wall_s": round(recorder.wall_s, 3),
             "samples": recorder.samples,
             **self._progress(),
             "figures": {split: _bounded(recorder.latest[split]) for split in ("train", "eval")},
-            "contributions": dict(loop.coordinator.state.contributions),
-            **loop.traffic_totals(),
+            "contributions": dict(coordinator.state.contributions),
+            **self.traffic.state_dict(),
             "privacy": self._privacy(),
             "members": rows[:_MOST_MEMBERS],
             "members_left_out": max(0, len(rows) - _MOST_MEMBERS),
             "gone": self._remember_gone(rows),
             "tasks": tasks.table()[:_MOST_TASKS] if tasks is not None else [],
-            "tasks_done": tasks.finished if tasks is not None else 0,
+            "tasks_done": tasks.finished_pieces if tasks is not None else 0,
             "events": list(recorder.events),
         }
 
     def _progress(self) -> dict[str, Any]:
-        """How far the run is, and the seconds that it will still take, as far as the last minute tells."""
-        recorder, now = self.loop.recorder, time.monotonic()
+        """Progress of the run, and the remaining seconds at the speed of the last minute."""
+        recorder, now = self.recorder, time.monotonic()
         done, total = recorder.completed, max(1, recorder.engine.total_steps)
         self._pace.append((now, done))
         while now - self._pace[0][0] > _PACE_OVER_S:
@@ -125,26 +145,21 @@ class StatusWriter:
         return {"progress": round(min(1.0, done / total), 4), "eta_s": None if eta is None else round(eta, 1)}
 
     def _privacy(self) -> dict[str, Any] | None:
-        settings = self.loop.run.updates.privacy
+        settings = self.run.updates.privacy
         if not settings.enabled:
             return None
-        spent = self.loop.recorder.latest["train"].get("epsilon")
+        spent = self.recorder.latest["train"].get("epsilon")
         return {"epsilon": spent, "delta": settings.delta, "protects_up_to": Privacy.protects_up_to}
 
-    # --- who is here -----------------------------------------------------------------------------------
+    # --- workers ---------------------------------------------------------------------------------------
 
     def _members(self, now: float) -> list[dict[str, Any]]:
-        coordinator = self.loop.coordinator
-        if self.loop.board is not None:
-            return [_lessee(row, now) for row in self.loop.members().rows if row["alive"]]
-        tasks = coordinator.tasks
-        rows = [_member(worker, coordinator.now, now) for worker in coordinator.members.by_name.values()]
-        if tasks is not None:
-            rows = [row | {"task": tasks.task_of(coordinator.members.by_name[row["worker"]])} for row in rows]
-        return rows
+        if self.members.board is not None:
+            return [_lessee(row, now) for row in self.members.members().rows if row["alive"]]
+        return self.members.map_members(lambda worker: _member(worker, self.coordinator.now, now))
 
     def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those who were here and are not any more, the last ones last."""
+        """Workers that have left, the last ones last."""
         here = {row["worker"]: row for row in rows}
         for name, row in self._last.items():
             if name not in here:
@@ -158,7 +173,7 @@ class StatusWriter:
 
 
 def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
-    """A worker of the coordinator's own. `now`: the coordinator's time; `wall`: the same in the world."""
+    """The row of a coordinator's member. `now`: the coordinator's clock; `wall`: the wall clock."""
     told = worker.figures
     return {
         "worker": worker.name,
@@ -173,13 +188,13 @@ def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
         "rejected": worker.rejected,
         "why": dict(worker.reasons),
         "bytes": worker.received_bytes,
-        **_told(told),
+        **_heartbeat_figures(told),
         **{key: worker.about[key] for key in ("device", "system") if key in worker.about},
     }
 
 
 def _lessee(row: Mapping[str, Any], wall: float) -> dict[str, Any]:
-    """A worker that leases units in a database."""
+    """The row of a worker that leases units in a database."""
     told, heard = row["figures"], wall - row["seen_at"].timestamp()
     here_s = max(1e-9, (row["seen_at"] - row["joined_at"]).total_seconds())
     late = row["late"] + row["cancelled"] + row["failed"]
@@ -194,14 +209,14 @@ def _lessee(row: Mapping[str, Any], wall: float) -> dict[str, Any]:
         "rejected": late,
         "why": {name: row[name] for name in ("late", "cancelled", "failed") if row[name]},
         "bytes": 0,
-        **_told(told),
+        **_heartbeat_figures(told),
         **{key: str(row["about"][key])[:200] for key in ("device", "system") if key in row["about"]},
     }
 
 
-def _told(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker told of itself in its last sign of life, where that is a number."""
-    return {shown: figures[name] for name, shown in _TOLD.items() if isinstance(figures.get(name), (int, float))}
+def _heartbeat_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a worker's last heartbeat."""
+    return {shown: figures[name] for name, shown in _SHOWN_FIGURES.items() if isinstance(figures.get(name), (int, float))}
 
 
 def _bounded(figures: Mapping[str, Any]) -> dict[str, Any]:

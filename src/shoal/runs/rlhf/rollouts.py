@@ -25,7 +25,7 @@ from torch import Tensor
 from shoal import data
 from shoal.config import Run
 from shoal.config.schema.rlhf import Rlhf
-from shoal.data.limits import held_out_numbers
+from shoal.data.splits import held_out_numbers
 from shoal.engines import Engine, World
 from shoal.engines.learners.answers import AnswerFeed
 from shoal.errors import ShoalError

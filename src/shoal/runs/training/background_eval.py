@@ -1,4 +1,4 @@
-"""Evaluation beside a run that must not wait for it."""
+"""Evaluates copies of the weights in a background thread, so that the run does not wait."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from shoal.runs.folder.run_directory import RunDirectory
 _NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers have on it: from now on it is done on the CPU"
 
 _LOOK_EVERY_S = 0.2
-"""How often who waits for an evaluation looks whether the run is to end."""
+"""How often `wait` checks whether the run is interrupted."""
 
 
 class BackgroundEvaluator:
-    """Evaluates copies of the weights beside everything else, so that no worker waits for it, where workers would compute here."""
+    """Evaluates copies of the weights one after the other; `results` holds step, metrics and a message for the user."""
 
     def __init__(self, parts: RunParts, batches: Callable[[], Any], directory: RunDirectory, device: torch.device, step_name: str) -> None:
         self.directory, self.device, self.step_name = directory, device, step_name
         self.task = copy.deepcopy(parts.engine.task)
         self.parts = parts._replace(feed=parts.feed.for_copy(self.task))
         self.batches = self.parts.feed.evaluation_batches(batches) or batches
-        self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
+        self.results: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
         self._engine: SingleEngine | None = None
         self._waiting: deque[tuple[int, dict[str, Tensor], bool]] = deque()
         self._thread: threading.Thread | None = None
@@ -39,16 +39,16 @@ class BackgroundEvaluator:
 
     @property
     def pending(self) -> int:
-        """Evaluations that are not done yet."""
+        """Number of evaluations that are not finished."""
         with self._lock:
             return len(self._waiting) + (self._thread is not None)
 
-    def begin(self, step: int, weights: dict[str, Tensor], *, only_draw: bool = False) -> None:
-        """`only_draw`: show what the model does, without judging it."""
+    def begin(self, step: int, weights: dict[str, Tensor], *, only_sample: bool = False) -> None:
+        """Evaluate these weights. `only_sample`: write a sample of the model without evaluating it."""
         with self._lock:
-            self._waiting.append((step, weights, only_draw))
+            self._waiting.append((step, weights, only_sample))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="judge", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
                 self._thread.start()
 
     def _work(self) -> None:
@@ -57,26 +57,26 @@ class BackgroundEvaluator:
                 if not self._waiting:
                     self._thread = None
                     return
-                step, weights, only_draw = self._waiting.popleft()
-            self._judge(step, weights, only_draw)
+                step, weights, only_sample = self._waiting.popleft()
+            self._evaluate(step, weights, only_sample)
 
-    def _judge(self, step: int, weights: dict[str, Tensor], only_draw: bool) -> None:
+    def _evaluate(self, step: int, weights: dict[str, Tensor], only_sample: bool) -> None:
         metrics, problem, full = dict[str, float](), "", False
         try:
             engine = self._engine_with(weights)
-            metrics = {} if only_draw else engine.evaluate(self.batches())
-            self._draw(step)
+            metrics = {} if only_sample else engine.evaluate(self.batches())
+            self._write_sample(step)
         except (ShoalError, OSError, RuntimeError, ValueError) as error:
             full = self.device.type != "cpu" and out_of_memory(error)
             problem = f"warning: no evaluation or sample at {self.step_name} {step}: {error}"
         if full:
             self._leave_gpu()
-            self.verdicts.put((step, {}, _NO_ROOM))
-            self._judge(step, weights, only_draw)
+            self.results.put((step, {}, _NO_ROOM))
+            self._evaluate(step, weights, only_sample)
             return
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # workers may need it
-        self.verdicts.put((step, metrics, problem))
+        self.results.put((step, metrics, problem))
 
     def _engine_with(self, weights: dict[str, Tensor]) -> SingleEngine:
         if self._engine is None:
@@ -84,12 +84,12 @@ class BackgroundEvaluator:
         self._engine.load_weights(weights)
         return self._engine
 
-    def _draw(self, step: int) -> None:
+    def _write_sample(self, step: int) -> None:
         assert self._engine is not None
         sample_writer(RunParts(self.parts.run, self.parts.data, self._engine, self.parts.feed), self.directory)(step)
 
     def _leave_gpu(self) -> None:
-        """All that is there is the workers' from now on."""
+        """Leave the GPU's memory to the workers, and evaluate on the CPU from now on."""
         self._engine, self.device = None, torch.device("cpu")
         for player in self.task.players.values():
             player.to(self.device)
@@ -97,7 +97,7 @@ class BackgroundEvaluator:
             torch.cuda.empty_cache()
 
     def wait(self, ends: Callable[[], bool]) -> None:
-        """Until all are done, or nobody wants them any more."""
+        """Wait until all evaluations are finished, or `ends` returns True."""
         thread = self._thread
         while thread is not None and thread.is_alive() and not ends():
             thread.join(_LOOK_EVERY_S)

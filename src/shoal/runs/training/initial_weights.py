@@ -1,4 +1,4 @@
-"""A run that goes on with the model of another: the weights that it begins with, kept in its own folder."""
+"""The initial weights of a run that starts from another run's model (`rlhf.policy`), kept in its own folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import find_checkpoint, load_weights, read_weights, save_weights
 
 FILE = "start.safetensors"
-"""What a run began with: its reference, also when the other run has gone on, or is gone."""
+"""The reference model of the run, even if the other run changes or is deleted."""
 _HEAD = "value_head."
 
 
 def run_folder_of(policy: str) -> Path:
-    """The folder of the run that a path means: a run, or one of its checkpoints."""
+    """The folder of the run, given a run or one of its checkpoints."""
     folder = Path(policy)
     return folder.parent.parent if (folder / "state.json").exists() else folder
 
 
 def passage_index_of(root: Path) -> Path | None:
-    """The index that a run finds passages in: an exported one has it in its folder. None: it finds none."""
+    """The passage index of a run; an exported run has it in its folder. None where the run retrieves no passages."""
     if (root / "passages").is_dir():
         return root / "passages"
     try:
@@ -37,7 +37,7 @@ def passage_index_of(root: Path) -> Path | None:
 
 
 def load_policy_weights(run: Run, players: dict[str, nn.Module], own_folder: Path | None) -> None:
-    """Give the networks the weights of `rlhf.policy`, where there is one. A run that goes on has kept them in its folder."""
+    """Load the weights of `rlhf.policy`, if set, into the networks. A resumed run has them in its folder."""
     policy = run.rlhf.policy if run.rlhf is not None else None
     if policy is None:
         return
@@ -53,7 +53,7 @@ def _weights_of(policy: str) -> Mapping[str, Tensor]:
 
 
 def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> None:
-    """The trunk of a reward model is under another name in its own run; heads are not taken over."""
+    """Load weights by name; `trunk.` of a reward model is removed from names, and heads are not loaded."""
     plain = {name.removeprefix("model.").removeprefix("trunk."): value for name, value in weights.items() if name.startswith("model.")}
     with torch.no_grad():
         for name, own in tensors_of(network):
@@ -67,12 +67,12 @@ def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> Non
 
 
 def save_initial_weights(run: Run, players: Mapping[str, nn.Module], folder: Path) -> None:
-    """Keep what a policy began with in its run's folder, once."""
+    """Save the initial weights of a policy in its run's folder, once."""
     if run.rlhf is not None and run.rlhf.policy is not None and not (folder / FILE).exists():
         save_weights(folder / FILE, initial_weights(players))
 
 
 def initial_weights(players: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What `load_policy_weights` gave the networks, to keep."""
+    """The weights that `load_policy_weights` loaded."""
     network = players["model"]
     return {f"model.{name}": value for name, value in tensors_of(getattr(network, "trunk", network)) if not name.startswith(_HEAD)}

@@ -1,4 +1,4 @@
-"""A run alone, put together. Its engine may be made of several processes, each of which comes here."""
+"""Builds a run without a coordinator. Each process of its engine calls `prepare`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prepare(
     here: RankPlace | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> TrainingLoop:
-    """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
+    """A loop that is ready to train, new or resumed. `here`: rank of this process, where all processes of an engine call this."""
     run = loaded.run
     warn = warn_reporters(reporters)
     device = choose_device(run.training.device, here.local_rank if here else 0)
@@ -52,23 +52,23 @@ def prepare(
     cuda_graph.check(run.training, device)
     world = enter(here, device) if here else None
     own = Path(run_dir or run.output_dir)
-    directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)
+    directory, checkpoint, start = _first_decides(world, lambda: _find_start(run, run_dir, resume, here, warn), own)
     parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, live=live)
     if directory is not None and checkpoint is not None and parts.engine.world.first:
         expect_same_data(directory, parts.data)
     if directory is None:
-        directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir, warn), own)
+        directory = _created_by_first(world, lambda: RunDirectory.create(run, run_dir, warn), own)
     if world is not None and world.apart:
         _expect_the_same_data(world, parts)
     elif run.placed:
-        _tell_stages(run, parts, reporters)
+        _report_stages(run, parts, reporters)
     with directory.kept_if_begun():
         return _loop(loaded, parts, directory, reporters, checkpoint, start)
 
 
-def _tell_stages(run: Run, parts: RunParts, reporters: list[Reporter]) -> None:
-    """Say which stages there are, and who of the machines that the settings list has which: processes of this machine stand for them.
-    Raises ShoalError where one fits nobody."""
+def _report_stages(run: Run, parts: RunParts, reporters: list[Reporter]) -> None:
+    """Report the stages of a pipeline and the machine of each, for which a process of this machine stands in. Raises ShoalError where no
+    machine fits a stage."""
     assert isinstance(parts.engine, PipelineEngine)
     stages = stage_placement.stages_of(run, parts.engine.layers, parts.data.info.vocab_size or 0)
     names = stage_placement.listed_machines(run)
@@ -111,24 +111,24 @@ def _loop(
     return loop
 
 
-Beginning = tuple[RunDirectory | None, Checkpoint | None, Checkpoint | None]
+ResumePoint = tuple[RunDirectory | None, Checkpoint | None, Checkpoint | None]
 
 
-def _begin_with(run: Run, run_dir: str | None, resume: bool, here: RankPlace | None, warn: Callable[[str], None]) -> Beginning:
-    """The run to go on with, its checkpoint, and another run's checkpoint to start from, where there are such."""
+def _find_start(run: Run, run_dir: str | None, resume: bool, here: RankPlace | None, warn: Callable[[str], None]) -> ResumePoint:
+    """The run to resume, its checkpoint, and another run's checkpoint to start from; each may be None."""
     directory, checkpoint = None, None
     if resume or (here is not None and here.restart):
         try:
             directory, checkpoint = find_run_to_resume(run, run_dir, warn, alone=True)
         except ShoalError:
             if resume:
-                raise  # else torchrun has started processes again that had not got as far as a folder
+                raise  # else torchrun has restarted processes that had not created a folder yet
     start = find_checkpoint(run.checkpoint.resume_from, warn) if run.checkpoint.resume_from and checkpoint is None else None
     return directory, checkpoint, start
 
 
-def _first_decides(world: World | None, decide: Callable[[], Beginning], own: Path) -> Beginning:
-    """One process looks and verifies; the others read what it chose. `own`: a folder of this process, where they share none."""
+def _first_decides(world: World | None, decide: Callable[[], ResumePoint], own: Path) -> ResumePoint:
+    """The first process finds and verifies the checkpoints for all. `own`: a folder of this process, if none is shared."""
     if world is None:
         return decide()
     found = decide() if world.first else (None, None, None)
@@ -144,7 +144,7 @@ def _first_decides(world: World | None, decide: Callable[[], Beginning], own: Pa
 
 
 def _expect_the_same_data(world: World, parts: RunParts) -> None:
-    """Machines that share no folder have data of their own. Raises ShoalError where it is not the same."""
+    """Raises ShoalError where machines that share no folder have different data."""
     first, *others = world.texts(str(local_fingerprint(parts.data)))
     wrong = [rank for rank, one in enumerate(others, 1) if one != first]
     if wrong:
@@ -154,7 +154,7 @@ def _expect_the_same_data(world: World, parts: RunParts) -> None:
         )
 
 
-def _made_by_first(world: World | None, make: Callable[[], RunDirectory], own: Path) -> RunDirectory:
+def _created_by_first(world: World | None, make: Callable[[], RunDirectory], own: Path) -> RunDirectory:
     if world is None:
         return make()
     made = make() if world.first else None

@@ -5,7 +5,7 @@ order. A lost packet is a stall of one retransmission time-out, a few of them en
 the same sequence of packets meets the same fate.
 """
 
-from shoal.transports.netem.profiles import PROFILES, Profile, profile
-from shoal.transports.netem.proxy import Proxy
+from shoal.transports.netem.profiles import PROFILES, LinkProfile, profile
+from shoal.transports.netem.proxy import NetemProxy
 
-__all__ = ["PROFILES", "Profile", "Proxy", "profile"]
+__all__ = ["PROFILES", "LinkProfile", "NetemProxy", "profile"]

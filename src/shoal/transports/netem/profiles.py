@@ -11,7 +11,7 @@ SMALLEST_TIMEOUT_S = 0.2
 """No TCP waits less before it sends a packet again."""
 
 
-class Profile(NamedTuple):
+class LinkProfile(NamedTuple):
     """A link. Each direction has the whole rate and half the round trip."""
 
     round_trip_ms: float
@@ -40,20 +40,20 @@ class Profile(NamedTuple):
 
 
 PROFILES = {
-    "good": Profile(20, 5, 0.001, 100),
-    "cellular": Profile(80, 40, 0.02, 10),
-    "satellite": Profile(400, 100, 0.01, 5),
-    "degraded": Profile(200, 80, 0.1, 2),
-    "brownout": Profile(80, 40, 0.05, 5, outage_s=2, outage_every_s=7),
+    "good": LinkProfile(20, 5, 0.001, 100),
+    "cellular": LinkProfile(80, 40, 0.02, 10),
+    "satellite": LinkProfile(400, 100, 0.01, 5),
+    "degraded": LinkProfile(200, 80, 0.1, 2),
+    "brownout": LinkProfile(80, 40, 0.05, 5, outage_s=2, outage_every_s=7),
 }
 
 
-def profile(name: str) -> Profile:
+def profile(name: str) -> LinkProfile:
     """The weather of this name, or a quiet link of so many Mbit/s: `50mbit`."""
     if rate := re.fullmatch(r"(\d+(?:\.\d+)?)mbit", name):
         if float(rate[1]) <= 0:
             raise ShoalError("a link of 0mbit carries nothing")
-        return Profile(20, 0, 0.0, float(rate[1]))
+        return LinkProfile(20, 0, 0.0, float(rate[1]))
     if name not in PROFILES:
         raise ShoalError(f"`{name}` is no weather we know: {', '.join(PROFILES)}, or a rate such as 50mbit")
     return PROFILES[name]

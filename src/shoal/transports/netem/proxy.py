@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from shoal.transports import addresses
-from shoal.transports.netem.profiles import Profile
-from shoal.transports.netem.streams import AHEAD_S, LARGEST_READ, Lane, Stream
-from shoal.transports.wakeup import Bell
+from shoal.transports.netem.profiles import LinkProfile
+from shoal.transports.netem.streams import AHEAD_S, LARGEST_READ, DelayedStream, LinkDirection
+from shoal.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
@@ -27,10 +27,12 @@ _AT_ONCE = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
 """SO_LINGER that makes closing a reset."""
 
 
-class Connection:
+class ProxiedConnection:
     """A worker's connection and the one made for it to the target."""
 
-    def __init__(self, near: socket.socket, target: addresses.Address, lanes: tuple[Lane, Lane], dice: random.Random, now: float) -> None:
+    def __init__(
+        self, near: socket.socket, target: addresses.Address, lanes: tuple[LinkDirection, LinkDirection], dice: random.Random, now: float
+    ) -> None:
         family, kind, protocol, _, place = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)[0]
         self.near, self.far = near, socket.socket(family, kind, protocol)
         for end in (near, self.far):
@@ -41,8 +43,8 @@ class Connection:
         self.connecting = False
         self.opens_at = lanes[0].profile.after_outage(now + lanes[0].profile.round_trip_ms / 1000)
         self.streams = (
-            Stream(near, self.far, lanes[0], random.Random(dice.random())),
-            Stream(self.far, near, lanes[1], random.Random(dice.random())),
+            DelayedStream(near, self.far, lanes[0], random.Random(dice.random())),
+            DelayedStream(self.far, near, lanes[1], random.Random(dice.random())),
         )
 
     def open(self) -> None:
@@ -80,15 +82,15 @@ class Connection:
                 end.close()
 
 
-class Proxy:
+class NetemProxy:
     """Connect to its `address` in place of the target's, and have the weather of the profile."""
 
-    def __init__(self, target_address: str, profile: Profile, seed: int = 0) -> None:
+    def __init__(self, target_address: str, profile: LinkProfile, seed: int = 0) -> None:
         self._target = addresses.parse(target_address)
-        self._lanes = (Lane(profile), Lane(profile))
+        self._lanes = (LinkDirection(profile), LinkDirection(profile))
         self._dice = random.Random(seed)
-        self._connections: list[Connection] = []
-        self._bell = Bell()
+        self._connections: list[ProxiedConnection] = []
+        self._wakeup = Wakeup()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * LARGEST_READ)
         self._listener.setblocking(False)
@@ -103,20 +105,20 @@ class Proxy:
     def cut(self) -> None:
         """Let nothing through until `heal()`; nothing is lost meanwhile."""
         self._silent = True
-        self._bell.ring()
+        self._wakeup.wake()
 
     def heal(self) -> None:
         self._silent = False
-        self._bell.ring()
+        self._wakeup.wake()
 
     def reset_all(self) -> None:
         """Break every connection there is."""
         self._resetting = True
-        self._bell.ring()
+        self._wakeup.wake()
 
     def close(self) -> None:
         self._closing = True
-        self._bell.ring()
+        self._wakeup.wake()
         self._thread.join()
 
     # --- in its own thread -------------------------------------------------------------------------
@@ -126,13 +128,13 @@ class Proxy:
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as self._selector:
-            self._selector.register(self._bell, selectors.EVENT_READ)
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
             self._selector.register(self._listener, selectors.EVENT_READ)
             while not self._closing:
                 self._turn()
         self._end(self._connections)
         self._listener.close()
-        self._bell.close()
+        self._wakeup.close()
 
     def _turn(self) -> None:
         """Wait until something can be done, and do it."""
@@ -143,7 +145,7 @@ class Proxy:
             wakes_at = min(wakes_at, connection.wakes_at(now))
         timeout = None if self._silent or wakes_at == math.inf else max(0.0, wakes_at - now)
         ready = {key.fileobj: events for key, events in self._selector.select(timeout)}
-        self._bell.silence()
+        self._wakeup.clear()
         if self._resetting:
             self._resetting = False
             self._end(self._connections)
@@ -152,7 +154,7 @@ class Proxy:
         if not self._silent:
             self._end([connection for connection in self._connections if self._finished(connection, ready)])
 
-    def _watch(self, connection: Connection, now: float) -> None:
+    def _watch(self, connection: ProxiedConnection, now: float) -> None:
         for end, events in connection.interests(now):
             known = self._selector.get_map().get(end)
             events = 0 if self._silent else events
@@ -166,9 +168,9 @@ class Proxy:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             near, _ = self._listener.accept()
-            self._connections.append(Connection(near, self._target, self._lanes, self._dice, self._now()))
+            self._connections.append(ProxiedConnection(near, self._target, self._lanes, self._dice, self._now()))
 
-    def _finished(self, connection: Connection, ready: Ready) -> bool:
+    def _finished(self, connection: ProxiedConnection, ready: Ready) -> bool:
         """Do what this connection is ready for; whether it has come to its end."""
         try:
             if connection.connected:
@@ -182,14 +184,14 @@ class Proxy:
             return True
         return False
 
-    def _exchange(self, connection: Connection, ready: Ready) -> bool:
+    def _exchange(self, connection: ProxiedConnection, ready: Ready) -> bool:
         for stream in connection.streams:
             if ready.get(stream.source, 0) & selectors.EVENT_READ:
                 stream.read(self._now())
             stream.deliver(self._now())
         return all(stream.delivered_end for stream in connection.streams)
 
-    def _end(self, connections: list[Connection]) -> None:
+    def _end(self, connections: list[ProxiedConnection]) -> None:
         for connection in list(connections):
             for end in (connection.near, connection.far):
                 with contextlib.suppress(KeyError, ValueError):

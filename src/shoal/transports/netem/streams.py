@@ -7,7 +7,7 @@ import random
 import socket
 from collections import deque
 
-from shoal.transports.netem.profiles import Profile
+from shoal.transports.netem.profiles import LinkProfile
 
 PACKET_BYTES = 1500
 LARGEST_READ = 64 << 10
@@ -15,10 +15,10 @@ AHEAD_S = 0.1
 """How much of the link's time may be filled with bytes that wait for it, as in the queue of a router."""
 
 
-class Lane:
+class LinkDirection:
     """One direction of the link, shared by all its connections: when its capacity is free again."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: LinkProfile) -> None:
         self.profile = profile
         self.free_at = 0.0
 
@@ -33,10 +33,10 @@ class Lane:
         return int(min(LARGEST_READ, max(PACKET_BYTES, self.profile.bytes_per_s * 0.02)))
 
 
-class Stream:
+class DelayedStream:
     """One direction of one connection: bytes that are under way, and when they arrive."""
 
-    def __init__(self, source: socket.socket, sink: socket.socket, lane: Lane, dice: random.Random) -> None:
+    def __init__(self, source: socket.socket, sink: socket.socket, lane: LinkDirection, dice: random.Random) -> None:
         self.source, self.sink, self.lane = source, sink, lane
         self.ended = self.delivered_end = self.blocked = False
         self._dice = dice

@@ -10,7 +10,7 @@ import uuid
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
 from shoal.transports.postgres import frames
-from shoal.transports.postgres.reconnecting import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
 _FIRST_PAUSE_S = 0.05
 """The pause before the first look if no notification came. Each pause is twice the one before, up to the poll interval."""
@@ -26,7 +26,7 @@ class PostgresClient:
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._poll_interval_s = poll_interval_s
         self._peer = uuid.uuid4()
-        self._line = Line(conninfo, [channel_of(self._peer)])
+        self._connection = ReconnectingConnection(conninfo, [channel_of(self._peer)])
         self._number = 0
         self._calling = threading.Lock()
 
@@ -35,7 +35,7 @@ class PostgresClient:
             deadline = time.monotonic() + timeout_s
             self._number += 1
             parts = self._encoded(message)
-            self._line.run(lambda connection: self._ask(connection, parts), timeout_s)
+            self._connection.run(lambda connection: self._ask(connection, parts), timeout_s)
             self.traffic.send(wire.size_of(parts))
             return self._answer(deadline)
 
@@ -50,42 +50,43 @@ class PostgresClient:
         with connection.transaction():
             ids = frames.upload(connection, content) if content and _welcome(connection, content) else []
             connection.execute(
-                "SELECT shoal.ask(%b, %b::int8, %b, %b::uuid[], %b::int8[])", (self._peer, self._number, header, ids, frames.sizes(content))
+                "SELECT shoal.send_request(%b, %b::int8, %b, %b::uuid[], %b::int8[])",
+                (self._peer, self._number, header, ids, frames.sizes(content)),
             )
 
     def _answer(self, deadline: float) -> Message:
         pause = _FIRST_PAUSE_S
         while True:
-            answer = self._line.run(self._look, deadline - time.monotonic())
+            answer = self._connection.run(self._look, deadline - time.monotonic())
             if answer is None:
-                raise Unreachable(f"{self._line.place} has lost the question: the coordinator stopped, or the server crashed")
+                raise Unreachable(f"{self._connection.name} has lost the question: the coordinator stopped, or the server crashed")
             if answer.row[0] == 0:
                 return self._opened(answer)
             if (left := deadline - time.monotonic()) <= 0:
-                raise Unreachable(f"no answer through {self._line.place} in time: is the coordinator running?")
-            self._line.wait(min(pause, left))
+                raise Unreachable(f"no answer through {self._connection.name} in time: is the coordinator running?")
+            self._connection.wait(min(pause, left))
             pause = min(2 * pause, self._poll_interval_s)
 
-    def _look(self, connection: Connection) -> frames.Answer | None:
-        query = "SELECT frame, sizes, data, header FROM shoal.answer(%b, %b::int8) ORDER BY frame, n"
+    def _look(self, connection: Connection) -> frames.FramedRow | None:
+        query = "SELECT frame, sizes, data, header FROM shoal.read_reply(%b, %b::int8) ORDER BY frame, n"
         return frames.read(connection, query, (self._peer, self._number))
 
-    def _opened(self, answer: frames.Answer) -> Message:
+    def _opened(self, answer: frames.FramedRow) -> Message:
         parts = [answer.row[3], *answer.frames]
         try:
             message = wire.decode(parts, self._limits)[1]
         except wire.Malformed as problem:
-            raise Unreachable(f"{self._line.place} holds something else than an answer: {problem}") from None
+            raise Unreachable(f"{self._connection.name} holds something else than an answer: {problem}") from None
         self.traffic.receive(wire.size_of(parts))
         return message
 
     def close(self) -> None:
-        if self._line.hung_up.is_set():
+        if self._connection.stopped.is_set():
             return
-        self._line.hang_up()
-        with self._line.alone(self._calling):
-            self._line.farewell("SELECT shoal.hang_up(%b)", (self._peer,))
-            self._line.close()
+        self._connection.stop()
+        with self._connection.exclusive(self._calling):
+            self._connection.execute_last("SELECT shoal.forget_requests(%b)", (self._peer,))
+            self._connection.close()
 
 
 def channel_of(peer: uuid.UUID) -> str:
@@ -97,5 +98,5 @@ def _welcome(connection: Connection, content: list[Frame]) -> bool:
     """Whether the frames would be taken; else the question goes without them, and is refused for their sizes."""
     if wire.size_of(content) < frames.LARGE_BYTES:
         return True
-    row = connection.execute("SELECT max_frame_bytes FROM shoal.limits()").fetchone()
+    row = connection.execute("SELECT max_frame_bytes FROM shoal.message_limits()").fetchone()
     return row is None or max(frames.sizes(content)) <= row[0]

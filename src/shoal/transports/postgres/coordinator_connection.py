@@ -22,42 +22,42 @@ import psycopg
 from shoal.errors import ShoalError
 from shoal.transports.interface import Unreachable
 from shoal.transports.postgres import schema
-from shoal.transports.postgres.reconnecting import LOST, Connection, Line, explained
+from shoal.transports.postgres.reconnecting import LOST, Connection, ReconnectingConnection, explained
 
 BEAT_S = 1.5
 SILENT_S = 5.0
 VACUUM_BYTES = 64 << 20
 """Room for this much is given back for use again without waiting for the server's own housekeeping, which looks once a minute."""
-_BUSY_TABLES = ("parts", "flyer_parts")
+_BUSY_TABLES = ("parts", "published_parts")
 _TAKEN_OVER = "another coordinator has taken over the run in"
 Result = TypeVar("Result")
 
 
-class Deposed(ShoalError):
+class CoordinatorReplaced(ShoalError):
     """Another coordinator has taken over."""
 
 
-class Office:
+class CoordinatorConnection:
     """Belongs to one thread."""
 
     def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
         self.id = uuid.uuid4()
         self.patience_s = patience_s
-        self.freed_bytes = self.freed_beside = 0
+        self.freed_bytes = self.freed_elsewhere = 0
         """Bytes freed since the coordinator began, by itself and in `beside`; the tables are vacuumed now and then."""
-        self.line = Line(conninfo, ["shoal_inbox"])
-        self.deposed = threading.Event()
+        self.connection = ReconnectingConnection(conninfo, ["shoal_inbox"])
+        self.replaced = threading.Event()
         """Set when a sign of life found that another coordinator has taken over."""
         self._open: Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._under_way: list[Callable[[], None]] = []
         try:
-            self.line.run(schema.check, 0.0)
-            self.line.run(lambda connection: self._take_over(connection, max_frame_bytes, max_header_bytes), 0.0)
+            self.connection.run(schema.check, 0.0)
+            self.connection.run(lambda connection: self._take_over(connection, max_frame_bytes, max_header_bytes), 0.0)
         except BaseException:
-            self.line.close()
+            self.connection.close()
             raise
-        self._pulse = _Pulse(conninfo, self)
+        self._pulse = _Heartbeat(conninfo, self)
 
     # --- one at a time -----------------------------------------------------------------------------
 
@@ -70,27 +70,27 @@ class Office:
             ).fetchone()
             if found and found[2] < SILENT_S and _may_live(found[0], found[1]):
                 raise ShoalError(
-                    f"another coordinator (process {found[1]} on {found[0]}) works on {self.line.place}:"
+                    f"another coordinator (process {found[1]} on {found[0]}) works on {self.connection.name}:"
                     f" stop it, or wait {SILENT_S:g} s after it died"
                 )
             connection.execute("SELECT shoal.restart_lease_clock()")
             connection.execute("DELETE FROM shoal.coordinator")
             connection.execute("INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s)", mine)
 
-    def _check_office(self, connection: Connection) -> str:
-        """The transaction's own number. Raises Deposed if another coordinator has taken over."""
+    def _check_still_coordinator(self, connection: Connection) -> str:
+        """The transaction's own number. Raises CoordinatorReplaced if another coordinator has taken over."""
         row = connection.execute(
             "SELECT pg_current_xact_id()::text FROM shoal.coordinator WHERE id = %s FOR KEY SHARE", (self.id,)
         ).fetchone()
         if row is None:
-            raise Deposed(f"{_TAKEN_OVER} {self.line.place}: this one stops")
+            raise CoordinatorReplaced(f"{_TAKEN_OVER} {self.connection.name}: this one stops")
         number: str = row[0]
         return number
 
-    def refuse_if_deposed(self) -> None:
-        """Raise Deposed if another coordinator has taken over: one that writes nothing would not notice otherwise."""
-        if self.deposed.is_set():
-            raise Deposed(f"{_TAKEN_OVER} {self.line.place}: this one stops")
+    def raise_if_replaced(self) -> None:
+        """Raise CoordinatorReplaced if another coordinator has taken over: one that writes nothing would not notice otherwise."""
+        if self.replaced.is_set():
+            raise CoordinatorReplaced(f"{_TAKEN_OVER} {self.connection.name}: this one stops")
 
     # --- transactions ------------------------------------------------------------------------------
 
@@ -102,21 +102,21 @@ class Office:
             return
         number, done = "", False
         try:
-            self._open = self.line.run(lambda connection: connection, self.patience_s)
+            self._open = self.connection.run(lambda connection: connection, self.patience_s)
             with self._open.transaction():
-                number = self._check_office(self._open)
+                number = self._check_still_coordinator(self._open)
                 yield self._open
                 while self._under_way:
                     self._under_way.pop()()
                 done = True
         except LOST as problem:
-            self.line.drop()
+            self.connection.drop()
             if not (done and self._was_committed(number)):
                 self._roll_back()
-                raise Unreachable(f"the connection to {self.line.place} was lost: {str(problem).splitlines()[0]}") from None
+                raise Unreachable(f"the connection to {self.connection.name} was lost: {str(problem).splitlines()[0]}") from None
         except psycopg.Error as problem:
             self._roll_back()
-            raise explained(problem, self.line.place) from None
+            raise explained(problem, self.connection.name) from None
         except BaseException:
             self._roll_back()
             raise
@@ -135,18 +135,18 @@ class Office:
                 with self.transaction():
                     return work()
             except Unreachable:
-                if self._open is not None or time.monotonic() > deadline or self.line.hung_up.wait(0.05):
+                if self._open is not None or time.monotonic() > deadline or self.connection.stopped.wait(0.05):
                     raise
 
-    def beside(self, work: Callable[[Connection], Result]) -> Result:
+    def in_own_transaction(self, work: Callable[[Connection], Result]) -> Result:
         """From another thread: a transaction over a connection of its own. What is done there must be harmless to do twice."""
 
         def whole(connection: Connection) -> Result:
             with connection.transaction():
-                self._check_office(connection)
+                self._check_still_coordinator(connection)
                 return work(connection)
 
-        line = Line(self.line.conninfo)
+        line = ReconnectingConnection(self.connection.conninfo)
         try:
             return line.run(whole, self.patience_s)
         finally:
@@ -174,7 +174,7 @@ class Office:
             return str(row[0])
 
         try:
-            return self.line.run(ask, self.patience_s) == "committed"
+            return self.connection.run(ask, self.patience_s) == "committed"
         except Unreachable:
             raise
         except ShoalError:  # the server does not know the number since it crashed
@@ -186,22 +186,22 @@ class Office:
 
     def run(self, work: Callable[[Connection], Result]) -> Result:
         """Do something over the connection, within the open transaction or on its own."""
-        return self.line.run(work, self.patience_s) if self._open is None else work(self._open)
+        return self.connection.run(work, self.patience_s) if self._open is None else work(self._open)
 
-    def close_office(self) -> None:
+    def close_connection(self) -> None:
         self._pulse.close()
-        self.line.hang_up()
+        self.connection.stop()
         stopped = "UPDATE shoal.coordinator SET alive_at = '-infinity', beat_at = clock_timestamp() - interval '5 s' WHERE id = %s"
-        self.line.farewell(stopped, (self.id,))
-        self.line.close()
+        self.connection.execute_last(stopped, (self.id,))
+        self.connection.close()
 
 
-class _Pulse:
+class _Heartbeat:
     """Signs of life and housekeeping, over a connection of their own, while the coordinator computes."""
 
-    def __init__(self, conninfo: str, office: Office) -> None:
-        self._line = Line(conninfo)
-        self._office = office
+    def __init__(self, conninfo: str, coordinator: CoordinatorConnection) -> None:
+        self._connection = ReconnectingConnection(conninfo)
+        self._coordinator = coordinator
         self._vacuumed_bytes = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-office", daemon=True)
@@ -210,26 +210,26 @@ class _Pulse:
     def _run(self) -> None:
         while not self._closing.wait(BEAT_S):
             with contextlib.suppress(ShoalError):  # the coordinator's own connection reports the problem
-                self._line.once(self._beat)
+                self._connection.run_once(self._beat)
 
     def _beat(self, connection: Connection) -> None:
         beat = "UPDATE shoal.coordinator SET alive_at = clock_timestamp(), beat_at = clock_timestamp() WHERE id = %s"
-        done = connection.execute(beat, (self._office.id,))
+        done = connection.execute(beat, (self._coordinator.id,))
         if done.rowcount == 0:
-            self._office.deposed.set()
-            self._office.line.ring()
-        freed = self._office.freed_bytes + self._office.freed_beside
+            self._coordinator.replaced.set()
+            self._coordinator.connection.wake()
+        freed = self._coordinator.freed_bytes + self._coordinator.freed_elsewhere
         if freed - self._vacuumed_bytes > VACUUM_BYTES:
             self._vacuumed_bytes = freed
             for table in _BUSY_TABLES:
                 connection.execute(f"VACUUM (SKIP_LOCKED, TRUNCATE FALSE) shoal.{table}")
-        connection.execute("SELECT shoal.watch(), shoal.clear_doorway()")
+        connection.execute("SELECT shoal.end_harmful_connections(), shoal.end_slow_enrollments()")
 
     def close(self) -> None:
         self._closing.set()
-        self._line.hang_up()
+        self._connection.stop()
         self._thread.join()
-        self._line.close()
+        self._connection.close()
 
 
 def _may_live(host: str, pid: int) -> bool:

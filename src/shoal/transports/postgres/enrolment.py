@@ -15,7 +15,7 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.transports.database_address import Access, pin_of
 from shoal.transports.interface import Refused
-from shoal.transports.postgres.reconnecting import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 from shoal.transports.private_files import write_private
 
 
@@ -28,7 +28,7 @@ def own_access(
     kept = _kept(file, access)
     if kept is not None and _lets_in(kept, patience_s):
         return kept
-    line = Line(access.address)
+    line = ReconnectingConnection(access.address)
     try:
         if line.run(_kind, patience_s) != "class":
             return access
@@ -58,7 +58,7 @@ def _kept(file: Path, access: Access) -> Access | None:
 
 def _lets_in(access: Access, patience_s: float) -> bool:
     """Whether the role is still there. One that is shut out is not: quarantine is told, and no new role is made to get around it."""
-    line = Line(access.address)
+    line = ReconnectingConnection(access.address)
     try:
         return line.run(_kind, patience_s) == "student"
     except Refused as problem:
@@ -72,7 +72,7 @@ def _lets_in(access: Access, patience_s: float) -> bool:
 
 
 def _kind(connection: Connection) -> str:
-    row = connection.execute("SELECT shoal.kind_here()").fetchone()
+    row = connection.execute("SELECT shoal.role_kind()").fetchone()
     return str(row[0]) if row else ""
 
 

@@ -67,7 +67,7 @@ def release(connection: Connection, blobs: Sequence[uuid.UUID]) -> int:
     if not blobs:
         return 0
     row = connection.execute(
-        "SELECT coalesce(sum(bytes) FILTER (WHERE uses = 1), 0)::int8, shoal.release(%s) FROM shoal.blobs WHERE id = ANY (%s)",
+        "SELECT coalesce(sum(bytes) FILTER (WHERE uses = 1), 0)::int8, shoal.release_frames(%s) FROM shoal.blobs WHERE id = ANY (%s)",
         (list(blobs), list(blobs)),
     ).fetchone()
     assert row is not None
@@ -79,14 +79,14 @@ def sizes(frames: Sequence[Frame]) -> list[int]:
     return [wire.size_of([frame]) for frame in frames]
 
 
-class Answer(NamedTuple):
+class FramedRow(NamedTuple):
     """What a function such as `answer` returned: its first row, and its frames, put together."""
 
     row: tuple[Any, ...]
     frames: tuple[memoryview, ...]
 
 
-def read(connection: Connection, query: str, values: Sequence[Any]) -> Answer | None:
+def read(connection: Connection, query: str, values: Sequence[Any]) -> FramedRow | None:
     """Rows of (frame, sizes, data, …): the first with the frames' sizes, the others with their parts in order. None: no row.
 
     Rows are taken one by one, so that each part is copied once, into its place, while the next is under way: half the time of fetching all.
@@ -104,7 +104,7 @@ def read(connection: Connection, query: str, values: Sequence[Any]) -> Answer | 
             left[frame - 1] = rest[len(data) :]
     if any(left):
         raise ShoalError("a frame in the database is shorter than it should be: restore the database from a backup")
-    return Answer(first, tuple(whole)) if first else None
+    return FramedRow(first, tuple(whole)) if first else None
 
 
 def _windows(rows: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:

@@ -1,7 +1,8 @@
-"""The worker's side of the board: lease units, read weights, hand in results. It needs the database, not a coordinator that is there.
+"""The worker's side of units on lease: claim units, read weights, submit results. It needs the database, and no running coordinator.
 
-A unit's lease is a secret that the worker made up when it claimed; nobody else can hand in its result. Everything may be done again after a
-connection was lost: the same lease brings the same units, and the same result is taken once.
+A lease is a random secret that the worker makes when it claims; only its holder can submit the unit's result. Every call may be repeated
+after a lost connection: the same lease gets the same units, and the same result is accepted once. The SQL functions are in
+`migrations/001/leases.sql`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Unreachable
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres import schema
-from shoal.transports.postgres.reconnecting import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
 _LIMITS = wire.Limits(1 << 40)
-_LOOK_EVERY_S = 1.0
-"""While there is other work, expired leases of other workers are looked for this often."""
+_RECLAIM_EVERY_S = 1.0
+"""While there is other work, expired leases of other workers are requeued this often."""
 
 
-class Unit(NamedTuple):
-    """Some batches of an epoch's order, on lease."""
+class LeasedUnit(NamedTuple):
+    """A range of batches of an epoch's order, on lease."""
 
     id: int
     lease: uuid.UUID
@@ -38,8 +39,8 @@ class Unit(NamedTuple):
     attempts: int
 
 
-class Weights(NamedTuple):
-    """A published version: all of it, or what changed since the one before."""
+class PublishedWeights(NamedTuple):
+    """A published version of the weights: in full, or the difference from the one before."""
 
     version: int
     kind: str
@@ -47,183 +48,188 @@ class Weights(NamedTuple):
     frames: tuple[memoryview, ...]
 
 
-class UnitDesk:
-    """`beat` belongs to a thread of its own, `wake` and `close` to any; the rest to one."""
+class LeaseClient:
+    """`heartbeat` belongs to a thread of its own, `wake` and `close` to any; the rest to one."""
 
     def __init__(
-        self, conninfo: str, *, poll_interval_s: float, patience_s: float = 60.0, tell: Callable[[str], None] = lambda text: None
+        self, conninfo: str, *, poll_interval_s: float, patience_s: float = 60.0, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """`patience_s`: how long a lost connection is tried again before Unreachable; `tell` hears of it meanwhile."""
+        """`patience_s`: how long a lost connection is tried again before Unreachable; `warn` is called meanwhile."""
         self.poll_interval_s = poll_interval_s
         self.patience_s = patience_s
         self._secret = uuid.uuid4()
-        self._line = Line(conninfo, ["shoal_work"], tell)
-        self._pulse = Line(conninfo)
+        self._connection = ReconnectingConnection(conninfo, ["shoal_work"], warn)
+        self._heartbeats = ReconnectingConnection(conninfo)
         self._working, self._beating = threading.RLock(), threading.RLock()
         self._woken = threading.Event()
         self._after = 0
-        self._news = 0
-        self._looked_at = -math.inf
+        self._notifications = 0
+        self._reclaimed_at = -math.inf
 
-    def welcome(self, wait_s: float = 0.0) -> Message:
+    def read_run(self, wait_s: float = 0.0) -> Message:
         """The run's description. Raises ShoalError where there is none after `wait_s`."""
         deadline, waits = time.monotonic() + wait_s, False
         with self._working:
-            self._line.run(schema.check, self.patience_s)
-            while (answer := self._read("SELECT frame, sizes, data, header FROM shoal.welcome() ORDER BY frame, n", ())) is None:
+            self._connection.run(schema.check, self.patience_s)
+            while (answer := self._read("SELECT frame, sizes, data, header FROM shoal.read_run() ORDER BY frame, n", ())) is None:
                 if not waits and wait_s:
-                    self._line.tell(f"{self._line.place} holds no run yet: waiting for the coordinator")
+                    self._connection.warn(f"{self._connection.name} holds no run yet: waiting for the coordinator")
                 waits = True
                 if (left := deadline - time.monotonic()) <= 0 or self._woken.is_set():
-                    raise ShoalError(f"{self._line.place} holds no run yet: start the coordinator, then join again")
-                self._line.wait(min(left, self.poll_interval_s))
-        return Message(_opened(answer.row[3]), answer.frames)
+                    raise ShoalError(f"{self._connection.name} holds no run yet: start the coordinator, then join again")
+                self._connection.wait(min(left, self.poll_interval_s))
+        return Message(_decoded(answer.row[3]), answer.frames)
 
-    def enter(self, name: str | None, about: Mapping[str, str]) -> str:
-        """Take part; the name to go by. One whose owner left or died is taken over, one that is in use gets a number behind it."""
-        entered: str = self._ask("SELECT shoal.enter(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0]
-        return entered
+    def join(self, name: str | None, about: Mapping[str, str]) -> str:
+        """Join the run; returns the worker's name. A name whose worker left or died is taken over, one in use gets a number behind it."""
+        joined: str = self._ask("SELECT shoal.join_run(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0]
+        return joined
 
-    def beat(self, state: str, figures: Mapping[str, float]) -> None:
-        """A sign of life, over a connection of its own. Tried once: the next one comes soon."""
+    def heartbeat(self, state: str, figures: Mapping[str, float]) -> None:
+        """Send a heartbeat over a connection of its own, without trying again: the next one comes soon."""
         finite = {key: value for key, value in figures.items() if math.isfinite(value)}
         with self._beating:
-            self._pulse.once(lambda line: line.execute("SELECT shoal.beat(%b, %t, %t)", (self._secret, state, json.dumps(finite))))
+            self._heartbeats.run_once(
+                lambda connection: connection.execute("SELECT shoal.heartbeat(%b, %t, %t)", (self._secret, state, json.dumps(finite)))
+            )
 
     def is_answered(self) -> bool:
-        """Whether the database gives a sign of life, over a connection that is made for it: the others may be stuck."""
-        self._pulse.tear()
+        """Whether the database answers, over a new connection: the others may be stuck."""
+        self._heartbeats.abort()
         try:
-            self.beat("leaving", {})
+            self.heartbeat("leaving", {})
         except Unreachable:
             return False
         return True
 
-    def claim(self, count: int, timeout_s: float) -> list[Unit]:
-        """Up to `count` units, as soon as there is one. None after the timeout, when woken, or when there is other news: look at
+    def claim(self, count: int, timeout_s: float) -> list[LeasedUnit]:
+        """Up to `count` units, as soon as there is one. An empty list after the timeout, `wake`, or a notification of something else: read
         the weights then, and claim again."""
         with self._working:
             units, due_s = self._try_to_claim(count)
             if not units and timeout_s > 0 and not self._woken.is_set():
-                self._line.wait(min(timeout_s, self.poll_interval_s, max(0.01, due_s)))
+                self._connection.wait(min(timeout_s, self.poll_interval_s, max(0.01, due_s)))
                 units, _ = self._try_to_claim(count)
             self._woken.clear()
             return units
 
-    def _try_to_claim(self, count: int) -> tuple[list[Unit], float]:
+    def _try_to_claim(self, count: int) -> tuple[list[LeasedUnit], float]:
         lease, attempts = uuid.uuid4(), 0
-        look = time.monotonic() - self._looked_at > _LOOK_EVERY_S
+        reclaim = time.monotonic() - self._reclaimed_at > _RECLAIM_EVERY_S
 
         def claim(connection: Connection) -> list[tuple[Any, ...]]:
             nonlocal attempts
             attempts += 1
             query = (
-                "SELECT id, iteration, epoch, start, batches, attempts, place, due_s FROM shoal.claim(%b, %b, %b::int4, %b::int8, %b, %b)"
+                "SELECT id, iteration, epoch, start, batches, attempts, queue_position, due_s"
+                " FROM shoal.claim(%b, %b, %b::int4, %b::int8, %b, %b)"
             )
-            return connection.execute(query, (self._secret, lease, count, self._after, look, attempts > 1), binary=True).fetchall()
+            return connection.execute(query, (self._secret, lease, count, self._after, reclaim, attempts > 1), binary=True).fetchall()
 
-        rows = self._line.run(claim, self.patience_s)
-        if look:
-            self._looked_at = time.monotonic()
+        rows = self._connection.run(claim, self.patience_s)
+        if reclaim:
+            self._reclaimed_at = time.monotonic()
         if rows[0][0] is None:
             self._after = 0
             return [], math.inf if rows[0][7] is None else rows[0][7]
         self._after = max(row[6] for row in rows)
-        return [Unit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
+        return [LeasedUnit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
 
-    def piece(self, number: int) -> bytes | None:
-        """A piece of the data set, where the coordinator put it there."""
-        found: bytes | None = self._ask("SELECT shoal.piece(%b::int4)", (number,))[0][0]
+    def read_piece(self, number: int) -> bytes | None:
+        """A piece of the data set, if the coordinator put it into the database."""
+        found: bytes | None = self._ask("SELECT shoal.read_piece(%b::int4)", (number,))[0][0]
         return found
 
-    def notice(self) -> str | None:
-        """What a student should know who gets no work: why, and for how long."""
-        told: str | None = self._ask("SELECT shoal.notice()", ())[0][0]
-        return told
+    def why_no_work(self) -> str | None:
+        """Why this student gets no work, and for how long; None if it may have some."""
+        reason: str | None = self._ask("SELECT shoal.why_no_work()", ())[0][0]
+        return reason
 
-    def weights(self, have: int) -> Weights | None:
-        """What leads from the version `have` towards the newest: the difference to the next, else all of the newest; None: it has that."""
+    def weights(self, have: int) -> PublishedWeights | None:
+        """Weights newer than the version `have`: the difference to the next one, else the newest in full; None if there are none."""
         query = "SELECT frame, sizes, data, header, version, kind FROM shoal.read_weights(%b::int8) ORDER BY frame, n"
         answer = self._read(query, (have,))
-        return Weights(answer.row[4], answer.row[5], _opened(answer.row[3]), answer.frames) if answer else None
+        return PublishedWeights(answer.row[4], answer.row[5], _decoded(answer.row[3]), answer.frames) if answer else None
 
-    def submit(self, unit: Unit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
-        """Hand in a unit's result: `accepted`; or `cancelled`, `late`: dropped, and counted."""
+    def submit(self, unit: LeasedUnit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
+        """Submit a unit's result; returns `accepted`, or `cancelled` or `late` if it was dropped."""
         packed, *content = wire.encode(Message(header, tuple(frames)), 0, _LIMITS)
 
-        def hand_in(connection: Connection) -> str:
+        def submit(connection: Connection) -> str:
             with connection.transaction():
-                wanted = self._wanted(connection, unit, content)
-                ids = blobs.upload(connection, content) if wanted else []
+                is_valid = self._is_worth_uploading(connection, unit, content)
+                ids = blobs.upload(connection, content) if is_valid else []
                 row = connection.execute(
                     "SELECT shoal.submit(%b, %b::int8, %b, %b::int8, %b, %b::uuid[], %b::int8[], %b)",
-                    (self._secret, unit.id, unit.lease, unit.iteration, packed, ids, blobs.sizes(content), not wanted),
+                    (self._secret, unit.id, unit.lease, unit.iteration, packed, ids, blobs.sizes(content), not is_valid),
                 ).fetchone()
             assert row is not None
             outcome: str = row[0]
             return outcome
 
         with self._working:
-            return self._line.run(hand_in, self.patience_s)
+            return self._connection.run(submit, self.patience_s)
 
-    def _wanted(self, connection: Connection, unit: Unit, content: Sequence[Frame]) -> bool:
-        """Whether the lease is still held, so that much is not uploaded in vain."""
+    def _is_worth_uploading(self, connection: Connection, unit: LeasedUnit, content: Sequence[Frame]) -> bool:
+        """Whether the lease is still valid. Asked only for large results, whose upload would cost more than the question."""
         if wire.size_of(content) < blobs.LARGE_BYTES:
             return True
-        row = connection.execute("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
+        row = connection.execute("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
         return bool(row and row[0])
 
-    def wanted(self, unit: Unit) -> bool:
-        """Whether the lease still holds. The database is asked only after a notification."""
+    def is_lease_valid(self, unit: LeasedUnit) -> bool:
+        """Whether the lease is still valid. The database is asked only after a notification."""
         with self._working:
-            news = self._line.listen()
-            if news == self._news:
+            notifications = self._connection.notification_count()
+            if notifications == self._notifications:
                 return True
-            self._news = news
-            return bool(self._ask("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease))[0][0])
+            self._notifications = notifications
+            return bool(self._ask("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease))[0][0])
 
-    def give_back(self, unit: Unit) -> None:
-        """Give a unit back, so that another worker may do it. This does not count as an attempt."""
-        self._ask("SELECT shoal.give_back(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
+    def return_unit(self, unit: LeasedUnit) -> None:
+        """Return a unit, so that another worker may do it. This does not count as an attempt."""
+        self._ask("SELECT shoal.return_unit(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
 
-    def fail(self, unit: Unit, reason: str) -> None:
-        """Report that a unit failed here. Another worker tries it, unless too many have."""
-        self._ask("SELECT shoal.fail(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
+    def fail_unit(self, unit: LeasedUnit, reason: str) -> None:
+        """Report that a unit failed here. Another worker tries it, unless its attempts are used up."""
+        self._ask("SELECT shoal.fail_unit(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
 
     def leave(self) -> None:
-        """Give back all leases, and leave the run."""
-        self._ask("SELECT shoal.leave(%b)", (self._secret,))
+        """Return all leases and leave the run."""
+        self._ask("SELECT shoal.leave_run(%b)", (self._secret,))
 
     def _ask(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._working:
-            return self._line.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s)
+            return self._connection.run(
+                lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s
+            )
 
-    def _read(self, query: str, values: tuple[Any, ...]) -> blobs.Answer | None:
+    def _read(self, query: str, values: tuple[Any, ...]) -> blobs.FramedRow | None:
         with self._working:
-            return self._line.run(lambda connection: blobs.read(connection, query, values), self.patience_s)
+            return self._connection.run(lambda connection: blobs.read(connection, query, values), self.patience_s)
 
     def wake(self) -> None:
-        """End a `claim` that waits, or the next one."""
+        """End a `claim` that waits, or else the next one."""
         self._woken.set()
-        self._line.ring()
+        self._connection.wake()
 
     def close(self) -> None:
-        for line, lock in ((self._line, self._working), (self._pulse, self._beating)):
-            if line.hung_up.is_set():
+        for connection, lock in ((self._connection, self._working), (self._heartbeats, self._beating)):
+            if connection.stopped.is_set():
                 continue
-            line.hang_up()
-            with line.alone(lock):
-                line.close()
+            connection.stop()
+            with connection.exclusive(lock):
+                connection.close()
 
 
 def stored_run(conninfo: str) -> Message:
     """The description of the run that a database holds. Raises ShoalError where there is none."""
-    desk = UnitDesk(conninfo, poll_interval_s=1.0, patience_s=0.0)
+    client = LeaseClient(conninfo, poll_interval_s=1.0, patience_s=0.0)
     try:
-        return desk.welcome()
+        return client.read_run()
     finally:
-        desk.close()
+        client.close()
 
 
-def _opened(header: bytes) -> dict[str, Any]:
+def _decoded(header: bytes) -> dict[str, Any]:
     return wire.decode([header], _LIMITS)[1].header

@@ -13,7 +13,7 @@ from shoal.transports.postgres.reconnecting import Connection
 WORKER_COLUMNS = "name, about, state, figures, joined_at, seen_at, left_at, alive, completed, late, cancelled, failed"
 
 
-class View(NamedTuple):
+class RunView(NamedTuple):
     """A run at one moment."""
 
     now: datetime
@@ -28,14 +28,14 @@ class View(NamedTuple):
     """Step and time of the newest grid."""
 
 
-def look(connection: Connection) -> View | None:
+def look(connection: Connection) -> RunView | None:
     """The run, if there is one. All of it is of the same moment."""
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         progress = connection.execute("SELECT now(), iteration, nullif(coordinator_seen_at, '-infinity') FROM shoal.progress").fetchone()
         if progress is None:
             return None
-        return View(
+        return RunView(
             now=progress[0],
             iteration=progress[1],
             coordinator_seen_at=progress[2],
@@ -53,7 +53,7 @@ def picture(connection: Connection) -> bytes | None:
     return bytes(row[0]) if row else None
 
 
-class Trail(NamedTuple):
+class AuditTrail(NamedTuple):
     """What a run has left behind in the database, for an audit."""
 
     ledger: list[str]
@@ -65,25 +65,25 @@ class Trail(NamedTuple):
     """Results that were confirmed and that no coordinator has taken yet: worker and unit."""
 
 
-def trail(connection: Connection) -> Trail:
+def trail(connection: Connection) -> AuditTrail:
     """All of the same moment; as somebody who may read the coordinator's tables."""
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         ledger = [row[0] for row in connection.execute("SELECT entry FROM shoal.ledger ORDER BY line").fetchall()]
         newest = connection.execute("SELECT number, header FROM shoal.snapshots ORDER BY number DESC LIMIT 1").fetchone()
         if newest is None:
-            return Trail(ledger, None, [], [])
+            return AuditTrail(ledger, None, [], [])
         records = connection.execute("SELECT record FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (newest[0],)).fetchall()
         waiting = connection.execute("SELECT worker, unit FROM shoal.contributions WHERE kind = 'delivered'").fetchall()
-        return Trail(ledger, json.loads(newest[1]), [bytes(row[0]) for row in records], [(row[0], row[1]) for row in waiting])
+        return AuditTrail(ledger, json.loads(newest[1]), [bytes(row[0]) for row in records], [(row[0], row[1]) for row in waiting])
 
 
 def damage(connection: Connection) -> list[str]:
     """What does not match its checksum, and which records are missing, by name. Frames are not read: the coordinator checks them when it
     comes back."""
-    lines = connection.execute("SELECT line, entry, checksum FROM shoal.ledger WHERE checksum IS NOT NULL ORDER BY line").fetchall()
+    lines = connection.execute("SELECT line, entry, checksum FROM shoal.ledger ORDER BY line").fetchall()
     found = [f"line {line} of the ledger does not match its checksum" for line, entry, own in lines if zlib.crc32(entry.encode()) != own]
-    saved = connection.execute("SELECT number, header, checksum FROM shoal.snapshots WHERE checksum IS NOT NULL ORDER BY number").fetchall()
+    saved = connection.execute("SELECT number, header, checksum FROM shoal.snapshots ORDER BY number").fetchall()
     found += [f"snapshot {number} does not match its checksum" for number, header, own in saved if zlib.crc32(header.encode()) != own]
     query = (
         "SELECT id FROM (SELECT id, before, lag(checksum) OVER (ORDER BY id) AS last FROM shoal.records) r"

@@ -1,4 +1,4 @@
-"""A connection to the database that is made again whenever it is lost, and hears notifications while it waits."""
+"""A connection to the database that is made again whenever it is lost, and that receives notifications while it waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
@@ -18,7 +18,7 @@ from shoal.transports.database_address import Access, split_pin
 from shoal.transports.interface import Refused, Unreachable
 from shoal.transports.postgres import access
 from shoal.transports.postgres.certificate_pin import pinned_certificate
-from shoal.transports.wakeup import Bell
+from shoal.transports.wakeup import Wakeup
 
 try:
     import psycopg
@@ -46,69 +46,62 @@ _FOR_GOOD = (
     "invalid",
     "authentication",
 )
-"""What the server says to somebody it will not let in the next time either. (Such an error reaches us as text, without its code.)"""
+"""Parts of a server's refusal that trying again will not change. (Such an error arrives as text, without its code.)"""
 _OWN_CODES = {"SH001": "unknown-worker", "SH002": "malformed", "SH003": "quarantined"}
-"""The error codes of our own functions, and what a client calls them."""
+"""The error codes of Shoal's own SQL functions, and the reason that `Refused` has for each."""
 _LONGEST_PAUSE_S = 2.0
 _FINISHING_S = 1.0
-"""Whoever asks the server something while the line is closed has so long to hear the answer."""
-_TELLING_S = 0.5
-"""A pause after which it is no hiccup any more."""
+"""When a connection is closed, a statement that runs on it has this long to finish."""
+_WARN_AFTER_S = 0.5
+"""The first pause between two attempts that the user is told about."""
 _jitter = random.Random()
-"""Not Python's shared generator: whoever seeds that one would make all workers try again at the same moment."""
+"""Not Python's shared generator: a program that seeds that one would make all workers try again at the same moment."""
 Result = TypeVar("Result")
 
 
-class Lock(Protocol):
-    """What Python's locks have in common."""
+class ReconnectingConnection:
+    """One connection. `run`, `wait` and `close` belong to one thread at a time; `wake`, `stop` and `abort` to any."""
 
-    def acquire(self, *, timeout: float = -1) -> bool: ...
-    def release(self) -> None: ...
-
-
-class Line:
-    """One connection. `run`, `wait` and `close` belong to one thread at a time; `ring` to any."""
-
-    def __init__(self, conninfo: str, channels: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> None:
-        """`tell`: of a database that does not answer, while it is tried again."""
-        self.tell = tell
+    def __init__(self, conninfo: str, channels: Sequence[str] = (), warn: Callable[[str], None] = lambda text: None) -> None:
+        """`channels`: the notifications to listen to; `warn`: called when the database does not answer and is tried again."""
+        self.warn = warn
         conninfo, self._pin = split_pin(conninfo)
         self.conninfo = conninfos.make_conninfo(conninfo, **{k: v for k, v in _CONNECTING.items() if k not in _given(conninfo)})
-        self.place = place(conninfo)
-        self.connects = 0
-        """How often a connection was made."""
-        self.hung_up = threading.Event()
+        self.name = database_name(conninfo)
+        self.connect_count = 0
+        """How many times a connection was made."""
+        self.stopped = threading.Event()
         self._channels = channels
         self._connection: Connection | None = None
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._notified = False
-        self._heard = 0
+        self._notifications = 0
 
     def run(self, work: Callable[[Connection], Result], patience_s: float) -> Result:
-        """Do something over the connection; again, on a new one, when it is lost. So it must be harmless to do twice."""
+        """Do `work` over the connection; if it is lost, again over a new one. So `work` must be safe to do twice."""
         deadline, pause = time.monotonic() + patience_s, 0.02
         while True:
             try:
-                return self.once(work)
+                return self.run_once(work)
             except Unreachable as problem:
-                if time.monotonic() + pause > deadline or self.hung_up.wait(pause * _jitter.uniform(0.7, 1.3)):
+                if time.monotonic() + pause > deadline or self.stopped.wait(pause * _jitter.uniform(0.7, 1.3)):
                     raise
-                if pause < _TELLING_S <= 2 * pause:
-                    self.tell(f"{problem}. Trying again")
+                if pause < _WARN_AFTER_S <= 2 * pause:
+                    self.warn(f"{problem}. Trying again")
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def once(self, work: Callable[[Connection], Result]) -> Result:
-        """Without trying again. Unreachable: the connection was lost, or the server is busy with ending."""
+    def run_once(self, work: Callable[[Connection], Result]) -> Result:
+        """Do `work` without trying again. Raises Unreachable if the connection was lost, or the server is shutting down."""
         try:
             return work(self.connection())
         except LOST as problem:
             self.drop()
-            raise Unreachable(f"the connection to {self.place} was lost: {_first_line(problem)}") from None
+            raise Unreachable(f"the connection to {self.name} was lost: {_first_line(problem)}") from None
         except psycopg.Error as problem:
-            raise explained(problem, self.place) from None
+            raise explained(problem, self.name) from None
 
     def connection(self) -> Connection:
-        if self.hung_up.is_set():
+        if self.stopped.is_set():
             raise Unreachable("the connection was closed on this side")
         if self._connection is None or self._connection.closed:
             self._connection = self._connect()
@@ -122,96 +115,96 @@ class Line:
         try:
             connection = psycopg.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as problem:
-            text, told = _first_line(problem), str(access.explained(problem, access_of(self.conninfo)))
+            text, explanation = _first_line(problem), str(access.explained(problem, access_of(self.conninfo)))
             if any(sign in text for sign in _FOR_GOOD) and "starting up" not in text:
-                raise Refused(told, "unauthorised") from None
-            raise Unreachable(told) from None
-        connection.add_notify_handler(lambda notify: self._hear())
+                raise Refused(explanation, "unauthorised") from None
+            raise Unreachable(explanation) from None
+        connection.add_notify_handler(lambda notify: self._on_notification())
         for channel in self._channels:
             connection.execute(f"LISTEN {channel}")
-        self.connects += 1
+        self.connect_count += 1
         return connection
 
-    def _hear(self) -> None:
+    def _on_notification(self) -> None:
         self._notified = True
-        self._heard += 1
+        self._notifications += 1
 
     def wait(self, timeout_s: float) -> None:
-        """Until a notification, a ring, the loss of the connection, or the timeout. What was heard before counts."""
+        """Wait for a notification, `wake`, the loss of the connection, or the timeout. A notification since the last `wait` counts."""
         if not self._notified and timeout_s > 0:
             self._wait_for_bytes(timeout_s)
         self._notified = False
-        self._bell.silence()
+        self._wakeup.clear()
 
     def _wait_for_bytes(self, timeout_s: float) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             connection = self._connection
             if connection is not None and not connection.closed:
                 selector.register(connection.fileno(), selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(timeout_s)]
-        if connection is not None and not connection.closed and any(source is not self._bell for source in ready):
+        if connection is not None and not connection.closed and any(source is not self._wakeup for source in ready):
             try:
                 connection.pgconn.consume_input()
                 while connection.pgconn.notifies():
-                    self._hear()
+                    self._on_notification()
             except LOST:
                 self.drop()
 
-    def listen(self) -> int:
-        """How many notifications there were so far, without waiting for one. They still count for `wait`."""
+    def notification_count(self) -> int:
+        """How many notifications have come so far, without waiting for one. They still count for `wait`."""
         self._wait_for_bytes(0.0)
-        return self._heard
+        return self._notifications
 
-    def ring(self) -> None:
-        self._bell.ring()
+    def wake(self) -> None:
+        self._wakeup.wake()
 
     def drop(self) -> None:
-        """Forget the connection, whatever state it is in."""
+        """Close the connection, in whatever state it is."""
         if self._connection is not None:
             with contextlib.suppress(psycopg.Error):
                 self._connection.close()
         self._connection = None
 
-    def hang_up(self) -> None:
-        """From any thread: whoever waits here stops waiting, and no connection is made any more."""
-        self.hung_up.set()
-        self._bell.ring()
+    def stop(self) -> None:
+        """From any thread: end a wait, and make no new connection."""
+        self.stopped.set()
+        self._wakeup.wake()
 
-    def tear(self) -> None:
-        """From any thread: whoever waits for an answer of the server hears that the connection is lost. A server that hangs, or a cable
-        that was pulled, would else keep it waiting for as long as the system's own patience lasts."""
+    def abort(self) -> None:
+        """From any thread: break the connection, so that a thread that waits for the server gets an error. A hanging server or a pulled
+        cable would otherwise block it until the system's own timeout."""
         connection = self._connection
         with contextlib.suppress(OSError, psycopg.Error):  # it may be closing at this moment
             if connection is not None:
-                with socket.socket(fileno=os.dup(connection.fileno())) as wire:
-                    wire.shutdown(socket.SHUT_RDWR)
+                with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
-    def alone(self, lock: Lock) -> Iterator[None]:
-        """Hold the lock of those who use this line, which was hung up. Whoever waits for the server in it for long is cut off."""
+    def exclusive(self, lock: threading.Lock | threading.RLock) -> Iterator[None]:
+        """Hold the lock of the threads that use this connection, which was stopped. One that waits for the server for long is aborted."""
         if not lock.acquire(timeout=_FINISHING_S):
-            self.tear()
+            self.abort()
             lock.acquire()
         try:
             yield
         finally:
             lock.release()
 
-    def farewell(self, query: str, values: Sequence[Any]) -> None:
-        """One last statement after `hang_up`, where there is a connection to send it over."""
+    def execute_last(self, query: str, values: Sequence[Any]) -> None:
+        """Execute a last statement after `stop`, if there is a connection."""
         if self._connection is not None and not self._connection.closed:
             with contextlib.suppress(psycopg.Error):
                 self._connection.execute(query.encode(), values)
 
     def close(self) -> None:
-        self.hang_up()
+        self.stop()
         self.drop()
-        self._bell.close()
+        self._wakeup.close()
 
 
 def conninfo_of(settings: Postgres) -> str:
-    """How to reach the configured database."""
+    """The conninfo of the configured database."""
     if settings.host == "embedded":
         raise ShoalError("the run's own database is not running: it must be started first, and its address given as transport.host")
     password = settings.password.reveal() if settings.password else None
@@ -221,14 +214,14 @@ def conninfo_of(settings: Postgres) -> str:
 
 
 def access_of(conninfo: str) -> Access:
-    """The way into a database, as it is told to people."""
+    """The address of a database, without its password."""
     given = _given(conninfo)
     host = given.get("host") or given.get("hostaddr") or "localhost"
     return Access(host, int(given.get("port", 5432)), given.get("dbname", ""), given.get("user", ""))
 
 
-def place(conninfo: str) -> str:
-    """The database in words, without anything secret."""
+def database_name(conninfo: str) -> str:
+    """The database as messages name it, without secrets."""
     where = access_of(conninfo)
     return f"the database {where.database} at {where.host}:{where.port}"
 
@@ -237,11 +230,11 @@ def _given(conninfo: str) -> dict[str, Any]:
     try:
         return dict(conninfos.conninfo_to_dict(conninfo))
     except psycopg.ProgrammingError:
-        raise ShoalError("this does not say how to reach a database: postgresql://user:password@host:5432/database is expected") from None
+        raise ShoalError("this is not the address of a database: postgresql://user:password@host:5432/database is expected") from None
 
 
 def explained(problem: psycopg.Error, where: str) -> ShoalError:
-    """An error of the database in our words."""
+    """The ShoalError for an error of the database."""
     text = _first_line(problem)
     if problem.sqlstate in _OWN_CODES:
         return Refused(text, _OWN_CODES[problem.sqlstate])

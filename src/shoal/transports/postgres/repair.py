@@ -10,7 +10,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from shoal.protocol.checksums import crc32
 from shoal.transports.postgres.server import PostgresServer
-from shoal.transports.postgres.store import Damaged, Journal
+from shoal.transports.postgres.store import DamagedJournal, PostgresJournal
 
 
 class SoundRecords(NamedTuple):
@@ -23,7 +23,7 @@ class SoundRecords(NamedTuple):
     """What comes after that; nothing, if all is well."""
 
 
-class Removed(NamedTuple):
+class RemovedRecords(NamedTuple):
     """What was taken out of the database, for people to look at."""
 
     records: list[dict[str, Any]]
@@ -34,9 +34,9 @@ def sound_since(server: PostgresServer, snapshot: int) -> SoundRecords:
     """Every record since a snapshot, up to the first that cannot be trusted."""
     records, problem = list[dict[str, Any]](), ""
     try:
-        for record, _ in Journal(server).recover(snapshot):
+        for record, _ in PostgresJournal(server).recover(snapshot):
             records.append(record)
-    except Damaged as error:
+    except DamagedJournal as error:
         problem = error.what
     ids = _ids(server, snapshot)
     return SoundRecords(records, ids[len(records) - 1] if records else min(ids, default=1) - 1, problem)
@@ -61,11 +61,11 @@ def waiting(server: PostgresServer) -> list[tuple[Any, ...]]:
 def ledger_since(server: PostgresServer, length: int) -> Iterator[dict[str, Any]]:
     """Lines that the ledger got after a snapshot, and that can be trusted."""
     for entry, checksum in server.fetch("SELECT entry, checksum FROM shoal.ledger WHERE line > %s ORDER BY line", (length,)):
-        if checksum is None or crc32(entry.encode()) == checksum:
+        if crc32(entry.encode()) == checksum:
             yield json.loads(entry)
 
 
-def go_back(server: PostgresServer, snapshot: int, ledger_lines: int, last: int) -> Removed:
+def go_back(server: PostgresServer, snapshot: int, ledger_lines: int, last: int) -> RemovedRecords:
     """Take out what follows a record: later records, lines of the ledger and snapshots, and all units, which are offered anew. The caller
     has a transaction open."""
     records = server.fetch("DELETE FROM shoal.records WHERE id > %s RETURNING id, journal, record, frames", (last,))
@@ -78,12 +78,12 @@ def go_back(server: PostgresServer, snapshot: int, ledger_lines: int, last: int)
     server.release([blob for frames in freed for blob in frames])
     server.fetch("INSERT INTO shoal.journals VALUES (%s) ON CONFLICT DO NOTHING RETURNING 1", (snapshot,))
     removed = [{"id": number, "journal": journal, "record": bytes(content).hex()} for number, journal, content, _ in sorted(records)]
-    return Removed(removed, [entry for _, entry in sorted(ledger)])
+    return RemovedRecords(removed, [entry for _, entry in sorted(ledger)])
 
 
 def note_repair(server: PostgresServer, snapshot: int, record: dict[str, Any]) -> None:
     """Append a record after those that are sound."""
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     for _ in journal.recover(snapshot):
         pass
     journal.append(record)

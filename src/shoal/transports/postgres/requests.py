@@ -13,10 +13,10 @@ from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
-from shoal.transports.postgres.bulk_writer import Press
+from shoal.transports.postgres.bulk_writer import BulkWriter
 from shoal.transports.postgres.client import channel_of
-from shoal.transports.postgres.coordinator_connection import Office
-from shoal.transports.postgres.reconnecting import place
+from shoal.transports.postgres.coordinator_connection import CoordinatorConnection
+from shoal.transports.postgres.reconnecting import database_name
 from shoal.transports.request_rate import Rate, RateLimit
 
 BATCH, BATCH_BYTES = 64, 256 << 20
@@ -27,11 +27,11 @@ with a smaller number than one that was there so long ago can still turn up."""
 _ABANDONED_S = 600.0
 """Answers that nobody fetched for this long are deleted."""
 _TIDY_EVERY_S = 5.0
-_PRINTED_BYTES = 16 << 20
+_WRITTEN_BYTES = 16 << 20
 """After handing out this much, old flyers are deleted earlier than usual."""
 _READ_S = 0.3
 """Right after something new was handed out, many workers read it: deleting old rows waits for this long."""
-_FLYERS_KEPT = 8
+_FRAMES_KEPT = 8
 
 
 class KnownFrames:
@@ -49,7 +49,7 @@ class KnownFrames:
         return found[1] if found and found[0]() is frame else None
 
 
-class Seen:
+class DeliveredRows:
     """Numbers of rows that were handed on, and the number from which to look for others."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Row(NamedTuple):
     too_large: str | None
 
 
-class Mailbox(Office):
+class RequestTables(CoordinatorConnection):
     """`poll`, `reply` and `close` belong to one thread; `wake` to any."""
 
     def __init__(
@@ -88,38 +88,38 @@ class Mailbox(Office):
         poll_interval_s: float = 5.0,
     ) -> None:
         super().__init__(conninfo, max_frame_bytes=max_frame_bytes, max_header_bytes=max_header_bytes)
-        self.address = place(conninfo)
+        self.address = database_name(conninfo)
         self.traffic = Traffic()
         self.known = KnownFrames()
         self.limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._poll_interval_s = poll_interval_s
         self._rates = RateLimit(rate)
-        self._requests, self._contributions = Seen(), Seen()
+        self._requests, self._contributions = DeliveredRows(), DeliveredRows()
         self._waiting: dict[tuple[bytes, int], int] = {}
         """Requests that were handed on and not answered, and their rows."""
-        self._flyers: OrderedDict[int, tuple[Frame, uuid.UUID]] = OrderedDict()
-        self._flyers_of = 0
+        self._published_frames: OrderedDict[int, tuple[Frame, uuid.UUID]] = OrderedDict()
+        self._published_over = 0
         """The connection over which the flyers were written."""
-        self._press = Press(conninfo)
+        self._writer = BulkWriter(conninfo)
         self._tidied_at = time.monotonic()
-        self._printed_at = 0.0
-        self._printed_bytes = 0
+        self._written_at = 0.0
+        self._written_bytes = 0
         """Bytes handed out since old flyers were last deleted."""
 
     # --- what comes in -----------------------------------------------------------------------------
 
     def poll(self, timeout_s: float) -> list[Request]:
         """Questions, results of units (`delivered`) and units that failed for good, as soon as there are some."""
-        self.refuse_if_deposed()
+        self.raise_if_replaced()
         found = self._look()
         self._tidy(idle=not found)
         if not found and timeout_s > 0:
-            self.line.wait(min(timeout_s, self._poll_interval_s))
+            self.connection.wait(min(timeout_s, self._poll_interval_s))
             found = self._look()
         return found
 
     def wake(self) -> None:
-        self.line.ring()
+        self.connection.wake()
 
     def _look(self) -> list[Request]:
         rows = [*self._questions(), *self._results()]
@@ -131,7 +131,7 @@ class Mailbox(Office):
             size += row.size
             brought += self._bring(row)
         if len(rows) > BATCH:
-            self.line.ring()
+            self.connection.wake()
         return brought
 
     def _questions(self) -> list[_Row]:
@@ -181,7 +181,7 @@ class Mailbox(Office):
             )
         )
         if found is None or len(found.frames) != len(blobs):
-            raise ShoalError(f"{self.line.place} has lost frames that it refers to: restore it from a backup")
+            raise ShoalError(f"{self.connection.name} has lost frames that it refers to: restore it from a backup")
         for frame, blob in zip(found.frames, blobs, strict=True):
             self.known.add(frame, blob)
         return found.frames
@@ -207,38 +207,38 @@ class Mailbox(Office):
         if waited is not None:
             self.on_rollback(lambda: self._waiting.update({(request.peer, request.number): waited}))
         self.release(taken[0][0])
-        ids = self.flyers(content)
+        ids = self.publish_frames(content)
         self.fetch(
             "WITH put AS (INSERT INTO shoal.replies VALUES (%b, %b::int8, %b, %b::uuid[])) SELECT pg_notify(%t, '')",
             (peer, request.number, header, ids, channel_of(peer)),
         )
         return True
 
-    def flyers(self, content: Sequence[Frame]) -> list[uuid.UUID]:
+    def publish_frames(self, content: Sequence[Frame]) -> list[uuid.UUID]:
         """Frames to hand out. One that was handed out a moment ago is there already."""
         if not content:
             return []
-        if self._flyers_of != self.line.connects:  # a server that crashed has emptied what is not logged
-            self._flyers.clear()
-            self._flyers_of = self.line.connects
-        new = [frame for frame in {id(frame): frame for frame in content}.values() if id(frame) not in self._flyers]
+        if self._published_over != self.connection.connect_count:  # a server that crashed has emptied what is not logged
+            self._published_frames.clear()
+            self._published_over = self.connection.connect_count
+        new = [frame for frame in {id(frame): frame for frame in content}.values() if id(frame) not in self._published_frames]
         if new:
             with self.transaction():
-                self._print(new)
-        chosen = [self._flyers[id(frame)][1] for frame in content]
+                self._write_frames(new)
+        chosen = [self._published_frames[id(frame)][1] for frame in content]
         for frame in content:
-            self._flyers.move_to_end(id(frame))
-        while len(self._flyers) > _FLYERS_KEPT + len(content):
-            self._flyers.popitem(last=False)
+            self._published_frames.move_to_end(id(frame))
+        while len(self._published_frames) > _FRAMES_KEPT + len(content):
+            self._published_frames.popitem(last=False)
         return chosen
 
-    def _print(self, new: Sequence[Frame]) -> None:
+    def _write_frames(self, new: Sequence[Frame]) -> None:
         ids = [uuid.uuid4() for _ in new]
-        self.before_commit(self._press.print(ids, new))
-        self._printed_at, self._printed_bytes = time.monotonic(), self._printed_bytes + sum(frames.sizes(new))
+        self.before_commit(self._writer.write(ids, new))
+        self._written_at, self._written_bytes = time.monotonic(), self._written_bytes + sum(frames.sizes(new))
         for frame, flyer in zip(new, ids, strict=True):
-            self._flyers[id(frame)] = frame, flyer
-        self.on_rollback(self._flyers.clear)
+            self._published_frames[id(frame)] = frame, flyer
+        self.on_rollback(self._published_frames.clear)
 
     def release(self, blobs: Sequence[uuid.UUID]) -> None:
         self.freed_bytes += self.run(lambda connection: frames.release(connection, blobs))
@@ -246,29 +246,29 @@ class Mailbox(Office):
     def _tidy(self, idle: bool) -> None:
         """Delete answers that nobody fetched, and flyers that nobody reads any more, when nobody waits or many have gathered."""
         now = time.monotonic()
-        late, idle = now - self._tidied_at > _TIDY_EVERY_S, idle and now - self._printed_at > _READ_S
-        if not late and self._printed_bytes < (_PRINTED_BYTES if idle else 16 * _PRINTED_BYTES):
+        late, idle = now - self._tidied_at > _TIDY_EVERY_S, idle and now - self._written_at > _READ_S
+        if not late and self._written_bytes < (_WRITTEN_BYTES if idle else 16 * _WRITTEN_BYTES):
             return
-        self._tidied_at, self._printed_bytes = time.monotonic(), 0
+        self._tidied_at, self._written_bytes = time.monotonic(), 0
         self.carry_out(self._drop_abandoned)
 
     def _drop_abandoned(self) -> None:
         self.fetch("DELETE FROM shoal.replies WHERE at < now() - make_interval(secs => %s) RETURNING 1", (_ABANDONED_S,))
-        self.drop_flyers()
+        self.drop_unused_frames()
 
-    def drop_flyers(self) -> None:
-        kept = [flyer for _, flyer in self._flyers.values()]
+    def drop_unused_frames(self) -> None:
+        kept = [flyer for _, flyer in self._published_frames.values()]
         gone = self.fetch(
-            "DELETE FROM shoal.flyers f WHERE f.id <> ALL (%s::uuid[])"
+            "DELETE FROM shoal.published_frames f WHERE f.id <> ALL (%s::uuid[])"
             " AND NOT EXISTS (SELECT FROM shoal.replies r WHERE f.id = ANY (r.frames))"
             " AND NOT EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames)) RETURNING bytes",
             (kept,),
         )
         self.freed_bytes += sum(row[0] for row in gone)
 
-    def close_office(self) -> None:
-        self._press.close()
-        super().close_office()
+    def close_connection(self) -> None:
+        self._writer.close()
+        super().close_connection()
 
     # --- results of units: see the board -----------------------------------------------------------
 

@@ -17,8 +17,9 @@ from shoal.transports.postgres.reconnecting import Connection
 
 KINDS = ("student", "reader", "coordinator", "class")
 STUDENTS_FUNCTIONS = (
-    *("schema_version", "kind_here", "put_part", "hang_up", "limits", "ask", "answer", "notice", "piece"),
-    *("welcome", "enter", "beat", "claim", "held", "submit", "give_back", "fail", "leave", "read_weights"),
+    *("schema_version", "role_kind", "put_part", "message_limits", "send_request", "read_reply", "forget_requests"),
+    *("read_run", "read_weights", "read_piece", "join_run", "heartbeat", "leave_run", "why_no_work"),
+    *("claim", "is_lease_valid", "submit", "return_unit", "fail_unit"),
 )
 _SHUT_FUNCTIONS = r"^(pg_(try_)?advisory_.*|pg_(terminate|cancel)_backend|pg_notify|lo_.*|loread|lowrite)$"
 """Built-in functions that everybody may call, and no student needs: locks that others would wait for, signals, large objects."""
@@ -127,7 +128,7 @@ def close_other_databases(connection: Connection) -> None:
 
 def end_greedy(connection: Connection, processes: list[int]) -> None:
     """End those of these processes of the server that belong to students."""
-    connection.execute("SELECT shoal.watch(%s)", (processes,))
+    connection.execute("SELECT shoal.end_harmful_connections(%s)", (processes,))
 
 
 def grant(connection: Connection, role: str, password: str | None, kind: str) -> None:
@@ -195,15 +196,15 @@ def _allow(connection: Connection, role: str, kind: str) -> None:
         do(f"REVOKE ALL ON ALL {what} IN SCHEMA shoal FROM {{role}}")
     do("GRANT CONNECT ON DATABASE {database} TO {role}")
     do("GRANT USAGE ON SCHEMA shoal TO {role}")
-    for function in ("schema_version", "kind_here"):
+    for function in ("schema_version", "role_kind"):
         do("GRANT EXECUTE ON FUNCTION shoal.{function} TO {role}", function=sql.Identifier(function))
     if kind in ("student", "reader", "class") and _may_alter_roles(connection):
-        connection.execute("SELECT shoal.bound_role(%s)", (role,))
+        connection.execute("SELECT shoal.limit_role(%s)", (role,))
     if kind == "class":
         do("GRANT EXECUTE ON FUNCTION shoal.enroll TO {role}")
         do("ALTER ROLE {role} CONNECTION LIMIT 64")
     elif kind == "student":
-        connection.execute("SELECT shoal.open_to_student(%s)", (role,))
+        connection.execute("SELECT shoal.grant_student_functions(%s)", (role,))
     elif kind == "reader":
         for table in READERS_TABLES:
             do("GRANT SELECT ON shoal.{table} TO {role}", table=sql.Identifier(table))

@@ -13,17 +13,17 @@ from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.queries import WORKER_COLUMNS, workers_in
-from shoal.transports.postgres.requests import Mailbox
+from shoal.transports.postgres.requests import RequestTables
 
 
-class PostgresServer(Mailbox):
+class PostgresServer(RequestTables):
     """A `Server` like any other, and more: what it does within `transaction()` happens together or not at all."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._published: dict[tuple[int, str], tuple[dict[str, Any], tuple[Frame, ...]]] = {}
         """What can be published again, should a crash of the server have emptied its unlogged tables."""
-        self._connects = self.line.connects
+        self._connects = self.connection.connect_count
 
     # --- the run -----------------------------------------------------------------------------------
 
@@ -39,11 +39,13 @@ class PostgresServer(Mailbox):
         with self.transaction():
             stored = self.stored_run()
             if resume and stored is None:
-                raise ShoalError(f"{self.line.place} holds no run to go on with: leave --resume out to start one")
+                raise ShoalError(f"{self.connection.name} holds no run to go on with: leave --resume out to start one")
             if resume and stored is not None:
                 return stored
             if stored is not None:
-                raise ShoalError(f"{self.line.place} holds another run: add --resume to go on with it, or delete it with `shoal db reset`")
+                raise ShoalError(
+                    f"{self.connection.name} holds another run: add --resume to go on with it, or delete it with `shoal db reset`"
+                )
             header = wire.encode(welcome, 0, self.limits)[0]
             values = (header, self.keep(welcome.frames), silence_s)
             self.fetch("INSERT INTO shoal.run (header, frames, silence_s) VALUES (%b, %b::uuid[], %s) RETURNING 1", values)
@@ -67,7 +69,7 @@ class PostgresServer(Mailbox):
                     (old,),
                 )
                 if len(held) != len(set(old)):
-                    raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
+                    raise ShoalError(f"{self.connection.name} has lost frames that a record refers to: restore it from a backup")
         return [blob or next(fresh) for blob in found]
 
     def put_piece(self, number: int, piece: bytes) -> None:
@@ -105,7 +107,7 @@ class PostgresServer(Mailbox):
         with self.transaction() as connection:
             again, tried = self.iteration() == iteration, self._tried_before(iteration)
             connection.execute(
-                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.places'), %s, %s, %s) ON CONFLICT (iteration) DO UPDATE"
+                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.unit_queue'), %s, %s, %s) ON CONFLICT (iteration) DO UPDATE"
                 " SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries, quorum = excluded.quorum",
                 (iteration, lease_timeout_s, max_retries, quorum),
             )
@@ -157,7 +159,7 @@ class PostgresServer(Mailbox):
             (iteration, epochs, starts),
         )
         for (unit,) in spoiled:
-            self.fetch("SELECT shoal.put_back(%s, 'its result could not be used', true)", (unit,))
+            self.fetch("SELECT shoal.requeue_unit(%s, 'its result could not be used', true)", (unit,))
 
     def _clear_board(self, iteration: int) -> None:
         """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time, and units whose results
@@ -165,7 +167,7 @@ class PostgresServer(Mailbox):
         self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
         used = "SELECT array_agg(u.id) FROM shoal.units u WHERE iteration < %s AND state = 'completed'"
         self.fetch(
-            f"SELECT shoal.count_managed(({used} AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)))", (iteration,)
+            f"SELECT shoal.count_completed(({used} AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)))", (iteration,)
         )
         gone = self.fetch(
             "DELETE FROM shoal.units u WHERE iteration < %s AND state <> 'claimed' AND NOT (state = 'completed'"
@@ -180,7 +182,7 @@ class PostgresServer(Mailbox):
     def _tally(self, counts: Mapping[str, int]) -> None:
         for state, units in counts.items():
             self.fetch(
-                "INSERT INTO shoal.tallies AS t VALUES (%s, %s) ON CONFLICT (state)"
+                "INSERT INTO shoal.unit_totals AS t VALUES (%s, %s) ON CONFLICT (state)"
                 " DO UPDATE SET units = t.units + excluded.units RETURNING 1",
                 (state, units),
             )
@@ -203,7 +205,7 @@ class PostgresServer(Mailbox):
             self.fetch(
                 "INSERT INTO shoal.weights VALUES (%b::int8, %t, %b::int8, %b, %b::uuid[]) ON CONFLICT (version, kind)"
                 " DO UPDATE SET base = excluded.base, header = excluded.header, frames = excluded.frames RETURNING 1",
-                (version, kind, base, packed, self.flyers(frames)),
+                (version, kind, base, packed, self.publish_frames(frames)),
             )
             if kind == "full":
                 # Not `<`: after a resume the database may hold newer versions than the run.
@@ -219,8 +221,8 @@ class PostgresServer(Mailbox):
 
     def poll(self, timeout_s: float) -> list[Request]:
         found = super().poll(timeout_s)
-        if self.line.connects != self._connects:
-            self._connects = self.line.connects
+        if self.connection.connect_count != self._connects:
+            self._connects = self.connection.connect_count
             self._publish_again()
         return found
 
@@ -272,8 +274,8 @@ class PostgresServer(Mailbox):
 
     def close(self) -> None:
         """Stop. Clients that still wait for an answer learn that none will come."""
-        if self.line.hung_up.is_set():
+        if self.connection.stopped.is_set():
             return
         if self._waiting:
-            self.line.farewell("SELECT shoal.abandon(%s)", (list(self._waiting.values()),))
-        self.close_office()
+            self.connection.execute_last("SELECT shoal.drop_requests(%s)", (list(self._waiting.values()),))
+        self.close_connection()

@@ -38,18 +38,18 @@ def checksum_of(journal: int, record: bytes, frames: Frames) -> int:
     return checksum
 
 
-class Damaged(ShoalError):
+class DamagedJournal(ShoalError):
     """The journal cannot be read to its end; `what` is wrong with it."""
 
     def __init__(self, server: PostgresServer, what: str) -> None:
         super().__init__(
-            f"the journal in {server.line.place} is damaged: {what}. Restore the database from a backup; or let `shoal repair RUN`, with "
-            "the run's folder, take out what follows the damage, which names what is lost, and resume then"
+            f"the journal in {server.connection.name} is damaged: {what}. Restore the database from a backup; or let `shoal repair RUN`,"
+            " with the run's folder, take out what follows the damage, which names what is lost, and resume then"
         )
         self.what = what
 
 
-class Journal:
+class PostgresJournal:
     """The journal: records are appended to it."""
 
     def __init__(self, server: PostgresServer) -> None:
@@ -85,7 +85,7 @@ class Journal:
         """Every record since a snapshot; what follows is appended after the last."""
         numbers = [row[0] for row in self._server.fetch("SELECT number FROM shoal.journals WHERE number >= %s ORDER BY 1", (snapshot,))]
         if numbers[:1] != [snapshot]:
-            raise Damaged(self._server, f"the journal that follows snapshot {snapshot} is missing")
+            raise DamagedJournal(self._server, f"the journal that follows snapshot {snapshot} is missing")
         rows = self._server.fetch("SELECT id, bytes FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))
         last: int | None = None
         for place, (number, _) in enumerate(rows, 1):
@@ -93,7 +93,7 @@ class Journal:
                 "SELECT journal, record, frames, checksum, before FROM shoal.records WHERE id = %s", (number,)
             )
             frames = self._read(ids, place)
-            if checksum is not None and checksum != checksum_of(journal, record, frames):
+            if checksum != checksum_of(journal, record, frames):
                 raise self._damaged(f"record {number} of journal {journal} does not match its checksum", place - 1)
             if last is not None and before != last:
                 raise self._damaged(f"record {number} of journal {journal} does not follow the one before it", place - 1)
@@ -108,14 +108,14 @@ class Journal:
         except (ShoalError, ValueError, IndexError) as error:
             raise self._damaged(f"the frames of record {place} since the snapshot cannot be read ({error})", place - 1) from None
 
-    def _damaged(self, what: str, sound: int) -> Damaged:
-        return Damaged(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")
+    def _damaged(self, what: str, sound: int) -> DamagedJournal:
+        return DamagedJournal(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")
 
     def close(self) -> None:
         """There is nothing to close: each record was written when it was appended."""
 
 
-class Ledger:
+class PostgresLedger:
     """One line for each version, and for whatever happened to a contribution besides."""
 
     def __init__(self, server: PostgresServer) -> None:
@@ -139,7 +139,7 @@ class Ledger:
         """Cut the ledger back to its length at a snapshot; the records since then write the rest again."""
         if self.length < length:
             raise ShoalError(
-                f"the ledger in {self._server.line.place} is shorter than when the snapshot was taken: restore it from a backup"
+                f"the ledger in {self._server.connection.name} is shorter than when the snapshot was taken: restore it from a backup"
             )
         self._refuse_lost_end(length)
         with self._server.transaction():
@@ -152,7 +152,7 @@ class Ledger:
             " ORDER BY line LIMIT 1"
         )
         for line, record in self._server.fetch(query, (length,)):
-            raise Damaged(self._server, f"line {line} of the ledger tells of record {record}, and the records end before it")
+            raise DamagedJournal(self._server, f"line {line} of the ledger tells of record {record}, and the records end before it")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for (entry,) in self._server.fetch("SELECT entry FROM shoal.ledger ORDER BY line"):
@@ -162,7 +162,7 @@ class Ledger:
         """There is nothing to close: each line was written when it was appended."""
 
 
-class Snapshot(NamedTuple):
+class StoredSnapshot(NamedTuple):
     """A snapshot that was read: its place, weights and state."""
 
     path: PurePosixPath
@@ -171,7 +171,7 @@ class Snapshot(NamedTuple):
     state: dict[str, Any]
 
 
-class Snapshots:
+class PostgresSnapshots:
     """Snapshots of the learner and the coordinator. The newest few are kept."""
 
     def __init__(self, server: PostgresServer, keep_last: int) -> None:
@@ -188,7 +188,7 @@ class Snapshots:
         def write() -> None:
             files = [save({name: value.cpu().contiguous() for name, value in each.items()}) for each in (copies, tensors)]
             header = json.dumps({"format": 1, "step": step, "checksums": [crc32(file) for file in files], "state": plain})
-            self._server.freed_beside += self._server.beside(lambda connection: self._write(connection, step, header, files))
+            self._server.freed_elsewhere += self._server.in_own_transaction(lambda connection: self._write(connection, step, header, files))
 
         return write
 
@@ -216,7 +216,7 @@ class Snapshots:
         """The paths of all snapshots, oldest first."""
         return [self._path(row[0]) for row in self._server.fetch("SELECT number FROM shoal.snapshots ORDER BY number")]
 
-    def newest(self, warn: Callable[[str], None]) -> Snapshot | None:
+    def newest(self, warn: Callable[[str], None]) -> StoredSnapshot | None:
         """The newest snapshot that can be read; `warn` is called for each that cannot."""
         for path in reversed(self.all()):
             try:
@@ -225,11 +225,11 @@ class Snapshots:
                 warn(f"{error}; trying the one before it")
         return None
 
-    def _read(self, path: PurePosixPath) -> Snapshot:
+    def _read(self, path: PurePosixPath) -> StoredSnapshot:
         ((text, ids, checksum),) = self._server.fetch(
             "SELECT header, frames, checksum FROM shoal.snapshots WHERE number = %s", (int(path.name.partition("-")[2]),)
         )
-        if checksum is not None and crc32(text.encode()) != checksum:
+        if crc32(text.encode()) != checksum:
             raise ShoalError(f"snapshot {path} is damaged: its state does not match its checksum")
         try:
             header = json.loads(text)
@@ -237,7 +237,7 @@ class Snapshots:
             if [crc32(file) for file in files] != header["checksums"]:
                 raise ShoalError(f"snapshot {path} is damaged: it does not match its checksums")
             weights, tensors = map(load, files)
-            return Snapshot(path, header["step"], weights, unpacked(header["state"], tensors))
+            return StoredSnapshot(path, header["step"], weights, unpacked(header["state"], tensors))
         except (ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ShoalError(f"snapshot {path} cannot be read: {error}") from None
 
@@ -245,7 +245,7 @@ class Snapshots:
         return self.folder / f"step-{step:08d}"
 
 
-class Store:
+class PostgresStore:
     """Journal, ledger and snapshots in one server's transactions."""
 
     transactional = True
@@ -253,7 +253,7 @@ class Store:
     """Units are confirmed by the database itself, which has no seal."""
 
     def __init__(self, server: PostgresServer) -> None:
-        self.journal, self.ledger, self.snapshots = Journal(server), Ledger(server), Snapshots(server, 2)
+        self.journal, self.ledger, self.snapshots = PostgresJournal(server), PostgresLedger(server), PostgresSnapshots(server, 2)
         self.carry_out = server.carry_out
 
     def settle(self) -> list[str]:

@@ -48,11 +48,11 @@ _NAME_BYTES = 63
 """PostgreSQL cuts longer names of roles off there."""
 
 
-class Refusal(Exception):
+class ProxyRefusal(Exception):
     """What is told to a client that is not passed on."""
 
 
-class Front:
+class TlsProxy:
     """Connections of all clients."""
 
     def __init__(self, order: dict[str, Any], context: ssl.SSLContext) -> None:
@@ -63,7 +63,7 @@ class Front:
         self._secret = os.urandom(16)
         self._context = context
         self._connections = 0
-        self._strangers = Strangers(int(_SHARE_OF_AN_ADDRESS * self._most))
+        self._strangers = UnauthenticatedClients(int(_SHARE_OF_AN_ADDRESS * self._most))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, listener: socket.socket) -> None:
@@ -83,12 +83,12 @@ class Front:
 
     def _admit(self, client: socket.socket, address: str) -> None:
         self._connections += 1
-        visit = Visit(self._strangers, address)
+        visit = ClientConnection(self._strangers, address)
         task = visit.task = asyncio.get_running_loop().create_task(self._serve(client, visit))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, client: socket.socket, visit: Visit) -> None:
+    async def _serve(self, client: socket.socket, visit: ClientConnection) -> None:
         handed_over = False
         try:
             client.setblocking(False)
@@ -109,19 +109,19 @@ class Front:
             if not handed_over:  # else its transport closes it, and must do so first: the next client may get the same number
                 client.close()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: Visit) -> None:
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: ClientConnection) -> None:
         server: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(GREETING_S):
                 startup = await _startup(reader)
                 visit.heard()
                 if (problem := _problem(startup, self._forbidden)) is not None:
-                    raise Refusal(problem)
+                    raise ProxyRefusal(problem)
                 visit.is_passing = _role(startup) in self._passing
                 answers, server = await self._to_server(visit.address)
                 server.write(startup)
             await _talk(reader, writer, answers, server, visit)
-        except Refusal as refusal:
+        except ProxyRefusal as refusal:
             writer.write(_error(str(refusal)))
             await writer.drain()
         except asyncio.CancelledError:  # put out: a new client has its place already
@@ -154,11 +154,11 @@ def own_address_for(address: str, secret: bytes) -> str:
     return f"127.{1 + digest[0] % 254}.{digest[1]}.{1 + digest[2] % 254}"
 
 
-class Strangers:
+class UnauthenticatedClients:
     """The clients that are not let in yet. Their number is bounded, in all and at one address; so is that of one address's who are in."""
 
     def __init__(self, most_let_in_at_one: int) -> None:
-        self.visits: list[Visit] = []
+        self.visits: list[ClientConnection] = []
         self.let_in: Counter[str] = Counter()
         self.most_let_in_at_one = most_let_in_at_one
 
@@ -175,7 +175,7 @@ class Strangers:
             self._longest_silent(self._silent() or self._of_the_most_crowded_address()).put_out()
         return True
 
-    def _longest_silent(self, among: list[Visit]) -> Visit:
+    def _longest_silent(self, among: list[ClientConnection]) -> ClientConnection:
         """Of those who had the time to speak and did not, who came first. Who came a moment ago is spared, unless most have."""
         lately = time.monotonic() - HEARING_S
         mute = [visit for visit in among if not visit.has_spoken]
@@ -188,21 +188,21 @@ class Strangers:
             among = [visit for visit in among if visit not in new]
         return min(among, key=lambda visit: visit.heard_at)
 
-    def _silent(self) -> list[Visit]:
+    def _silent(self) -> list[ClientConnection]:
         lately = time.monotonic() - PATIENCE_S
         return [visit for visit in self.visits if visit.heard_at < lately]
 
-    def _of_the_most_crowded_address(self) -> list[Visit]:
+    def _of_the_most_crowded_address(self) -> list[ClientConnection]:
         counts = Counter(visit.address for visit in self.visits)
         return [visit for visit in self.visits if counts[visit.address] == max(counts.values())]
 
 
-class Visit:
+class ClientConnection:
     """One client, who is a stranger until the server lets it in."""
 
     task: asyncio.Task[None]
 
-    def __init__(self, strangers: Strangers, address: str) -> None:
+    def __init__(self, strangers: UnauthenticatedClients, address: str) -> None:
         self._strangers, self.address = strangers, address
         self.is_stranger = True
         self.is_passing = False
@@ -222,7 +222,7 @@ class Visit:
         if self.is_passing:
             return
         if self._strangers.let_in[self.address] >= self._strangers.most_let_in_at_one:
-            raise Refusal("there are as many connections from your address as one address may have: end some of them")
+            raise ProxyRefusal("there are as many connections from your address as one address may have: end some of them")
         self._end()
         self._is_let_in = True
         self._strangers.let_in[self.address] += 1
@@ -287,7 +287,7 @@ async def _startup(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readexactly(4)
     (length,) = struct.unpack("!i", head)
     if not 8 <= length <= STARTUP_BYTES:
-        raise Refusal("a first message of an impossible length")
+        raise ProxyRefusal("a first message of an impossible length")
     return head + await reader.readexactly(length - 4)
 
 
@@ -314,7 +314,11 @@ def _role(startup: bytes) -> bytes | None:
 
 
 async def _talk(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: asyncio.StreamReader, server: asyncio.StreamWriter, visit: Visit
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    answers: asyncio.StreamReader,
+    server: asyncio.StreamWriter,
+    visit: ClientConnection,
 ) -> None:
     """Pass on both ways until either side ends."""
     ways = {asyncio.create_task(_questions(reader, server, visit)), asyncio.create_task(_answers(answers, writer, visit))}
@@ -325,11 +329,11 @@ async def _talk(
             way.cancel()
         ended = await asyncio.gather(*ways, return_exceptions=True)
     for problem in ended:
-        if isinstance(problem, Refusal):
+        if isinstance(problem, ProxyRefusal):
             raise problem
 
 
-async def _questions(reader: asyncio.StreamReader, server: asyncio.StreamWriter, visit: Visit) -> None:
+async def _questions(reader: asyncio.StreamReader, server: asyncio.StreamWriter, visit: ClientConnection) -> None:
     sent = 0
     while data := await reader.read(_CHUNK):
         sent += len(data)
@@ -339,7 +343,7 @@ async def _questions(reader: asyncio.StreamReader, server: asyncio.StreamWriter,
         await server.drain()
 
 
-async def _answers(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: Visit) -> None:
+async def _answers(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: ClientConnection) -> None:
     async with asyncio.timeout(LOGIN_S):
         while visit.is_stranger:
             head = await answers.readexactly(5)
@@ -389,7 +393,7 @@ def main() -> None:
     _become(order["user"])
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Front(order, context).listen(listener))
+        asyncio.run(TlsProxy(order, context).listen(listener))
 
 
 if __name__ == "__main__":

@@ -6,18 +6,20 @@ is read. Nothing is encrypted, so a server does not leave this machine unless to
 
 from shoal.config.schema.cluster import XmlRpc
 from shoal.errors import ShoalError
-from shoal.transports.interface import Call, Place
+from shoal.transports.interface import ConnectOptions, ListenOptions
 from shoal.transports.xmlrpc.client import XmlRpcClient
 from shoal.transports.xmlrpc.server import XmlRpcServer
 
 __all__ = ["XmlRpcClient", "XmlRpcServer", "connect", "serve"]
 
 
-def serve(settings: XmlRpc, place: Place) -> XmlRpcServer:
-    if place.further_ports:
+def serve(settings: XmlRpc, options: ListenOptions) -> XmlRpcServer:
+    if options.further_ports:
         raise ShoalError("XML-RPC listens on one port; ports by host need the transport zmq")
-    return XmlRpcServer(place.hosts[0], settings.port, token=place.token, max_frame_bytes=place.max_frame_bytes, insecure=place.insecure)
+    return XmlRpcServer(
+        options.hosts[0], settings.port, token=options.token, max_frame_bytes=options.max_frame_bytes, insecure=options.insecure
+    )
 
 
-def connect(call: Call) -> XmlRpcClient:
-    return XmlRpcClient(call.address, token=call.token, max_frame_bytes=call.max_frame_bytes, insecure=call.insecure)
+def connect(options: ConnectOptions) -> XmlRpcClient:
+    return XmlRpcClient(options.address, token=options.token, max_frame_bytes=options.max_frame_bytes, insecure=options.insecure)

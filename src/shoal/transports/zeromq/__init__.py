@@ -5,26 +5,28 @@ itself (PLAIN), beyond it by CURVE, where a worker's key is derived from the tok
 """
 
 from shoal.config.schema.cluster import Zmq
-from shoal.transports.interface import Call, Place
+from shoal.transports.interface import ConnectOptions, ListenOptions
 from shoal.transports.zeromq.client import ZmqClient
 from shoal.transports.zeromq.server import ZmqServer
 
 __all__ = ["ZmqClient", "ZmqServer", "connect", "serve"]
 
 
-def serve(settings: Zmq, place: Place) -> ZmqServer:
+def serve(settings: Zmq, options: ListenOptions) -> ZmqServer:
     return ZmqServer(
-        place.hosts,
+        options.hosts,
         settings.port,
-        token=place.token,
-        secret_key=place.keys.secret if place.keys else None,
-        max_frame_bytes=place.max_frame_bytes,
-        further_ports=place.further_ports,
-        guests=place.guests,
+        token=options.token,
+        secret_key=options.keys.secret if options.keys else None,
+        max_frame_bytes=options.max_frame_bytes,
+        further_ports=options.further_ports,
+        guests=options.guests,
         connections=settings.connections,
         connections_per_address=settings.connections_per_address,
     )
 
 
-def connect(call: Call) -> ZmqClient:
-    return ZmqClient(call.address, token=call.token, server_key=call.server_key, max_frame_bytes=call.max_frame_bytes, local=call.local)
+def connect(options: ConnectOptions) -> ZmqClient:
+    return ZmqClient(
+        options.address, token=options.token, server_key=options.server_key, max_frame_bytes=options.max_frame_bytes, local=options.local
+    )

@@ -1,7 +1,7 @@
-"""Who gets in: ZeroMQ asks this before it takes a message from a new connection (ZAP, https://rfc.zeromq.org/spec/27).
+"""Authentication of connections: ZeroMQ asks here before it takes a message from a new one (ZAP, https://rfc.zeromq.org/spec/27).
 
-A thread of its own, because a coordinator busy with aggregation must not keep workers waiting at the door, and a peer with the wrong token
-should hear so at once.
+A thread of its own, so that a coordinator that is busy with aggregation does not keep new workers waiting, and a client with a wrong token
+is refused at once. The same thread enforces the limits on connections and on their bytes.
 """
 
 from __future__ import annotations
@@ -14,92 +14,110 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from shoal.transports.connection_limits import ConnectionLimiter
 from shoal.transports.interface import Traffic
-from shoal.transports.wakeup import Bell
-from shoal.transports.zeromq.byte_limits import LOOK_AT_STRANGERS_EVERY_S, LOOK_EVERY_S, Hoarding
-from shoal.transports.zeromq.connection_limits import Crowd
-from shoal.transports.zeromq.sockets import Socket
+from shoal.transports.wakeup import Wakeup
+from shoal.transports.zeromq.byte_limits import CHECK_EVERY_S, CHECK_UNAUTHENTICATED_EVERY_S, ByteLimiter
+from shoal.transports.zeromq.sockets import Socket, borrow_socket, shut_down
 
 DOMAIN = b"shoal"
 FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "unauthorised",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "unauthorised",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake",  # broken off by the other side, which may be no ill will
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake",  # broken off by the other side, perhaps without bad intent
 }
-_PAUSES = 5
-"""How many times as long as a look took nobody is looked at."""
+_PAUSE_FACTOR = 5
+"""The pause after a check, as a multiple of the time that the check took."""
 WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | sum(FAILED)
 
 Admits = Callable[[bytes, list[bytes]], str | None]
-"""On whose invitation a mechanism with these credentials is let in; None: on nobody's."""
+"""Whose invitation (empty: the run's token) admits a mechanism with these credentials; None: they are refused."""
 
 
-class Gatekeeper:
-    """Answers for one server's socket, from before it is bound, and counts the handshakes that fail."""
+class Authenticator:
+    """Serves one server's socket, from before it is bound, and counts the handshakes that fail."""
 
     def __init__(
-        self, context: zmq.Context[Socket], server: Socket, admits: Admits, traffic: Traffic, hoarding: Hoarding, crowd: Crowd
+        self,
+        context: zmq.Context[Socket],
+        server: Socket,
+        admits: Admits,
+        traffic: Traffic,
+        byte_limiter: ByteLimiter,
+        connections: ConnectionLimiter[int],
     ) -> None:
         self._admits = admits
-        self._crowd = crowd
+        self.connections = connections
         self._traffic = traffic
-        self._hoarding = hoarding
-        self._look_at = self._look_at_strangers = 0.0
-        self._bell = Bell()
-        self._asked = context.socket(zmq.REP)
-        self._asked.bind("inproc://zeromq.zap.01")
+        self._byte_limiter = byte_limiter
+        self._check_at = self._check_unauthenticated_at = 0.0
+        self._closing = Wakeup()
+        self._zap = context.socket(zmq.REP)
+        self._zap.bind("inproc://zeromq.zap.01")
         self._server = server
         self._events = server.get_monitor_socket(WATCHED)
-        self._thread = threading.Thread(target=self._serve, name="shoal-gatekeeper", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="shoal-authentication", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._bell.ring()
+        self._closing.wake()
         self._thread.join()
         self._server.disable_monitor()
-        for ended in (self._events, self._asked):
+        for ended in (self._events, self._zap):
             ended.close(linger=0)
-        self._bell.close()
+        self._closing.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._asked, self._events, self._bell):
+        for source in (self._zap, self._events, self._closing):
             poller.register(source, zmq.POLLIN)
         while True:
-            wait_s = LOOK_AT_STRANGERS_EVERY_S if self._hoarding.strangers else LOOK_EVERY_S
-            ready = dict(poller.poll(int(1000 * wait_s) if len(self._hoarding) else None))
-            if self._asked in ready:
-                self._answer(self._asked.recv_multipart())
-            while self._events in ready and self._events.poll(0):  # all there are: connections may come faster than they are looked at
-                self._note(recv_monitor_message(self._events))
-            if self._bell.fileno() in ready:
+            wait_s = CHECK_UNAUTHENTICATED_EVERY_S if self._byte_limiter.unauthenticated else CHECK_EVERY_S
+            ready = dict(poller.poll(int(1000 * wait_s) if len(self._byte_limiter) else None))
+            if self._zap in ready:
+                self._authenticate(self._zap.recv_multipart())
+            while self._events in ready and self._events.poll(0):  # all there are: connections may come faster than they are checked
+                self._on_event(recv_monitor_message(self._events))
+            if self._closing.fileno() in ready:
                 return
-            self._look(time.monotonic())
+            self._check_bytes(time.monotonic())
 
-    def _look(self, now: float) -> None:
-        """End connections that brought too much. Strangers are looked at more often, but not most of the time however many there are."""
-        if now < self._look_at_strangers:
+    def _check_bytes(self, now: float) -> None:
+        """End connections that sent too much. Unauthenticated ones are checked more often, but never for most of the time."""
+        if now < self._check_unauthenticated_at:
             return
-        everybody = now >= self._look_at
-        for _ in range(self._hoarding.end_them(only_strangers=not everybody)):
+        check_all = now >= self._check_at
+        for _ in range(self._byte_limiter.end_over_limit(only_unauthenticated=not check_all)):
             self._traffic.refuse("oversized")
-        if everybody:
-            self._look_at = now + LOOK_EVERY_S
-        self._look_at_strangers = now + max(LOOK_AT_STRANGERS_EVERY_S, _PAUSES * (time.monotonic() - now))
+        if check_all:
+            self._check_at = now + CHECK_EVERY_S
+        self._check_unauthenticated_at = now + max(CHECK_UNAUTHENTICATED_EVERY_S, _PAUSE_FACTOR * (time.monotonic() - now))
 
-    def _note(self, message: Mapping[str, Any]) -> None:
+    def _on_event(self, message: Mapping[str, Any]) -> None:
+        descriptor: int = message["value"]
         if message["event"] == zmq.EVENT_ACCEPTED:
-            if self._crowd.accepted(message["value"], self._hoarding.first_stranger):
-                self._traffic.refuse("crowded")
-            self._hoarding.accepted(message["value"])
+            self._limit(descriptor)
+            self._byte_limiter.on_accepted(descriptor)
         elif message["event"] == zmq.EVENT_DISCONNECTED:
-            self._hoarding.ended(message["value"])
-            self._crowd.ended(message["value"])
+            self._byte_limiter.on_ended(descriptor)
+            self.connections.remove(descriptor)
         else:
             self._traffic.refuse(FAILED[message["event"]])
 
-    def _answer(self, asked: list[bytes]) -> None:
-        version, number, domain, _address, _identity, mechanism, *credentials = asked
+    def _limit(self, descriptor: int) -> None:
+        self.connections.remove(descriptor)
+        try:
+            with borrow_socket(descriptor) as connection:
+                address = str(connection.getpeername()[0])
+        except OSError:  # it has ended meanwhile
+            return
+        accepted, evicted = self.connections.add(descriptor, address, time.monotonic(), self._byte_limiter.has_authenticated)
+        if evicted is not None or not accepted:
+            shut_down(descriptor if evicted is None else evicted)
+            self._traffic.refuse("crowded")
+
+    def _authenticate(self, request: list[bytes]) -> None:
+        version, number, domain, _address, _identity, mechanism, *credentials = request
         guest = self._admits(mechanism, credentials) if version == b"1.0" and domain == DOMAIN else None
         status, text = (b"200", b"welcome") if guest is not None else (b"400", b"this join token is not known here")
-        self._asked.send_multipart([b"1.0", number, status, text, (guest or "").encode(), b""])
+        self._zap.send_multipart([b"1.0", number, status, text, (guest or "").encode(), b""])

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
-from shoal.transports.wakeup import Bell
+from shoal.transports.wakeup import Wakeup
 from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Received, Socket, most_patience_s, receive, send, tune
 
 BROKEN_S = 2.0
@@ -28,7 +28,7 @@ _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCO
 class _Line:
     """One socket towards the server, and what its monitor reported about the connection."""
 
-    def __init__(self, context: zmq.Context[Socket], bell: Bell) -> None:
+    def __init__(self, context: zmq.Context[Socket], wakeup: Wakeup) -> None:
         self.socket: Socket = context.socket(zmq.DEALER)
         self.events: Socket = self.socket.get_monitor_socket(_WATCHED)
         self.connected = False
@@ -38,7 +38,7 @@ class _Line:
         for wanted, poller in self._pollers.items():
             poller.register(self.socket, wanted)
             poller.register(self.events, zmq.POLLIN)
-            poller.register(bell, zmq.POLLIN)
+            poller.register(wakeup, zmq.POLLIN)
 
     def wait(self, writing: bool, timeout_s: float) -> tuple[bool, bool]:
         """Until the socket is ready, something happened to the connection, or somebody rang; whether the first two."""
@@ -93,7 +93,7 @@ class ZmqClient:
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._credentials = _Credentials(token, server_key)
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._line: _Line | None = None
         self._number = 0
         self._patience_s = LEAST_PATIENCE_S
@@ -151,7 +151,7 @@ class ZmqClient:
 
     def _connect(self) -> _Line:
         host = self._host()
-        line = _Line(self._context, self._bell)
+        line = _Line(self._context, self._wakeup)
         tune(line.socket, self._limits, [host])
         line.socket.linger = 0
         line.socket.reconnect_ivl, line.socket.reconnect_ivl_max = 50, 500
@@ -259,12 +259,12 @@ class ZmqClient:
         if self._closed:
             return
         self._closed = True
-        self._bell.ring()
+        self._wakeup.wake()
         with self._calling:
             if self._line:
                 self._line.close()
             self._context.term()
-            self._bell.close()
+            self._wakeup.close()
 
 
 def _only_here_in_clear(host: str) -> None:

@@ -1,4 +1,4 @@
-"""The side that answers: a ROUTER on one or several addresses, with a gatekeeper in front."""
+"""The server's side: a ROUTER on one or several addresses, whose connections are authenticated in their handshake."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from zmq.utils import z85
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
+from shoal.transports.connection_limits import ConnectionLimiter
 from shoal.transports.interface import Guest, Message, Request, Traffic
 from shoal.transports.request_rate import Rate, RateLimit
-from shoal.transports.wakeup import Bell
-from shoal.transports.zeromq.authentication import DOMAIN, Admits, Gatekeeper
-from shoal.transports.zeromq.byte_limits import Hoarding
-from shoal.transports.zeromq.connection_limits import Crowd
+from shoal.transports.wakeup import Wakeup
+from shoal.transports.zeromq.authentication import DOMAIN, Admits, Authenticator
+from shoal.transports.zeromq.byte_limits import ByteLimiter
 from shoal.transports.zeromq.sockets import USER, Received, Socket, receive, send, tune
 
 BATCH, BATCH_BYTES = 64, 256 << 20
 """What one poll brings at most."""
-HOARDED_BYTES = 8 << 20
-"""What may be under way beside one message of the largest size."""
+UNFINISHED_BYTES = 8 << 20
+"""What a connection may send beyond one message of the largest size before it finishes a message."""
 _IO_THREADS, _LINGER_MS = 2, 2000
 QUESTION_BYTES = 64 << 10
 """The longest header of a question: only answers carry a configuration."""
@@ -58,17 +58,17 @@ class ZmqServer:
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._asked = self._limits._replace(header_bytes=min(max_header_bytes, QUESTION_BYTES))
         self._rates = RateLimit(rate)
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._context: zmq.Context[Socket] = zmq.Context(_IO_THREADS)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         tune(self._socket, self._limits, hosts)
         self._socket.router_mandatory = True
         self._socket.linger = _LINGER_MS
-        self._hoarding = Hoarding(_most_under_way(self._limits), _mechanism(own))
-        crowd = Crowd(connections, connections_per_address)
-        admits = _guard(self._socket, token, own, guests)
-        self._gatekeeper = Gatekeeper(self._context, self._socket, admits, self.traffic, self._hoarding, crowd)
-        self._poller = _poller_of(self._socket, self._bell)
+        self._byte_limiter = ByteLimiter(_most_unfinished_bytes(self._limits), _mechanism(own))
+        limiter = ConnectionLimiter[int](connections, connections_per_address)
+        admits = _require_credentials(self._socket, token, own, guests)
+        self._authenticator = Authenticator(self._context, self._socket, admits, self.traffic, self._byte_limiter, limiter)
+        self._poller = _poller_of(self._socket, self._wakeup)
         try:
             self.addresses = tuple(address for each in (port, *further_ports) for address in _bind(self._socket, hosts, each))
         except BaseException:
@@ -77,8 +77,8 @@ class ZmqServer:
         self.address = self.addresses[0]
 
     def poll(self, timeout_s: float) -> list[Request]:
-        if self._bell.fileno() in dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000)))):
-            self._bell.silence()
+        if self._wakeup.fileno() in dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000)))):
+            self._wakeup.clear()
         requests: list[Request] = []
         enough = self.traffic.received_bytes + BATCH_BYTES
         with contextlib.suppress(zmq.Again):
@@ -91,7 +91,7 @@ class ZmqServer:
     def _decoded(self, received: Received) -> list[Request]:
         """The request in a message, or none. Nonsense is not answered, and counts like any message; one that is too large is refused."""
         peer, parts = received.peer, received.parts
-        self._hoarding.heard(received.last)
+        self._byte_limiter.on_message(received.last)
         self.traffic.receive(wire.size_of(parts))
         admitted = self._rates.admits(peer, time.monotonic(), 1 + (len(parts[0]) if parts else 0) // _BYTES_PER_PERMIT)
         try:
@@ -126,18 +126,18 @@ class ZmqServer:
             self.traffic.send(wire.size_of(parts))
 
     def wake(self) -> None:
-        self._bell.ring()
+        self._wakeup.wake()
 
     def close(self) -> None:
         if self._socket.closed:
             return
-        self._gatekeeper.close()
+        self._authenticator.close()
         self._socket.close()
         self._context.term()
-        self._bell.close()
+        self._wakeup.close()
 
 
-def _poller_of(*sources: Socket | Bell) -> zmq.Poller:
+def _poller_of(*sources: Socket | Wakeup) -> zmq.Poller:
     poller = zmq.Poller()
     for source in sources:
         poller.register(source, zmq.POLLIN)
@@ -151,23 +151,23 @@ def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
 
 
 def _property(part: zmq.Frame, name: str) -> str:
-    """What is known of a message's sender: the person whose invitation let it in, as the gatekeeper said, or its address."""
+    """A property of the sender's connection: the person whose invitation admitted it, as the authenticator said, or its address."""
     try:
         return str(part.get(name))
-    except zmq.ZMQError:  # nobody's own invitation: the run's token
+    except zmq.ZMQError:  # no personal invitation: the run's token
         return ""
 
 
-def _most_under_way(limits: wire.Limits) -> int:
-    return HOARDED_BYTES + limits.header_bytes + limits.frames * limits.frame_bytes
+def _most_unfinished_bytes(limits: wire.Limits) -> int:
+    return UNFINISHED_BYTES + limits.header_bytes + limits.frames * limits.frame_bytes
 
 
 def _mechanism(own: keys.Keys | None) -> bytes:
     return b"PLAIN" if own is None else b"CURVE"
 
 
-def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[], Sequence[Guest]]) -> Admits:
-    """Set up the server's side of the handshake; the answer says who is let in."""
+def _require_credentials(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[], Sequence[Guest]]) -> Admits:
+    """Set up the server's side of the handshake; returns the check of a client's credentials."""
     socket.zap_domain = DOMAIN
     if own is None:
         socket.plain_server = True

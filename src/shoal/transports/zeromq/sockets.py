@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket as sockets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import zmq
@@ -43,6 +45,25 @@ def tune(socket: Socket, limits: Limits, hosts: Sequence[str]) -> None:
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 15, 5, 3
     socket.ipv6 = any(":" in host for host in hosts)
+
+
+@contextlib.contextmanager
+def borrow_socket(descriptor: int) -> Iterator[sockets.socket]:
+    """The TCP connection behind a descriptor, which stays ZeroMQ's. It takes no descriptor of its own: there may be none left. Raises
+    OSError where the connection has ended and the descriptor belongs to something else by now."""
+    connection = sockets.socket(fileno=descriptor)
+    try:
+        if connection.family not in (sockets.AF_INET, sockets.AF_INET6):
+            raise OSError("not a connection over a network")
+        yield connection
+    finally:
+        connection.detach()
+
+
+def shut_down(descriptor: int) -> None:
+    """End a connection of ZeroMQ's."""
+    with contextlib.suppress(OSError), borrow_socket(descriptor) as connection:  # it may have ended meanwhile
+        connection.shutdown(sockets.SHUT_RDWR)
 
 
 def in_pieces(parts: Sequence[Frame]) -> list[Frame]:

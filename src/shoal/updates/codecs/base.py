@@ -6,8 +6,9 @@ allocated. What is not finite is refused on arrival. What a codec loses may be k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -57,19 +58,24 @@ class Coder:
         return None
 
 
-class PackedVector(Protocol):
-    """An encoded vector that can be written and read block by block."""
+class PackedVector(ABC):
+    """An encoded vector that can be written and read block by block. Blocks begin at whole chunks."""
 
     @classmethod
+    @abstractmethod
     def empty(cls, size: int) -> Self: ...
 
     @classmethod
+    @abstractmethod
     def read(cls, size: int, frames: Sequence[Frame]) -> Self: ...
 
+    @abstractmethod
     def pack(self, block: Floats, start: int, end: int) -> None: ...
 
+    @abstractmethod
     def unpack(self, start: int, end: int, out: Floats) -> None: ...
 
+    @abstractmethod
     def frames(self) -> Frames: ...
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.config.schema.updates import Codec
 from shoal.protocol.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
-from shoal.updates.codecs.base import BlockwiseCoder, Coder, expect_finite
+from shoal.updates.codecs.base import BlockwiseCoder, Coder, PackedVector, expect_finite
 from shoal.updates.parallel_blocks import Floats, in_blocks, scratch
 
 _LARGEST_HALF = 65504.0
@@ -61,7 +61,7 @@ class PlainCoder(BlockwiseCoder):
         return values
 
 
-class Float32Vector:
+class Float32Vector(PackedVector):
     """32-bit floats."""
 
     def __init__(self, values: Floats) -> None:
@@ -86,7 +86,7 @@ class Float32Vector:
         return (frame_of(self.values),)
 
 
-class Float16Vector:
+class Float16Vector(PackedVector):
     """16-bit floats; what is too large for them becomes the largest."""
 
     def __init__(self, values: NDArray[np.float16]) -> None:
@@ -116,7 +116,7 @@ class Float16Vector:
         return (frame_of(self.values),)
 
 
-class ScaledVector:
+class ScaledVector(PackedVector):
     """Small whole numbers from −levels to levels, times the scale of their chunk."""
 
     chunk: int

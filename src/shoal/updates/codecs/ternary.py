@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shoal.config.schema.updates import Codec
 from shoal.protocol.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
-from shoal.updates.codecs.base import BlockwiseCoder, Coder
+from shoal.updates.codecs.base import BlockwiseCoder, Coder, PackedVector
 from shoal.updates.codecs.dense import chunks, rows_of
 from shoal.updates.parallel_blocks import Floats
 
@@ -31,7 +31,7 @@ def ternary(codec: Codec) -> Coder:
     return BlockwiseCoder(TernaryVector)
 
 
-class TernaryVector:
+class TernaryVector(PackedVector):
     """Blocks begin at whole chunks, and chunks at whole bytes: a chunk has a few bits to spare."""
 
     def __init__(self, scales: Floats, values: NDArray[np.uint8]) -> None:

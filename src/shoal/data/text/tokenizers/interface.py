@@ -1,7 +1,8 @@
-"""What every tokenizer can do."""
+"""The interface of tokenizers, and what those of other libraries share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -51,3 +52,28 @@ class Tokenizer(Protocol):
     def save(self, folder: str | Path) -> None:
         """Write all that `load_tokenizer(folder)` needs."""
         ...
+
+
+class LibraryBasedTokenizer(ABC):
+    """A tokenizer of another library. Its end-of-text token, where it has one, separates documents."""
+
+    eos_id: int | None
+
+    @property
+    def separator(self) -> tuple[int, ...]:
+        return () if self.eos_id is None else (self.eos_id,)
+
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in self.encode_batch([text])[0]]
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """What the library itself puts before every text. Training in Shoal adds nothing; a model from elsewhere expects it."""
+        plain, marked = self.encode("a"), self._with_specials("a")
+        return tuple(marked[: marked.index(plain[0])]) if plain and plain[0] in marked else ()
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
+
+    @abstractmethod
+    def _with_specials(self, text: str) -> list[int]: ...

@@ -13,8 +13,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from shoal.data.packages import import_optional
-from shoal.data.text.tokenizers.base import LibraryBasedTokenizer
-from shoal.data.text.tokenizers.interface import Ids
+from shoal.data.text.tokenizers.interface import Ids, LibraryBasedTokenizer
 from shoal.errors import ShoalError
 
 END_OF_TEXT = "<|endoftext|>"

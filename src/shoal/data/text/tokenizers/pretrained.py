@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.text.tokenizers.base import LibraryBasedTokenizer
-from shoal.data.text.tokenizers.interface import Ids
+from shoal.data.text.tokenizers.interface import Ids, LibraryBasedTokenizer
 
 
 class PretrainedTokenizer(LibraryBasedTokenizer):

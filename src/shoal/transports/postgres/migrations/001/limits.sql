@@ -2,7 +2,7 @@
 --
 -- A student's role may read and write no table; it may call the functions of `student_functions` and nothing else. Each of them runs with
 -- its owner's rights (SECURITY DEFINER), checks its arguments, and refuses with a sentence. A worker is known by a secret that it made up,
--- a claim by its lease, a caller of `ask` by its peer. Error codes: SH001 the worker is not known (any more), SH002 a message that no
+-- a claim by its lease, a caller of `send_request` by its peer. Error codes: SH001 the worker is not known (any more), SH002 a message that no
 -- version of Shoal would send, SH003 the student is in quarantine.
 
 -- --- uploading frames ---------------------------------------------------------------------------------------
@@ -11,6 +11,7 @@
 CREATE FUNCTION shoal.put_part(p_blob uuid, p_n integer, p_data bytea) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
+    most bigint := (SELECT 4 * c.max_frame_bytes + 1048576 FROM coordinator c);
     uploaded bigint;
 BEGIN
     IF octet_length(p_data) > 4194304 OR p_n NOT BETWEEN 0 AND 65535 THEN
@@ -19,14 +20,14 @@ BEGIN
     INSERT INTO uploads AS u VALUES (session_user, pg_backend_pid(), pg_current_xact_id(), octet_length(p_data) + 100) ON CONFLICT (role, pid) DO UPDATE
         SET bytes = excluded.bytes + CASE WHEN u.transaction = excluded.transaction THEN u.bytes ELSE 0 END, transaction = excluded.transaction
         RETURNING bytes INTO uploaded;
-    IF uploaded > 4 * (SELECT c.max_frame_bytes FROM coordinator c) + 1048576 THEN
-        RAISE EXCEPTION 'a message of more than % bytes', 4 * (SELECT c.max_frame_bytes FROM coordinator c) + 1048576 USING ERRCODE = 'SH002';
+    IF uploaded > most THEN
+        RAISE EXCEPTION 'a message of more than % bytes', most USING ERRCODE = 'SH002';
     END IF;
     INSERT INTO parts VALUES (p_blob, p_n, p_data);
 END $$;
 
 -- Make the uploaded frames belong to the row that the caller inserts next. Frames that another row has cannot be taken: their ids exist already.
-CREATE FUNCTION shoal.own(p_blobs uuid[], p_sizes bigint[]) RETURNS void
+CREATE FUNCTION shoal.attach_frames(p_blobs uuid[], p_sizes bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 DECLARE
     most record;
@@ -43,8 +44,13 @@ BEGIN
     END LOOP;
 END $$;
 
+-- Delete what this transaction uploaded and no row will refer to.
+CREATE FUNCTION shoal.discard_upload(p_blobs uuid[]) RETURNS void
+LANGUAGE sql SET search_path = shoal, pg_temp AS
+    'DELETE FROM parts WHERE blob = ANY (p_blobs) AND NOT EXISTS (SELECT FROM blobs b WHERE b.id = parts.blob)';
+
 -- Drop one use of each blob; a blob without uses is deleted.
-CREATE FUNCTION shoal.release(p_blobs uuid[]) RETURNS void
+CREATE FUNCTION shoal.release_frames(p_blobs uuid[]) RETURNS void
 LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 BEGIN
     UPDATE blobs b SET uses = b.uses - held.times
@@ -61,57 +67,57 @@ LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS $$
             SELECT unnest(frames) FROM requests UNION ALL SELECT unnest(frames) FROM contributions UNION ALL SELECT unnest(frames) FROM records
             UNION ALL SELECT unnest(frames) FROM snapshots UNION ALL SELECT unnest(frames) FROM run
         ) AS all_of_them (held) GROUP BY held
-    ), shown AS (SELECT unnest(frames) AS flyer FROM replies UNION SELECT unnest(frames) FROM weights)
+    ), shown AS (SELECT unnest(frames) AS frame FROM replies UNION SELECT unnest(frames) FROM weights)
     SELECT 'blob', coalesce(b.id, h.held), b.uses::bigint, h.times FROM blobs b FULL JOIN holders h ON h.held = b.id
         WHERE b.uses IS DISTINCT FROM h.times
     UNION ALL SELECT 'part', p.blob, NULL, count(*) FROM parts p WHERE NOT EXISTS (SELECT FROM blobs b WHERE b.id = p.blob) GROUP BY p.blob
-    UNION ALL SELECT 'flyer', s.flyer, NULL, NULL FROM shown s WHERE NOT EXISTS (SELECT FROM flyers f WHERE f.id = s.flyer)
+    UNION ALL SELECT 'published frame', s.frame, NULL, NULL FROM shown s WHERE NOT EXISTS (SELECT FROM published_frames f WHERE f.id = s.frame)
 $$;
 
-CREATE FUNCTION shoal.flyer_sizes(p_flyers uuid[]) RETURNS bigint[]
+CREATE FUNCTION shoal.published_sizes(p_frames uuid[]) RETURNS bigint[]
 LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS
-    'SELECT ARRAY(SELECT y.bytes FROM unnest(p_flyers) WITH ORDINALITY f (id, position) JOIN flyers y USING (id) ORDER BY position)';
+    'SELECT ARRAY(SELECT y.bytes FROM unnest(p_frames) WITH ORDINALITY f (id, position) JOIN published_frames y USING (id) ORDER BY position)';
 
 -- --- requests and replies -----------------------------------------------------------------------------------
 
 -- The largest frame and header, so that a caller does not upload what would be refused.
-CREATE FUNCTION shoal.limits() RETURNS TABLE (max_frame_bytes bigint, max_header_bytes bigint)
+CREATE FUNCTION shoal.message_limits() RETURNS TABLE (max_frame_bytes bigint, max_header_bytes bigint)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS 'SELECT max_frame_bytes, max_header_bytes FROM coordinator';
 
 -- Delete the requests and replies of a caller, up to a number.
-CREATE FUNCTION shoal.hang_up(p_peer uuid, p_before bigint DEFAULT 9223372036854775807) RETURNS void
+CREATE FUNCTION shoal.forget_requests(p_peer uuid, p_before bigint DEFAULT 9223372036854775807) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
     held uuid[];
 BEGIN
     DELETE FROM requests WHERE peer = p_peer AND number < p_before RETURNING frames INTO held;
-    PERFORM release(held) WHERE cardinality(held) > 0;
+    PERFORM release_frames(held) WHERE cardinality(held) > 0;
     DELETE FROM replies WHERE peer = p_peer AND number < p_before;
 END $$;
 
 -- For a coordinator that stops: these requests get no reply.
-CREATE FUNCTION shoal.abandon(p_requests bigint[]) RETURNS void
+CREATE FUNCTION shoal.drop_requests(p_requests bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 DECLARE
     asked requests;
 BEGIN
     FOR asked IN DELETE FROM requests WHERE id = ANY (p_requests) RETURNING * LOOP
-        PERFORM release(asked.frames), pg_notify('shoal_' || md5(asked.peer::text), '');
+        PERFORM release_frames(asked.frames), pg_notify('shoal_' || md5(asked.peer::text), '');
     END LOOP;
 END $$;
 
 -- Send a request. The same number again, after a lost connection, is the same request. One that is too large is recorded without its
 -- content, so that its sender gets a reply that says so.
-CREATE FUNCTION shoal.ask(p_peer uuid, p_number bigint, p_header bytea, p_blobs uuid[], p_sizes bigint[]) RETURNS void
+CREATE FUNCTION shoal.send_request(p_peer uuid, p_number bigint, p_header bytea, p_blobs uuid[], p_sizes bigint[]) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
     most record;
     why text;
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true), set_config('idle_in_transaction_session_timeout', '10s', true);
-    PERFORM hang_up(p_peer, p_number);
+    PERFORM forget_requests(p_peer, p_number);
     IF EXISTS (SELECT FROM requests WHERE peer = p_peer) OR EXISTS (SELECT FROM replies WHERE peer = p_peer) THEN
-        DELETE FROM parts WHERE blob = ANY (p_blobs) AND NOT EXISTS (SELECT FROM blobs b WHERE b.id = parts.blob);
+        PERFORM discard_upload(p_blobs);
         RETURN;
     END IF;
     SELECT c.max_frame_bytes, c.max_header_bytes INTO most FROM coordinator c;
@@ -123,9 +129,9 @@ BEGIN
         p_header := '';
     END IF;
     IF why IS NULL THEN
-        PERFORM own(p_blobs, p_sizes);
+        PERFORM attach_frames(p_blobs, p_sizes);
     ELSE
-        DELETE FROM parts WHERE blob = ANY (p_blobs) AND NOT EXISTS (SELECT FROM blobs b WHERE b.id = parts.blob);
+        PERFORM discard_upload(p_blobs);
         p_blobs := '{}';
     END IF;
     INSERT INTO requests (peer, number, header, frames, too_large) VALUES (p_peer, p_number, p_header, p_blobs, why);
@@ -133,33 +139,33 @@ BEGIN
 END $$;
 
 -- A student's role has at most 16 requests open.
-CREATE FUNCTION shoal.bound_questions() RETURNS trigger LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.limit_open_requests() RETURNS trigger LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 BEGIN
-    IF (SELECT count(*) FROM requests r WHERE r.role = NEW.role) >= 16 AND EXISTS (SELECT FROM roles r WHERE r.name = NEW.role AND r.kind = 'student') THEN
+    IF (SELECT count(*) FROM requests r WHERE r.role = NEW.role) >= 16 AND is_student(NEW.role) THEN
         RAISE EXCEPTION 'a student asks 16 questions at a time at most' USING ERRCODE = 'SH002';
     END IF;
     RETURN NEW;
 END $$;
-CREATE TRIGGER bound_questions BEFORE INSERT ON shoal.requests FOR EACH ROW EXECUTE FUNCTION shoal.bound_questions();
+CREATE TRIGGER limit_open_requests BEFORE INSERT ON shoal.requests FOR EACH ROW EXECUTE FUNCTION shoal.limit_open_requests();
 
 -- Read a reply: a row (frame = 0) with its header and the sizes of its frames, and a row for each part, to be sorted by frame and n. One row
 -- with frame = -1 means not yet; no row means never.
-CREATE FUNCTION shoal.answer(p_peer uuid, p_number bigint)
+CREATE FUNCTION shoal.read_reply(p_peer uuid, p_number bigint)
 RETURNS TABLE (frame integer, n integer, header bytea, sizes bigint[], data bytea)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
     WITH reply AS (SELECT r.header, r.frames FROM replies r WHERE r.peer = p_peer AND r.number = p_number)
-    SELECT 0, 0, header, flyer_sizes(frames), NULL::bytea FROM reply
+    SELECT 0, 0, header, published_sizes(frames), NULL::bytea FROM reply
     UNION ALL SELECT f.position::integer, p.n, NULL, NULL, p.data
-        FROM reply, unnest(frames) WITH ORDINALITY f (id, position) JOIN flyer_parts p ON p.flyer = f.id
+        FROM reply, unnest(frames) WITH ORDINALITY f (id, position) JOIN published_parts p ON p.frame = f.id
     UNION ALL SELECT -1, 0, NULL, NULL, NULL FROM requests WHERE peer = p_peer AND number = p_number
 $$;
 
 -- --- the watchdog -------------------------------------------------------------------------------------------
 
--- End connections of students that leave a transaction open, keep the server busy, block others, or take too much memory (`p_greedy`, the
+-- End connections of students that leave a transaction open, keep the server busy, block others, or take too much memory (`p_over_memory`, the
 -- process ids). The fifth time the role is shut out. Times are in seconds.
-CREATE FUNCTION shoal.watch(
-    p_greedy integer[] DEFAULT '{}', p_blocking double precision DEFAULT 5, p_idle double precision DEFAULT 30,
+CREATE FUNCTION shoal.end_harmful_connections(
+    p_over_memory integer[] DEFAULT '{}', p_blocking double precision DEFAULT 5, p_idle double precision DEFAULT 30,
     p_busy double precision DEFAULT 60, p_open double precision DEFAULT 1800
 ) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
@@ -178,7 +184,7 @@ BEGIN
                     AND w.query_start < clock_timestamp() - make_interval(secs => p_blocking)
         )
         SELECT b.pid, b.usename::text AS role, b.kind, CASE
-            WHEN b.pid = ANY (p_greedy) THEN 'it took more memory than a student may'
+            WHEN b.pid = ANY (p_over_memory) THEN 'it took more memory than a student may'
             WHEN b.pid IN (SELECT k.pid FROM blocking k) AND b.wait_event_type IS DISTINCT FROM 'Lock' THEN 'it held up others'
             WHEN b.state LIKE 'idle in transaction%' AND b.state_change < clock_timestamp() - make_interval(secs => p_idle)
                 THEN format('it left a transaction open for %s s', p_idle)
@@ -188,7 +194,7 @@ BEGIN
         FROM backends b
     LOOP
         CONTINUE WHEN found_one.why IS NULL;
-        PERFORM pg_terminate_backend(found_one.pid), say(format('warning: a connection of %s was ended: %s', found_one.role, found_one.why));
+        PERFORM pg_terminate_backend(found_one.pid), add_note(format('warning: a connection of %s was ended: %s', found_one.role, found_one.why));
         CONTINUE WHEN found_one.kind <> 'student';
         INSERT INTO standings AS t (role, ended) VALUES (found_one.role, 1) ON CONFLICT (role) DO UPDATE SET ended = t.ended + 1 RETURNING t.ended INTO times;
         IF times >= 5 THEN
@@ -200,7 +206,7 @@ BEGIN
 END $$;
 
 -- A connection with the class's token needs a moment to enroll. There are few such connections, so one that stays is ended.
-CREATE FUNCTION shoal.clear_doorway(p_longest_s double precision DEFAULT 15) RETURNS void
+CREATE FUNCTION shoal.end_slow_enrollments(p_longest_s double precision DEFAULT 15) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 BEGIN
     PERFORM pg_terminate_backend(a.pid) FROM pg_stat_activity a JOIN roles r ON r.name = a.usename AND r.kind = 'class'

@@ -8,7 +8,7 @@
 -- --- notes for the owner ------------------------------------------------------------------------------------
 
 -- Write a note, unless a thousand are waiting.
-CREATE FUNCTION shoal.say(p_note text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.add_note(p_note text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 BEGIN
     IF (SELECT count(*) FROM (SELECT FROM notes LIMIT 1000) told) < 1000 THEN
         INSERT INTO notes (note) VALUES (p_note);
@@ -17,28 +17,28 @@ BEGIN
 END $$;
 
 -- Write a note at once, and then at most once a minute, with the number of occurrences in between. A caller never waits for another one.
-CREATE FUNCTION shoal.say_seldom(p_subject text, p_note text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.add_note_each_minute(p_subject text, p_note text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 DECLARE
-    told tellings;
+    told note_times;
 BEGIN
     IF NOT pg_try_advisory_xact_lock(hashtext('shoal.telling')) THEN
         RETURN;
     END IF;
-    INSERT INTO tellings AS t (subject, untold) VALUES (p_subject, 1) ON CONFLICT (subject) DO UPDATE SET untold = t.untold + 1 RETURNING * INTO told;
+    INSERT INTO note_times AS t (subject, untold) VALUES (p_subject, 1) ON CONFLICT (subject) DO UPDATE SET untold = t.untold + 1 RETURNING * INTO told;
     IF told.told_at < clock_timestamp() - interval '1 minute' THEN
-        PERFORM say(p_note || CASE WHEN told.untold > 1 THEN format(' (and %s times before, since this was last told)', told.untold - 1) ELSE '' END);
-        UPDATE tellings SET told_at = clock_timestamp(), untold = 0 WHERE subject = p_subject;
+        PERFORM add_note(p_note || CASE WHEN told.untold > 1 THEN format(' (and %s times before, since this was last told)', told.untold - 1) ELSE '' END);
+        UPDATE note_times SET told_at = clock_timestamp(), untold = 0 WHERE subject = p_subject;
     END IF;
 END $$;
 
 -- At most every ten minutes for one student.
-CREATE FUNCTION shoal.say_slow(p_role text, p_name text, p_took double precision, p_timeout double precision) RETURNS void
+CREATE FUNCTION shoal.note_slow_worker(p_role text, p_name text, p_took double precision, p_timeout double precision) RETURNS void
 LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 BEGIN
     INSERT INTO standings AS t (role, slow_at) VALUES (p_role, clock_timestamp()) ON CONFLICT (role) DO UPDATE SET slow_at = excluded.slow_at
         WHERE t.slow_at IS NULL OR t.slow_at < clock_timestamp() - interval '10 min';
     IF FOUND THEN
-        PERFORM say(format('warning: %s has computed one unit for %s s, longer than the timeout of %s s. Its lease is renewed while it is seen at work; '
+        PERFORM add_note(format('warning: %s has computed one unit for %s s, longer than the timeout of %s s. Its lease is renewed while it is seen at work; '
             'smaller units (batches_per_unit) or a longer lease_timeout_s suit this class better', p_name, p_took::integer, p_timeout::integer));
     END IF;
 END $$;
@@ -46,14 +46,14 @@ END $$;
 -- --- roles --------------------------------------------------------------------------------------------------
 
 -- The kind of the caller's role: `student`, `class`, `reader`, `coordinator`, or null.
-CREATE FUNCTION shoal.kind_here() RETURNS text LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS
+CREATE FUNCTION shoal.role_kind() RETURNS text LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS
     'SELECT r.kind FROM roles r WHERE r.name = session_user';
 
-CREATE FUNCTION shoal.is_student() RETURNS boolean LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS
-    'SELECT EXISTS (SELECT FROM roles r WHERE r.name = session_user AND r.kind = ''student'')';
+CREATE FUNCTION shoal.is_student(p_role text DEFAULT session_user) RETURNS boolean LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS
+    'SELECT EXISTS (SELECT FROM roles r WHERE r.name = p_role AND r.kind = ''student'')';
 
 -- Set the limits that PostgreSQL has for a role. Only a superuser may limit temporary files: `shoal db init` reports where that is missing.
-CREATE FUNCTION shoal.bound_role(p_role text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.limit_role(p_role text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 BEGIN
     EXECUTE format('ALTER ROLE %I NOINHERIT CONNECTION LIMIT 8', p_role);
     EXECUTE format('ALTER ROLE %I SET statement_timeout = ''10min''', p_role);
@@ -64,7 +64,7 @@ BEGIN
     END IF;
 END $$;
 
-CREATE FUNCTION shoal.open_to_student(p_role text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.grant_student_functions(p_role text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 DECLARE
     callable text;
 BEGIN
@@ -90,10 +90,10 @@ BEGIN
         RAISE EXCEPTION 'a name has 1 to 40 letters, digits, dots, dashes and underscores, and a password comes as its SCRAM verifier' USING ERRCODE = 'SH002';
     END IF;
     PERFORM pg_advisory_xact_lock(hashtext('shoal.enroll'));
-    IF (SELECT count(*) FROM roles r WHERE r.kind = 'student' AND r.enrolled_from = address) >= 375 AND NOT make_room(address) THEN
+    IF (SELECT count(*) FROM roles r WHERE r.kind = 'student' AND r.enrolled_from = address) >= 375 AND NOT drop_idle_student(address) THEN
         RAISE EXCEPTION 'there are 375 students from your address already, and all are at work: ask the teacher for a role (`shoal db grant`)' USING ERRCODE = 'SH002';
     END IF;
-    IF (SELECT count(*) FROM roles r WHERE r.kind = 'student') >= 500 AND NOT make_room() THEN
+    IF (SELECT count(*) FROM roles r WHERE r.kind = 'student') >= 500 AND NOT drop_idle_student() THEN
         RAISE EXCEPTION 'there are 500 students already, and all are at work: ask the teacher for a role (`shoal db grant`)' USING ERRCODE = 'SH002';
     END IF;
     WHILE EXISTS (SELECT FROM pg_roles WHERE rolname = made) LOOP
@@ -102,26 +102,26 @@ BEGIN
     END LOOP;
     EXECUTE format('CREATE ROLE %I LOGIN PASSWORD %L', made, p_verifier);
     INSERT INTO roles (name, kind, enrolled_at, enrolled_from) VALUES (made, 'student', clock_timestamp(), address);
-    PERFORM bound_role(made), open_to_student(made);
+    PERFORM limit_role(made), grant_student_functions(made);
     RETURN made;
 END $$;
 
 -- Drop a role that makes room, if there is one; returns whether there was.
-CREATE FUNCTION shoal.make_room(p_from text DEFAULT NULL) RETURNS boolean LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.drop_idle_student(p_from text DEFAULT NULL) RETURNS boolean LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 DECLARE
-    leaving text := spare_role(p_from);
+    leaving text := idle_student(p_from);
 BEGIN
     IF leaving IS NULL THEN
         RETURN false;
     END IF;
-    PERFORM dismiss(leaving), say_seldom('room', format('warning: very many students have enrolled: %s, who never handed anything in, made room for a '
-        'new one. If the class is not so large, somebody misuses its token', leaving));
+    PERFORM drop_student(leaving), add_note_each_minute('dropped students', format('warning: very many students have enrolled: %s, who never handed anything in, made room for a '
+        'new one. If the class is not that large, its token is misused', leaving));
     RETURN true;
 END $$;
 
 -- The role that makes room for a new one, of all or of those from one address. Null: all have completed work or came a moment ago. Where units
 -- are leased, a connection without a result protects a role for ten minutes only.
-CREATE FUNCTION shoal.spare_role(p_from text DEFAULT NULL) RETURNS text LANGUAGE sql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.idle_student(p_from text DEFAULT NULL) RETURNS text LANGUAGE sql SET search_path = shoal, pg_temp AS $$
     SELECT r.name FROM roles r
         JOIN (SELECT x.enrolled_from, count(*) AS roles FROM roles x WHERE x.kind = 'student' GROUP BY x.enrolled_from) crowd
             ON crowd.enrolled_from IS NOT DISTINCT FROM r.enrolled_from
@@ -134,11 +134,11 @@ CREATE FUNCTION shoal.spare_role(p_from text DEFAULT NULL) RETURNS text LANGUAGE
 $$;
 
 -- Drop a student's role and all that a later role of the same name would inherit. Attempts at units stay counted.
-CREATE FUNCTION shoal.dismiss(p_role text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.drop_student(p_role text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 BEGIN
     PERFORM pg_terminate_backend(a.pid) FROM pg_stat_activity a WHERE a.usename = p_role;
-    PERFORM put_back_all(w.id, 'its worker is gone', true) FROM workers w WHERE w.role = p_role;
-    UPDATE failures SET role = format('%s, dismissed %s', p_role, nextval('places')) WHERE role = p_role;
+    PERFORM requeue_units_of(w.id, 'its worker is gone', true) FROM workers w WHERE w.role = p_role;
+    UPDATE failures SET role = format('%s, dismissed %s', p_role, nextval('unit_queue')) WHERE role = p_role;
     DELETE FROM standings WHERE role = p_role;
     DELETE FROM workers WHERE role = p_role AND completed = 0;
     DELETE FROM roles WHERE name = p_role;
@@ -161,7 +161,7 @@ CREATE FUNCTION shoal.quarantine(p_role text, p_why text) RETURNS void LANGUAGE 
 BEGIN
     UPDATE standings SET quarantined = p_why WHERE role = p_role AND quarantined IS NULL;
     IF FOUND THEN
-        PERFORM say(format('warning: %s is in quarantine: %s. `shoal db grant student %s WHERE` lets it in again', p_role, p_why, p_role));
+        PERFORM add_note(format('warning: %s is in quarantine: %s. `shoal db grant student %s WHERE` lets it in again', p_role, p_why, p_role));
     END IF;
 END $$;
 
@@ -177,11 +177,11 @@ BEGIN
         SET reason = excluded.reason, at = excluded.at, times = f.times + 1;
     INSERT INTO standings AS t (role, failed_in_row, failed) VALUES (p_role, 1, 1) ON CONFLICT (role) DO UPDATE
         SET failed_in_row = t.failed_in_row + 1, failed = t.failed + 1 RETURNING * INTO s;
-    IF s.failed_in_row >= 5 AND EXISTS (SELECT FROM roles r WHERE r.name = p_role AND r.kind = 'student') THEN
+    IF s.failed_in_row >= 5 AND is_student(p_role) THEN
         pause := least(interval '5 min', interval '5 s' * power(2, least(s.failed_in_row - 5, 10)));
         UPDATE standings SET paused_until = clock_timestamp() + pause WHERE role = p_role;
         IF s.failed_in_row IN (5, 8, 11) THEN
-            PERFORM say(format('warning: %s units in a row failed at %s (%s): it gets no more for %s s', s.failed_in_row, p_role, left(coalesce(p_reason, 'no reason given'), 200),
+            PERFORM add_note(format('warning: %s units in a row failed at %s (%s): it gets no more for %s s', s.failed_in_row, p_role, left(coalesce(p_reason, 'no reason given'), 200),
                 extract(epoch FROM pause)::integer));
         END IF;
     END IF;
@@ -189,7 +189,7 @@ END $$;
 
 -- Count units whose results were used: for the roles that completed them, and against the students that failed them before. Only students are put
 -- in quarantine.
-CREATE FUNCTION shoal.count_managed(p_units bigint[]) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.count_completed(p_units bigint[]) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 DECLARE
     s standings;
 BEGIN
@@ -208,7 +208,7 @@ BEGIN
 END $$;
 
 -- Why the calling student gets no work at the moment.
-CREATE FUNCTION shoal.notice() RETURNS text LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
+CREATE FUNCTION shoal.why_no_work() RETURNS text LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
     SELECT format('%s units in a row failed here: there is no more work for %s s', s.failed_in_row, ceil(extract(epoch FROM s.paused_until - clock_timestamp()))::integer)
         FROM standings s WHERE s.role = session_user AND s.paused_until > clock_timestamp()
 $$;

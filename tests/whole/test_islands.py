@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.transports.addresses import free_port
-from tests.support.processes import HANG_S, Processes, eventually, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -128,13 +129,13 @@ def test_a_worker_may_bring_more_devices_than_others(processes: Processes) -> No
 def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(processes: Processes) -> None:
     settings = ["--set", "engine.kind=ddp", *PLAIN, *FOR_EVER, "--set", "strategy.round_timeout_s=2"]
     run = processes.start("train", "config.yaml", "--run-dir", "run", "--workers", "2", *settings)
-    wait_for(run, r"w2: .* [1-9]\d* accepted")
+    wait_for_line(run, r"w2: .* [1-9]\d* accepted")
     first, _ = ranks_in(processes.folder)
     with held_up(processes.folder, first):
         os.kill(first, signal.SIGKILL)
         died = steps_in(processes.folder / "run")
         eventually(lambda: steps_in(processes.folder / "run") > died + 1)  # the other one goes on, beyond what the island may have sent
-    wait_for(run, r"w\d (joined|came back)")  # the island, again
+    wait_for_line(run, r"w\d (joined|came back)")  # the island, again
     run.send_signal(signal.SIGINT)
     output, _ = run.communicate(timeout=HANG_S)
     assert run.returncode == 130, output

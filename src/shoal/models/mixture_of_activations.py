@@ -1,4 +1,4 @@
-"""A blend of four activations by a learned gate.
+"""Mixture of activations: a blend of four activations by a learned gate.
 
 Shapes: R rows, I inner width.
 """
@@ -17,8 +17,8 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.relu, F.gelu, F.silu, F
 
 
 def blend(x_RI: Tensor, gates_R4: Tensor) -> Tensor:
-    """Σ gate · activation, in the type of `x`. Only `x` and the gates are kept for the backward pass, where one activation after the other
-    is computed again: four of them side by side would be the largest tensors of the model."""
+    """Σ gate · activation, in the type of `x`. The backward pass recomputes one activation after the other from `x` and the gates: saving
+    all four would make them the largest tensors of the model."""
     blended: Tensor = _Blend.apply(x_RI, gates_R4.to(x_RI.dtype))  # type: ignore[no-untyped-call]
     return blended
 

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config.schema.data import Data as Settings
-from shoal.data.interfaces import Selectable
+from shoal.data.interfaces import SelectableSamples
 
 HELD_OUT_SHARE = 0.05
-SomeSamples = TypeVar("SomeSamples", bound=Selectable)
+SomeSamples = TypeVar("SomeSamples", bound=SelectableSamples)
 TRAIN_NAMES = ("train", "training")
 HELD_OUT_NAMES = ("validation", "valid", "val", "dev", "test", "eval")
 """What people call the part of their data that is held out, the most usual name first."""

@@ -49,7 +49,7 @@ def joined(folder: Path) -> list[int]:
     return found
 
 
-def test_a_run_survives_its_workers_and_its_learner_and_its_answers_can_be_made_again(
+def test_a_run_survives_its_workers_and_learner_and_its_answers_can_be_reproduced(
     processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("train", "config.yaml", "--workers", "2", "--run-dir", "run")

@@ -14,7 +14,8 @@ from urllib.request import urlopen
 import pytest
 
 from shoal.cli.main import main
-from tests.support.processes import HANG_S, Processes, eventually, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -26,7 +27,7 @@ coordinator: {heartbeat_interval_s: 1.0}
 """
 PARAMETERS = 64 * 16 + 16 + 16 * 10 + 10
 LONG = ["--set", "training.epochs=1000"]
-PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+PLUGIN = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
 CONTRIBUTED = r"{}: .* [1-9]\d* accepted"
 """In the table of the workers, which comes with the first step, and then every few seconds."""
 
@@ -138,13 +139,13 @@ def test_strangers_are_refused_and_the_run_goes_on(processes: Processes) -> None
 def test_ctrl_c_ends_a_worker_cleanly_and_the_run_goes_on(processes: Processes) -> None:
     coordinator, command = processes.coordinate(*LONG)
     first = processes.start(*command, "--name", "first")
-    wait_for(coordinator, CONTRIBUTED.format("first"))
+    wait_for_line(coordinator, CONTRIBUTED.format("first"))
     second = processes.start(*command, "--name", "second")
-    wait_for(coordinator, "second joined")
+    wait_for_line(coordinator, "second joined")
     first.send_signal(signal.SIGINT)
     output, _ = first.communicate(timeout=HANG_S)
     assert first.returncode == 0, output
-    assert wait_for(coordinator, "first left")
+    assert wait_for_line(coordinator, "first left")
     coordinator.send_signal(signal.SIGINT)
     output, _ = coordinator.communicate(timeout=HANG_S)
     assert coordinator.returncode == 130, output
@@ -154,13 +155,13 @@ def test_ctrl_c_ends_a_worker_cleanly_and_the_run_goes_on(processes: Processes) 
 def test_a_coordinator_that_was_killed_takes_its_workers_up_again(processes: Processes) -> None:
     coordinator, command = processes.coordinate(*LONG)
     worker = processes.start(*command, "--name", "anna")
-    wait_for(coordinator, CONTRIBUTED.format("anna"))
+    wait_for_line(coordinator, CONTRIBUTED.format("anna"))
     coordinator.kill()
     coordinator.communicate()
     again = processes.start("coordinate", "--run-dir", "run", "--resume")
-    assert wait_for(again, "resumed from .* at step ([0-9]+)")
-    wait_for(again, "anna joined")
-    wait_for(again, CONTRIBUTED.format("anna"))
+    assert wait_for_line(again, "resumed from .* at step ([0-9]+)")
+    wait_for_line(again, "anna joined")
+    wait_for_line(again, CONTRIBUTED.format("anna"))
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=HANG_S)
     assert worker.wait(HANG_S) == 0
@@ -170,14 +171,14 @@ def test_a_coordinator_that_was_killed_takes_its_workers_up_again(processes: Pro
 @pytest.mark.long
 def test_a_coordinator_that_trains_and_was_killed_trains_again(processes: Processes, tmp_path: Path) -> None:
     coordinator, _ = processes.coordinate("--set", "coordinator.trains=true", *LONG)
-    wait_for(coordinator, r"step \d+")
+    wait_for_line(coordinator, r"step \d+")
     (own,) = workers_in(tmp_path)
     coordinator.kill()
     coordinator.communicate()
     _gone(own)
     again = processes.start("coordinate", "--run-dir", "run", "--resume")
-    wait_for(again, "resumed from .* at step [0-9]+")
-    wait_for(again, r"step \d+")
+    wait_for_line(again, "resumed from .* at step [0-9]+")
+    wait_for_line(again, r"step \d+")
     assert len(workers_in(tmp_path)) == 1
     again.send_signal(signal.SIGINT)
     output, _ = again.communicate(timeout=HANG_S)
@@ -185,11 +186,9 @@ def test_a_coordinator_that_trains_and_was_killed_trains_again(processes: Proces
     processes.audit("run")
 
 
-def test_workers_end_with_the_process_that_started_them_and_the_run_goes_on_with_the_shards_it_was_begun_for(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_workers_end_with_their_parent_and_the_run_goes_on_with_the_same_shards(processes: Processes, tmp_path: Path) -> None:
     run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG)
-    wait_for(run, r"step \d+")
+    wait_for_line(run, r"step \d+")
     eventually(lambda: len(workers_in(tmp_path)) == 2)  # one is enough for a step
     started = workers_in(tmp_path)
     run.kill()
@@ -198,8 +197,8 @@ def test_workers_end_with_the_process_that_started_them_and_the_run_goes_on_with
         _gone(pid)
     for count, more in ((2, []), (1, ["--workers", "1"])):
         again = processes.start("train", "--run-dir", "run", "--resume", *more)
-        wait_for(again, "resumed from")
-        wait_for(again, r"step \d+")
+        wait_for_line(again, "resumed from")
+        wait_for_line(again, r"step \d+")
         eventually(lambda expected=count: len(workers_in(tmp_path)) == expected)
         again.send_signal(signal.SIGINT)
         again.communicate(timeout=HANG_S)
@@ -213,7 +212,7 @@ def test_machines_with_their_own_way_to_the_server_are_told_it(processes: Proces
     coordinator = processes.start(
         "coordinate", "config.yaml", "--run-dir", "run", "--host", "127.0.0.1", "--set", "transport.host=192.0.2.1"
     )
-    command = wait_for(coordinator, r"shoal (join .* --name pi5 .*)").split()
+    command = wait_for_line(coordinator, r"shoal (join .* --name pi5 .*)").split()
     assert command[1].startswith("tcp://127.0.0.1:")
     assert processes.run(*command)[0] == 0
     assert coordinator.wait(HANG_S) == 0
@@ -284,12 +283,12 @@ def test_a_diloco_coordinator_that_is_killed_repeats_no_round(processes: Process
     several = [*DILOCO, "--set", "strategy.rounds=100000", "--set", "strategy.fragments=2", "--set", "updates.codec.kind=int8"]
     coordinator, command = processes.coordinate(*several)
     worker = processes.start(*command, "--name", "anna")
-    wait_for(coordinator, CONTRIBUTED.format("anna"))
+    wait_for_line(coordinator, CONTRIBUTED.format("anna"))
     coordinator.kill()
     coordinator.communicate()
     again = processes.start("coordinate", "--run-dir", "run", "--resume")
-    before = int(wait_for(again, "resumed from .* at round ([0-9]+)"))
-    wait_for(again, CONTRIBUTED.format("anna"))
+    before = int(wait_for_line(again, "resumed from .* at round ([0-9]+)"))
+    wait_for_line(again, CONTRIBUTED.format("anna"))
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=HANG_S)
     assert worker.wait(HANG_S) == 0
@@ -300,10 +299,10 @@ def test_a_diloco_coordinator_that_is_killed_repeats_no_round(processes: Process
     processes.audit("run")
 
 
-def test_the_owner_pauses_evicts_and_stops_a_run_from_another_terminal_and_it_goes_on_later(processes: Processes, tmp_path: Path) -> None:
+def test_the_owner_pauses_evicts_and_stops_a_run_from_another_terminal(processes: Processes, tmp_path: Path) -> None:
     """A run that its owner ended is saved, and its command ends well; what a worker gave before it was shown out stays."""
     run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG, "--set", "coordinator.metrics_port=0")
-    figures = wait_for(run, r"figures for Prometheus: (\S+)")
+    figures = wait_for_line(run, r"figures for Prometheus: (\S+)")
     ledger = tmp_path / "run" / "coordinator" / "ledger.jsonl"
     eventually(lambda: ledger.exists() and ledger.stat().st_size > 2000)
     processes.here("pause", "run")

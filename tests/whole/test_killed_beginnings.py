@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for
+from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for_line
 
-PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+PLUGIN = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
 CONFIG = """\
 dialect: shoal
 task: {kind: watched}
@@ -49,7 +49,7 @@ def waiting_at(processes: Processes, step: int) -> Command:
     """A run whose process waits in a step."""
     (processes.folder / "alone.wish").write_text(f"wait {step}")
     run = started(processes)
-    wait_for(run, f"waiting at step {step}")
+    wait_for_line(run, f"waiting at step {step}")
     return run
 
 
@@ -58,7 +58,7 @@ def end(run: Command) -> tuple[int, str]:
     return run.wait(), output
 
 
-def test_a_run_that_was_killed_in_its_first_step_is_begun_anew_and_a_running_one_is_not(processes: Processes) -> None:
+def test_a_run_killed_in_its_first_step_is_begun_anew_and_a_running_one_is_not(processes: Processes) -> None:
     run = waiting_at(processes, 1)
     (processes.folder / "run" / "notes.txt").write_text("mine")
     code, output = end(started(processes))
@@ -85,8 +85,8 @@ def test_a_run_with_workers_that_was_killed_before_any_contribution_is_begun_ane
     for expects_a_word in (False, True):
         run = started(processes, *ENDLESS)
         if expects_a_word:
-            wait_for(run, ANEW)
-        wait_for(run, "w1 joined")
+            wait_for_line(run, ANEW)
+        wait_for_line(run, "w1 joined")
         if not expects_a_word:
             run.kill()
             run.wait()

@@ -196,12 +196,12 @@ def test_a_database_listens_at_one_address_or_where_it_does(run) -> None:
 def test_a_process_that_ends_waits_for_its_threads_and_writes_all_that_was_printed(tmp_path: Path) -> None:
     text = (
         "import atexit, threading, time\n"
-        "from shoal.process_exit import end\n"
+        "from shoal.process_exit import end_process\n"
         "atexit.register(print, 'called')\n"
         "threading.Thread(target=lambda: (time.sleep(0.3), print('waited for'))).start()\n"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "print('printed')\n"
-        "end(3)\n"
+        "end_process(3)\n"
     )
     done = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout.split("\n")) == (3, ["printed", "waited for", "called", ""])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.config import plugins
 from shoal.runs.folder.checkpoint import Checkpoints
-from tests.support.processes import HANG_S, Command, Processes, eventually, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -30,7 +31,7 @@ transport: {port: 0}
 coordinator: {heartbeat_interval_s: 100.0}
 cluster: {num_workers: 2}
 """
-PLUGIN = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+PLUGIN = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
 STREAMING = ("--set", "strategy.fragments=2", "--set", "strategy.overlap_steps=3")
 COLLECTIVES = ("--set", "engine.kind=collectives", "--set", "launch.devices_per_node=2")
 SHARDED = ("--set", "engine.kind=fsdp", "--set", "launch.devices_per_node=2")
@@ -127,7 +128,7 @@ def test_a_run_of_which_all_processes_are_killed_goes_on_in_the_middle_of_the_ro
         (processes.folder / f"{name}.wish").write_text(f"wait {step}")
     workers = [joined(processes, command, name) for name in ("w1", "w2")]
     for worker, step in zip(workers, (27, 39), strict=True):
-        wait_for(worker, f"waiting at step {step}")
+        wait_for_line(worker, f"waiting at step {step}")
     for process in (coordinator, *workers):
         process.kill()
         process.wait()
@@ -148,7 +149,7 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_the_round(processes: Proces
     coordinator, command = processes.coordinate(*PLUGIN)
     (processes.folder / "w2.wish").write_text("wait 39")
     first, second = joined(processes, command, "w1"), joined(processes, command, "w2")
-    wait_for(second, "waiting at step 39")
+    wait_for_line(second, "waiting at step 39")
     eventually(lambda: accepted_in(processes) == 3)  # both of round 1, and one of round 2
     coordinator.send_signal(signal.SIGINT)
     finished(first)
@@ -166,13 +167,13 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_the_round(processes: Proces
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", ["w1", "w2"])
-def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_the_round_again(processes: Processes, first: str) -> None:
+def test_a_worker_killed_while_it_waits_for_others_does_not_repeat_the_round(processes: Processes, first: str) -> None:
     """What it sent was taken. It waits for the others again, or begins the next round, with its optimizer as it was at the end."""
     expected = undisturbed(processes)
     coordinator, command = processes.coordinate(*PLUGIN)
     (processes.folder / "w2.wish").write_text("wait 39")
     workers = {name: joined(processes, command, name) for name in ("w1", "w2")}
-    wait_for(workers["w2"], "waiting at step 39")
+    wait_for_line(workers["w2"], "waiting at step 39")
     eventually(lambda: accepted_in(processes) == 3)  # both of round 1, and its own of round 2
     for worker in workers.values():
         worker.kill()
@@ -182,7 +183,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_
         words["w1"] = "going on after round 2, which this worker had finished"
     for name in (first, "w1" if first == "w2" else "w2"):
         workers[name] = joined(processes, command, name)
-        wait_for(workers[name], words[name])
+        wait_for_line(workers[name], words[name])
         if name == "w2":  # now the round ends
             eventually(lambda: status_of(processes)["version"] >= 2)
     for process in (*workers.values(), coordinator):

@@ -16,7 +16,7 @@ import yaml
 from shoal.cli.main import main
 from tests.support.processes import HANG_S
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 CONFIGURING = (ROOT / "docs" / "configuring.md").read_text(encoding="utf-8")
@@ -134,12 +134,26 @@ def test_the_starting_points_work(command: str, tmp_path: Path) -> None:
         assert "OK" in shell("shoal config check", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
-)
+TOP_PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")]
+PAGES = [*TOP_PAGES, *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "architecture")]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "architecture.md"], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
         assert "://" in target or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_line_of_prose_is_longer_than_160_characters(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    long = [line for line in prose.splitlines() if len(line) > 160 and not line.startswith(("|", "    "))]
+    assert not long
+
+
+def test_the_glossary_has_at_most_35_terms() -> None:
+    rows = re.findall(r"^\| (?!term|---)", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert 20 <= len(rows) <= 35
 
 
 def test_the_site_has_all_pages_and_asks_nobody_for_anything(tmp_path: Path) -> None:

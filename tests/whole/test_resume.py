@@ -67,8 +67,8 @@ def test_a_completed_run_is_left_as_it_is(folder: Path) -> None:
 
 HOLDER = """
 from pathlib import Path
-from shoal.coordinator.durable.lock import Lock
-lock = Lock(Path("run"))
+from shoal.coordinator.durable.lock import FolderLock
+lock = FolderLock(Path("run"))
 lock.take()
 print("held", flush=True)
 input()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import HANG_S, Processes, eventually, processes_in, wait_for
+from tests.support.eventually import eventually
+from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -32,13 +33,13 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 def test_a_relay_that_is_killed_goes_on_and_every_batch_counts_once_on_both_levels(processes: Processes, tmp_path: Path) -> None:
     """Its workers hold the run up until it is killed: all of it takes two seconds."""
-    plugin = ("--plugin", str(Path(__file__).parent / "support" / "watched_task.py"))
+    plugin = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
     coordinator, (_, *command, _, _) = processes.coordinate("--host", "127.0.0.1", *plugin, "--set", "task.kind=watched")
     for name in ("here", "w2"):
         (tmp_path / f"{name}.wish").write_text("hold 12")
     start = ["relay", *command, *plugin, "--name", "left", "--expect", "2", "--workers", "2", "--run-dir", "left", "--host", "127.0.0.1"]
     relay, ledger = processes.start(*start), tmp_path / "left" / "coordinator" / "ledger.jsonl"
-    wait_for(relay, r"step 10 ")
+    wait_for_line(relay, r"step 10 ")
     eventually(lambda: [path.stat().st_size for path in tmp_path.glob("*.steps")] == [12, 12])
     os.kill(relay.pid, signal.SIGKILL)
     relay.wait()

@@ -57,7 +57,7 @@ def said(text: str) -> list[str]:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("preset", names())
-def test_a_preset_that_passes_the_check_starts_and_the_others_are_refused_in_the_same_words(
+def test_presets_that_pass_the_check_start_and_others_are_refused_in_the_same_words(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_everything_is_said_at_once_and_at_its_place(capsys: pytest.CaptureFixtu
     assert "command line" in told
 
 
-def test_a_package_that_is_not_here_is_a_warning_of_the_check_and_a_refusal_of_the_run(
+def test_a_missing_package_is_a_warning_of_the_check_and_a_refusal_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = util.find_spec

@@ -1,0 +1,82 @@
+"""One call of `Coordinator.handle`, and the replies to workers that are sent in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from shoal.coordinator.completion import RunCompletion
+from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.effects import Effect, Frames, Persist, Reply
+from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.rounds.inner_steps import steps_for
+from shoal.coordinator.rounds.weights_publisher import SubsetPublisher
+from shoal.coordinator.run_plan import RunPlan
+from shoal.coordinator.state import HeldReply, State
+
+NO_WEIGHTS = -2
+"""Sentinel for `have`: reply without weights."""
+
+
+class Turn:
+    """The time of an event, and the effects of handling it. `handle` makes one per event and passes it to every component."""
+
+    __slots__ = ("_refused", "accepted", "effects", "now", "release_held", "replayed")
+
+    def __init__(self, now: float, replayed: ReplayedState, refused: dict[str, int]) -> None:
+        self.now, self.replayed, self._refused = now, replayed, refused
+        self.effects: list[Effect] = []
+        self.accepted: HeldReply | None = None
+        """Reply to the contribution that this event brought. It is sent or held back once the rounds that are due have closed."""
+        self.release_held = False
+        """Whether replies that were held back may be due: a round closed, or the run was resumed or ended."""
+
+    @property
+    def state(self) -> State:
+        return self.replayed.state
+
+    def emit(self, *effects: Effect) -> None:
+        self.effects += effects
+
+    def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None:
+        """Have a record written to the journal, and apply it. Nothing changes the state in another way."""
+        self.effects.append(Persist(record, frames))
+        self.effects += self.replayed.apply(record, frames, decoded)
+
+    def refuse(self, caller: Any, reason: str, detail: str = "") -> None:
+        self._refused[reason] = self._refused.get(reason, 0) + 1
+        self.effects.append(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
+
+
+class Replies:
+    """Replies to workers: where the run stands, and the weights that the worker lacks."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        policies: CoordinatorPolicies,
+        members: MemberTable,
+        publisher: SubsetPublisher,
+        completion: RunCompletion,
+        task_fields: Callable[[Member], dict[str, int]] | None = None,
+    ) -> None:
+        """`task_fields`: the fields that say which task a worker has, in runs with a scheduler."""
+        self.plan, self.policies, self.members, self.publisher = plan, policies, members, publisher
+        self.completion, self.task_fields = completion, task_fields
+
+    def send(self, turn: Turn, caller: Any, header: dict[str, Any], worker: Member, have: int = NO_WEIGHTS) -> None:
+        """Reply to a worker that has the weights of version `have`; -1: it has none."""
+        fields, frames = self.publisher.since(worker.session, have) if have > NO_WEIGHTS else ({}, ())
+        most_lag = self.policies.admission.most_lag(self.members.speed(worker))
+        version, step = turn.state.version, turn.replayed.step
+        header = {**header, "version": version, "step": step, "done": self.completion.finished, "most_lag": most_lag, **fields}
+        if self.policies.contribution.takes_inner_steps and have > NO_WEIGHTS:
+            worker.began_at = turn.now
+            steps = steps_for(self.policies, self.plan, version, worker, self.members, turn.now)
+            header["inner_steps"] = min(steps, turn.state.upstream.get("inner_steps", steps))
+        if self.task_fields is not None:
+            header |= self.task_fields(worker)
+        turn.effects.append(Reply(caller, header, frames))

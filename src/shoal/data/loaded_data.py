@@ -1,0 +1,36 @@
+"""The data of a run once it is loaded: training samples, held-out samples, and what the model and the task must know of them."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from shoal.data.interfaces import Samples, SampleStream
+from shoal.data.retrieval.finder import PassageFinder
+from shoal.data.text.tokenizers import Tokenizer
+
+
+class Info(NamedTuple):
+    """What the model and the task must know about the data."""
+
+    kind: Literal["image", "text", "own"]
+    name: str
+    """A description for people."""
+    image_shape: tuple[int, int, int] | None = None
+    num_classes: int | None = None
+    vocab_size: int | None = None
+    tokenizer: Tokenizer | None = None
+    finder: PassageFinder | None = None
+    """Finds passages for texts, where the model retrieves."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end-of-text token, where the tokenizer has one."""
+        return self.tokenizer.eos_id if self.tokenizer else None
+
+
+class Data(NamedTuple):
+    """Training data, evaluation data, and their description. Holds: no sample is in both."""
+
+    train: Samples | SampleStream
+    eval: Samples | None
+    info: Info

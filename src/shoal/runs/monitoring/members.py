@@ -1,0 +1,73 @@
+"""The workers that take part in a run, and notices of those that join or leave a class."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shoal.coordinator import Coordinator
+from shoal.coordinator.driver_interfaces import LeaseDatabase
+from shoal.errors import printable
+
+_QUERY_EVERY_S = 1.0
+_MOST_NAMED = 5
+"""If more workers than this join or leave at once, the notice gives only their number."""
+
+
+class Members(NamedTuple):
+    """One row for each worker."""
+
+    rows: list[dict[str, Any]]
+    in_database: bool
+    """Whether the rows come from a database that leases units; it stores other columns than the coordinator's own table."""
+
+
+class ArrivalNotices:
+    """Compares the workers of a class with those of the last call."""
+
+    def __init__(self) -> None:
+        self.present: frozenset[str] = frozenset()
+
+    def update(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """A sentence for each worker that joined or left since the last call."""
+        before, self.present = self.present, frozenset(printable(str(row["name"])) for row in rows if row["alive"])
+        yield from _notices(self.present - before, "joined")
+        yield from _notices(before - self.present, "left")
+
+
+def _notices(names: frozenset[str], what: str) -> Iterator[str]:
+    if len(names) > _MOST_NAMED:
+        yield f"{len(names)} workers {what}"
+        return
+    yield from (f"{name} {what}" for name in sorted(names))
+
+
+class MemberTable:
+    """The workers of a run: those that lease units in a database, else the coordinator's members."""
+
+    def __init__(self, coordinator: Coordinator, board: LeaseDatabase | None, tell: Callable[[str], None]) -> None:
+        """`tell`: receives a notice for each worker that joins or leaves a class."""
+        self.coordinator, self.board, self.tell = coordinator, board, tell
+        self.arrivals = ArrivalNotices()
+        self._lessees: list[dict[str, Any]] = []
+        self._next_query_at = 0.0
+
+    def members(self) -> Members:
+        """The current rows. The database is queried at most once a second."""
+        if self.board is None:
+            return Members(self._with_tasks(self.coordinator.members.table()), in_database=False)
+        if time.monotonic() >= self._next_query_at:
+            self._lessees, self._next_query_at = self.board.workers(), time.monotonic() + _QUERY_EVERY_S
+            for notice in self.arrivals.update(self._lessees):
+                self.tell(notice)
+        return Members(self._lessees, in_database=True)
+
+    def _with_tasks(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows with each worker's task, where a scheduler assigns tasks."""
+        tasks, by_name = self.coordinator.tasks, self.coordinator.members.by_name
+        return rows if tasks is None else [row | {"task": tasks.task_of(by_name[row["worker"]])} for row in rows]
+
+    def map_members(self, describe: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows that `describe` makes of the coordinator's members, with each worker's task."""
+        return self._with_tasks([describe(worker) for worker in self.coordinator.members.by_name.values()])

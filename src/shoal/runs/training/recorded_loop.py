@@ -1,0 +1,103 @@
+"""What a run alone and a coordinator's run have in common: after a step they record, evaluate and save when that is due."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from shoal.config.schema.output import Checkpoint as CheckpointSettings
+from shoal.config.schema.output import Evaluation
+from shoal.engines import Engine
+from shoal.errors import ShoalError
+from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder
+from shoal.tasks import StepResult
+
+
+class RecordedLoop(ABC):
+    """A run whose steps go to a `Recorder`. `TrainingLoop` and `CoordinatorLoop` differ in where steps come from."""
+
+    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+        self.recorder, self.engine, self.run, self.directory = recorder, engine, recorder.run, recorder.directory
+        self.message = recorder.message
+
+    @property
+    def step(self) -> int:
+        return self.engine.step_count
+
+    def interrupt(self) -> bool:
+        """End the run before the next step. Return whether it had already been interrupted."""
+        before, self.recorder.stopping = self.recorder.stopping, INTERRUPTED
+        return before == INTERRUPTED
+
+    # --- what differs ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def passes(self, step: int, every: int) -> bool:
+        """Whether this step is the first at or after a multiple of `every` steps of a worker."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the model on held-out data. Return its figures, or none where the evaluation runs in the background."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs besides the weights."""
+
+    def more_figures(self) -> dict[str, float]:
+        """Figures for a record besides those of the steps and the engine."""
+        return {}
+
+    def totals(self) -> dict[str, int]:
+        """Counts since the run began, over all its starts; every record of figures contains them."""
+        return {}
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self.recorder.save(self.state_dict())
+
+    # --- after a step ------------------------------------------------------------------------------
+
+    def advance(self, result: StepResult, batches: int, last: bool) -> None:
+        """A step was taken: count it, then record, evaluate and save what is due. `last`: the run ends with this step."""
+        recorder, before = self.recorder, self.recorder.batches
+        recorder.count(result, batches)
+        if self.passes(self.step, self.run.logging.every_steps) or last:
+            recorder.record_figures(self.more_figures(), self.totals())
+        recorder.notify_step()
+        if self._due(self.run.evaluation, before):
+            self.evaluate()
+        if self._due(self.run.checkpoint, before):
+            self._save_or_warn()
+
+    def count_replayed(self, result: StepResult, batches: int) -> None:
+        """Count a step that was recorded before a crash."""
+        self.recorder.count(result, batches)
+        if self.passes(self.step, self.run.logging.every_steps):
+            self.recorder.window.take(self.engine.world.total)
+
+    def finish(self, complete: bool) -> None:
+        """Make the last evaluation and the last checkpoint. `complete`: the run was not interrupted or stopped early."""
+        recorder = self.recorder
+        if not complete:
+            self.message(f"{recorder.stopping} at {recorder.at(self.step)}")
+        evaluated = complete and recorder.latest["eval"].get("step") != self.step and self.evaluate()
+        if evaluated or recorder.saved_at != self.step:  # the state contains the last evaluation
+            self.save()
+
+    def _save_or_warn(self) -> None:
+        try:
+            self.save()
+        except ShoalError as error:
+            self.message(f"warning: {error}; training goes on")
+
+    def _due(self, settings: Evaluation | CheckpointSettings, before: int) -> bool:
+        """Whether it is time, by steps or by epochs. `before`: number of batches before this step."""
+        if settings.strategy == "steps":
+            assert settings.every_steps is not None  # derived with the configuration
+            return self.passes(self.step, settings.every_steps)
+        if settings.strategy != "epoch":
+            return False
+        epochs = self.recorder.epochs
+        if epochs.batches_per_epoch is None:
+            return epochs.at_epoch_end
+        return self.recorder.batches // epochs.batches_per_epoch > before // epochs.batches_per_epoch
