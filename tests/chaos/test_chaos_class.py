@@ -105,7 +105,7 @@ def test_thirty_workers_lose_no_unit_though_plugs_are_pulled_for_five_minutes(tm
         for thread in school.threads:
             thread.join(300)
         assert not any(thread.is_alive() for thread in school.threads)
-        while school.ask("SELECT count(*) FROM shoal.contributions") != [(len(loop.driver.board._taken),)]:
+        while school.ask("SELECT count(*) FROM shoal.contributions") != [(len(loop.driver.leases._taken),)]:
             assert training.is_alive()
         loop.interrupt()
         training.join(300)

@@ -218,7 +218,7 @@ def test_a_run_takes_no_time_no_thread_and_gives_the_same_from_the_same_seed(tmp
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_coordinator_that_dies_twice_loses_nothing_it_confirmed(tmp_path: Path, name: str) -> None:
     world = live(
-        tmp_path, STRATEGIES[name], 3, (6.0, World.crash), (9.5, lambda world: world.driver.happen(WorkerExited("w2"))), (14.0, World.crash)
+        tmp_path, STRATEGIES[name], 3, (6.0, World.crash), (9.5, lambda world: world.driver.handle(WorkerExited("w2"))), (14.0, World.crash)
     )
     assert world.driver.coordinator.state.version == 24
     assert violations(world) == []

@@ -200,13 +200,13 @@ def test_all_who_read_the_bulletin_have_the_same_however_often_they_look(codec: 
     for version in range(150):
         moved(vector, generator, 0.02 if chance.random() < 0.8 else 1.0)
         publisher.publish(version, vector, torch.empty(0))
-        board.hang_out(version, bulletin.notices())
-        assert bulletin.notices() is bulletin.notices(), "to do it again changes nothing"
+        board.hang_out(version, bulletin.messages())
+        assert bulletin.messages() is bulletin.messages(), "to do it again changes nothing"
         if chance.random() < 0.1:  # the coordinator ends, and goes on from the same version
             publisher = WeightsPublisher(codec)
             publisher.publish(version, vector, torch.empty(0))
             bulletin = WeightsFeed(publisher)
-            board.hang_out(version, bulletin.notices())
+            board.hang_out(version, bulletin.messages())
         else:
             known = publisher._held["all"][1].vector if "all" in publisher._held else vector
             assert float((known - vector).abs().max()) < 0.1
@@ -225,6 +225,6 @@ def test_differences_hang_out_and_everything_now_and_then() -> None:
     for version in range(11):
         moved(vector, torch.Generator().manual_seed(version), 1.0)
         publisher.publish(version, vector, torch.empty(0))
-        kinds.append([notice.kind for notice in bulletin.notices()])
+        kinds.append([notice.kind for notice in bulletin.messages()])
     alone, both = ["difference"], ["full", "difference"]
     assert kinds == [["full"], ["full"], alone, alone, alone, both, alone, alone, alone, both, alone]

@@ -187,7 +187,7 @@ class Relay:
         if answered is not None:
             assert self.driver is not None
             upstream = self.upstream(self.driver.coordinator.state.upstream["begun_at"])
-            self.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
+            self.driver.handle(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
         self.at(0.01, lambda: self.speak(life))
 
 

@@ -250,7 +250,7 @@ def test_tasks_survive_a_coordinator_that_dies_twice_and_workers_that_die(tmp_pa
     world = TaskedWorld(tmp_path, strategy_of(settings, 3), seed=3)
     for number in range(3):
         Walker(world, f"w{number}", 1.0 + number)
-    for when, what in ((4.0, world.crash), (7.5, lambda: world.driver.happen(WorkerExited("w2"))), (11.0, world.crash)):
+    for when, what in ((4.0, world.crash), (7.5, lambda: world.driver.handle(WorkerExited("w2"))), (11.0, world.crash)):
         world.at(when, what)
     world.run()
     found: list[str] = []

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from shoal.coordinator.durable.journal_writer import WORTH_BYTES, JournalWriter
+from shoal.coordinator.durable.journal_writer import LEAST_THREAD_BYTES, JournalWriter
 from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
 from shoal.errors import ShoalError
 from tests.support.processes import HANG_S
 
-LARGE = bytes(WORTH_BYTES)
+LARGE = bytes(LEAST_THREAD_BYTES)
 
 
 class Desk:
@@ -21,7 +21,7 @@ class Desk:
         self.done: list[str] = []
         self.may_write, self.wrote = threading.Event(), threading.Semaphore(0)
         self.problem: Exception | None = None
-        self.scribe = JournalWriter(self.append, self.carry_out, self.wrote.release)
+        self.writer = JournalWriter(self.append, self.carry_out, self.wrote.release)
 
     def append(self, record: Persist) -> None:
         if len(record.frames) and not self.may_write.wait(HANG_S):
@@ -40,62 +40,62 @@ def event(number: int, frames: tuple[bytes, ...] = (LARGE,)) -> list[Effect]:
 
 def test_small_records_are_written_at_once() -> None:
     desk = Desk()
-    desk.scribe.take(event(1, ()))
+    desk.writer.take(event(1, ()))
     assert desk.done == ["wrote 1", "entered", "answered 1"]
 
 
 def test_an_answer_waits_until_its_record_is_written() -> None:
     desk = Desk()
-    desk.scribe.take(event(1))
-    desk.scribe.go_on()
+    desk.writer.take(event(1))
+    desk.writer.resume()
     assert desk.done == []
     desk.may_write.set()
     assert desk.wrote.acquire(timeout=HANG_S)
-    desk.scribe.go_on()
+    desk.writer.resume()
     assert desk.done == ["wrote 1", "entered", "answered 1"]
-    desk.scribe.close()
+    desk.writer.close()
 
 
 def test_nothing_overtakes_a_record_that_is_being_written() -> None:
     desk = Desk()
-    desk.scribe.take(event(1))
-    desk.scribe.take(event(2, ()))
-    desk.scribe.take([Reply(3, {})])
+    desk.writer.take(event(1))
+    desk.writer.take(event(2, ()))
+    desk.writer.take([Reply(3, {})])
     assert desk.done == []
     desk.may_write.set()
-    desk.scribe.drain()
+    desk.writer.drain()
     answers = [line for line in desk.done if line.startswith("answered")]
     assert answers == ["answered 1", "answered 2", "answered 3"]
     assert desk.done.index("wrote 2") < desk.done.index("answered 2")
-    desk.scribe.close()
+    desk.writer.close()
 
 
 def test_a_record_that_cannot_be_written_is_never_answered() -> None:
     desk = Desk()
     desk.problem = ShoalError("the disk is full")
-    desk.scribe.take(event(1))
-    desk.scribe.take(event(2))
+    desk.writer.take(event(1))
+    desk.writer.take(event(2))
     desk.may_write.set()
     with pytest.raises(ShoalError, match="disk is full"):
-        desk.scribe.drain()
-    desk.scribe.drain()
+        desk.writer.drain()
+    desk.writer.drain()
     assert desk.done == []
-    desk.scribe.close()
+    desk.writer.close()
 
 
 def test_records_do_not_pile_up_without_end() -> None:
     desk = Desk()
     desk.may_write.set()
     for number in range(100):
-        desk.scribe.take(event(number))
-        assert desk.scribe._ahead <= 16
-    desk.scribe.close()
+        desk.writer.take(event(number))
+        assert desk.writer._ahead <= 16
+    desk.writer.close()
     assert desk.done.count("entered") >= 80
 
 
 def test_what_was_handed_over_is_written_before_the_end() -> None:
     desk = Desk()
-    desk.scribe.take(event(1))
+    desk.writer.take(event(1))
     desk.may_write.set()
-    desk.scribe.close()
+    desk.writer.close()
     assert desk.done[0] == "wrote 1"

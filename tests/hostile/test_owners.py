@@ -35,7 +35,7 @@ class Owned(Live):
         super().begin(resume)
         key = write_owner_file(self.folder, Invitation(self.server.address, TOKEN, KEYS.public))
         self.coordinator.owner_commands.plan = self.coordinator.plan._replace(owner_key=key)
-        self.driver.around = self.driver.around._replace(status=lambda: json.dumps(STATUS).encode())
+        self.driver.deps = self.driver.deps._replace(status=lambda: json.dumps(STATUS).encode())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) fo
 
 
 def test_the_commands_run(server: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a server that is there. What needs a class at work is run elsewhere (tests/test_classroom.py)."""
+    """On a server that is there. What needs a class at work is run elsewhere (tests/whole/test_classroom.py)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DB_PASSWORD", str(server.access.password))
     commands = [line.split()[1:] for line in COMMANDS if line.split()[1] not in ("coordinate", "status", "audit")]

@@ -1,1 +1,1 @@
-"""What several folders of tests share: processes, small clusters, servers, and `eventually`."""
+"""Helpers of the tests: processes, small clusters, servers, faults, and `eventually`."""

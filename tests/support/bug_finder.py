@@ -1,6 +1,6 @@
 """Looks for schedules that break a promise: draws hostile ones by seed, lives through them, and shrinks one that fails to a short story.
 
-A schedule is a list of things that happen (`hard_weather.World.happen`): workers act, messages arrive, are lost or doubled, workers and the
+A schedule is a list of things that happen (`World.happen`): workers act, messages arrive, are lost or doubled, workers and the
 coordinator die at any effect, the disk fails, clocks jump, snapshots are taken. After each, the promises are checked (`World.check`,
 `check_patience`, `check_same`). A seed gives the same schedule for ever, so whatever is found can be replayed.
 """

@@ -27,7 +27,7 @@ DIGITS: dict[str, Any] = {
 
 
 def all_there(count: int) -> Callable[[JoinedWorker], None]:
-    """For workers that a test wants to see: none of them begins before so many have joined, or the quicker ones could do all the work."""
+    """For workers that a test wants to see: none of them begins before `count` have joined, or the quicker ones could do all the work."""
     come = threading.Barrier(count)
 
     def wait(worker: JoinedWorker) -> None:

@@ -1,4 +1,4 @@
-"""Real processes, and somebody who kills them: a coordinator and workers on built-in data, each started again at once."""
+"""Real processes that are killed at random: a coordinator and workers on built-in data, each started again at once."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Victims:
             self.start_worker(name)
 
     def killing(self, kills: int, chance: random.Random, share: float = 0.35, until: float = 0.95) -> Iterator[int]:
-        """Kill so many times, spread over the run, at moments that nobody chose."""
+        """Kill `kills` times, spread over the run, at random moments."""
         for number in range(kills):
             due = int(self.steps * until * number / kills)
             self.wait_for_version(due)

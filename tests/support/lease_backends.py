@@ -1,4 +1,4 @@
-"""Whoever keeps leases, under one set of names: the pure module, and PostgreSQL's functions with a real server. One suite tests both.
+"""The two implementations of leases under one set of names: the pure module, and the functions in PostgreSQL. One suite tests both.
 
 Time is passed on both sides by hand. The database has a clock of its own, so there deadlines are moved towards it instead; leases and steps
 are long enough that the seconds which a test itself takes do not count.
@@ -46,7 +46,7 @@ class Keeper(Protocol):
         ...
 
     def wait_unnoticed(self, seconds: float) -> None:
-        """Time passes, and nobody has looked for leases that ended."""
+        """Time passes, and leases that ended are not noticed yet."""
         ...
 
     def given_up(self) -> dict[int, str]: ...
@@ -134,7 +134,7 @@ class PostgresKeeper:
         self._given_up: dict[int, str] = {}
 
     def _set_patience(self) -> None:
-        self.database.wait_for_nobody()
+        self.database.give_up_at_once()
 
     def desk(self, worker: str) -> LeaseClient:
         if worker not in self.desks:
@@ -217,7 +217,7 @@ class PostgresKeeper:
         return {name: rows[0][name] if rows else 0 for name in ("completed", "late", "cancelled", "failed")}
 
     def forget(self) -> None:
-        """Begin again, as if nobody had been here; the workers' connections stay."""
+        """Begin again, as if no worker had been here; the workers' connections stay."""
         self._consume()
         tables = ("units", "iterations", "workers", "unit_totals", "contributions", "failures", "standings", "note_times")
         self.owner.execute(f"TRUNCATE {', '.join(f'shoal.{table}' for table in tables)}".encode())

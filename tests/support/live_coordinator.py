@@ -93,7 +93,7 @@ class Live:
         assert done.wait(PATIENCE_S)
 
     def end(self) -> None:
-        """A client that nobody closes would wait for its connection wherever Python happens to collect it."""
+        """A client that is not closed would wait for its connection wherever Python happens to collect it."""
         for client in self.clients:
             client.close()
         self._stop()

@@ -1,4 +1,4 @@
-"""Messages that nobody of ours would send."""
+"""Malformed messages, as only an attacker sends them."""
 
 from __future__ import annotations
 

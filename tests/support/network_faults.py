@@ -111,7 +111,7 @@ class World:
             self.disk.ledger.append(copy.deepcopy(effect.line))
         elif isinstance(effect, Reply):
             letter = self.callers.pop(effect.caller, None)
-            assert letter is not None, "nobody is answered twice"
+            assert letter is not None, "a request is answered once"
             if letter.sender.call == letter.call and letter.sender.answer is None:
                 letter.sender.answer = (copy.deepcopy(effect.header), effect.frames)
 
@@ -406,5 +406,5 @@ class World:
                 assert seq > newest.get(worker, -1), "a worker's contributions are in the weights in the order in which it made them"
                 newest[worker] = seq
         batches = [tuple(one[6 if self.plan.tasks else 5 : 8]) for one in applied + others]
-        assert len(batches) == len(set(batches)), "nobody learns twice from the same batch of a seat"
+        assert len(batches) == len(set(batches)), "each batch of a seat is learned from once"
         assert torch.allclose(self.coordinator.learner.vector.double(), weights, rtol=1e-4, atol=1e-3)

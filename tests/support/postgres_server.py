@@ -88,7 +88,7 @@ class PostgresProcess:
         return psycopg.connect(self.conninfo("admin", database), autocommit=True)
 
     def execute_alone(self, statement: str) -> None:
-        """With a database that nobody uses. PostgreSQL waits five seconds for connections that were ended: not long, where it is busy."""
+        """With a database that is not in use. PostgreSQL waits five seconds for connections that were ended: not long, where it is busy."""
         deadline = time.monotonic() + 300
         with self.connect("postgres") as connection:
             while True:
@@ -127,8 +127,8 @@ class Database:
         with self.connect() as connection:
             return connection.execute(query, values).fetchall()
 
-    def wait_for_nobody(self) -> None:
-        """Units that were tried in vain do not wait for somebody who can do them."""
+    def give_up_at_once(self) -> None:
+        """Units that failed do not wait for another worker."""
         with self.connect() as connection:
             connection.execute(
                 "CREATE OR REPLACE FUNCTION shoal.retry_wait_s(p_present shoal.iterations) RETURNS double precision"

@@ -1,4 +1,4 @@
-"""Commands of ours as processes, that end with the test."""
+"""Shoal commands as processes that end with the test. All are started by the fork server, which is quick."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.eventually import HANG_S
 
 
 class Command:
-    """A Python process as `subprocess.Popen` would start it, with pipes to read from. It comes from the nursery."""
+    """A Python process as `subprocess.Popen` would start it, with pipes to read from. The fork server starts it."""
 
     def __init__(
         self, arguments: list[str], folder: Path | None = None, env: Mapping[str, str] | None = None, *, errors: bool = False

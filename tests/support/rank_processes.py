@@ -56,7 +56,7 @@ LOADS = ("torch._dynamo", "shoal.engines.fsdp")
 
 
 def together(name: str, count: int, *arguments: str, device: str = "cpu") -> list[Any]:
-    """Run a function of this file in so many processes; what each returned. None is left behind."""
+    """Run a function of this file in `count` processes. Returns the result of each; no process is left behind."""
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{rank}.json" for rank in range(count)]
         logs = [result.with_suffix(".log") for result in results]

@@ -1,4 +1,4 @@
-"""A coordinator by script at the other end of a worker's line, and engines that note what they are asked."""
+"""A coordinator that answers a worker by a script, and engines that record what they are asked."""
 
 from __future__ import annotations
 

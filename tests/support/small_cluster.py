@@ -141,7 +141,7 @@ class Cluster:
     def carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Reply):
-                assert effect.caller not in self.answers, "nobody is answered twice"
+                assert effect.caller not in self.answers, "a request is answered once"
                 self.answers[effect.caller], self.frames[effect.caller] = effect.header, effect.frames
             elif isinstance(effect, Persist):
                 self.records.append((effect.record, tuple(bytes(frame) for frame in effect.frames)))

@@ -1,4 +1,4 @@
-"""A small model that answers over HTTP, for the tests of this folder."""
+"""A small model that answers over HTTP, and the service around it."""
 
 from __future__ import annotations
 

@@ -141,13 +141,13 @@ def take(server: Server, count: int = 1) -> list[Request]:
 
 
 def call_until_answered(client: Client, message: Message, timeout_s: float = PATIENCE_S) -> Message:
-    """As a worker does: ask again while nobody answers. It waits longer each time, as a slow machine may need."""
+    """As a worker does: ask again while there is no answer. It waits longer each time, as a slow machine may need."""
     deadline, wait_s = time.monotonic() + timeout_s, 1.0
     while True:
         try:
             return client.call(message, wait_s)
         except Unreachable:
-            assert time.monotonic() < deadline, "nobody ever answered"
+            assert time.monotonic() < deadline, "no answer ever came"
             wait_s *= 2
 
 

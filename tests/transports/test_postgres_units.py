@@ -25,7 +25,7 @@ LARGE = bytes(range(256)) * 12_000
 
 @pytest.fixture
 def server(database: Database) -> Iterator[PostgresServer]:
-    database.wait_for_nobody()
+    database.give_up_at_once()
     made = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=LIMIT)
     yield made
     made.close()

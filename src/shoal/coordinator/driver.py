@@ -1,7 +1,7 @@
-"""Drives the coordinator: polls for requests, has them handled, and carries out the effects in the order that makes them durable.
+"""Driver of the coordinator: polls for requests, passes them to `handle`, and carries out the effects in the order that makes them durable.
 
-Clock, randomness, store, server and watcher are passed in. With `threads=False` it starts none: the simulator is this driver on a virtual
-clock, with a server that hands over what its workers say.
+Clock, randomness, store, server and observer are passed in. With `threads=False` it starts no thread: the simulator is this driver on a
+virtual clock, with a server that hands over its virtual workers' messages.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from shoal.protocol.messages import BadMessage, Message, Request, parse
 TICK_S = 0.1
 _LEAST_JOURNAL_BYTES = 128 << 20
 _JOURNAL_STATES = 4
-"""A snapshot is taken when the journal is this many times as large as what a snapshot holds. Up to three journals are there at a time, and
-to write over one is cheap only while the system has it in memory."""
+"""A snapshot is taken when the journal is this many times as large as a snapshot. Up to three journals exist at a time, and writing over
+one is cheap only while the system has it in memory."""
 _MOST_RECORDS = 8000
 
 
 class SnapshotContent(NamedTuple):
-    """All there is to a run now, for a snapshot."""
+    """Weights and state of a run, for a snapshot."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
 
 
 class DriverDeps(NamedTuple):
-    """What the driver works with."""
+    """Collaborators of the driver."""
 
     server: RequestServer
     store: CoordinatorStore
-    watcher: RunObserver
+    observer: RunObserver
     welcome: Message
-    """What every worker that joins is told."""
+    """Reply to every worker that joins."""
     capture: Callable[[], SnapshotContent]
     clock: Callable[[], float]
     new_session: Callable[[], str]
-    """A word that nobody can guess."""
-    board: LeaseDatabase | None = None
-    """The same as the server, where a database keeps the leases of units."""
+    """Returns an unguessable string."""
+    database: LeaseDatabase | None = None
+    """The server again, where it is a database that keeps the leases of units."""
     threads: bool = True
     status: Callable[[], bytes] = lambda: b"{}"
-    """How the run goes, for its owner: JSON."""
+    """Status of the run for its owner, as JSON."""
 
 
 class CoordinatorDriver:
-    """A coordinator at work. All methods are for one thread."""
+    """Runs a coordinator. All methods are for one thread."""
 
-    def __init__(self, coordinator: Coordinator, around: DriverDeps) -> None:
-        self.coordinator, self.server, self.store, self.around = coordinator, around.server, around.store, around
-        self.board = DatabaseLeases(around.board, coordinator) if around.board is not None else None
-        beside = around.threads and not around.store.transactional
-        self.scribe = JournalWriter(self._write, self._keep, around.server.wake) if beside else None
-        """Files can be written beside the work; in a database what belongs together is one transaction."""
-        self.snapshots = SnapshotWriter(around.store, around.watcher.say, around.threads)
+    def __init__(self, coordinator: Coordinator, deps: DriverDeps) -> None:
+        self.coordinator, self.server, self.store, self.deps = coordinator, deps.server, deps.store, deps
+        self.leases = DatabaseLeases(deps.database, coordinator) if deps.database is not None else None
+        threaded = deps.threads and not deps.store.transactional
+        self.journal_writer = JournalWriter(self._write, self._carry_out_one, deps.server.wake) if threaded else None
+        """Files can be written in a thread; in a database the effects of an event are one transaction."""
+        self.snapshots = SnapshotWriter(deps.store, deps.observer.say, deps.threads)
         self._replaying = False
         self._tick_at = 0.0
         self._listens_until: float | None = None
@@ -72,34 +72,34 @@ class CoordinatorDriver:
     # --- the service -------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin to serve, or go on: units that are still on offer are not offered again."""
+        """Begin to serve. Units that are still on offer after a restart are not offered again."""
         if not self.store.snapshots.all() or not self.store.journal.open:
             self.snapshot()
-        version, goes_on = self.coordinator.state.version, self.board is not None and self.board.goes_on()
-        effects = self.coordinator.handle(ServingStarted(), self.around.clock())
-        if self.board is not None:
-            self.store.carry_out(self.board.publish)
-        self._carry_out([effect for effect in effects if not (goes_on and isinstance(effect, Issue) and effect.version == version)])
-        self._tick_at = self.around.clock()
+        version, resumed = self.coordinator.state.version, self.leases is not None and self.leases.is_resumed()
+        effects = self.coordinator.handle(ServingStarted(), self.deps.clock())
+        if self.leases is not None:
+            self.store.carry_out(self.leases.publish)
+        self._carry_out([effect for effect in effects if not (resumed and isinstance(effect, Issue) and effect.version == version)])
+        self._tick_at = self.deps.clock()
 
     def step(self, timeout_s: float = TICK_S) -> bool:
-        """Serve what comes in within the time. Return whether time has passed enough for the coordinator to hear of it."""
+        """Serve the requests that arrive within the timeout. Return whether a tick was due."""
         self.serve(self.server.poll(timeout_s))
-        now = self.around.clock()
+        now = self.deps.clock()
         if now < self._tick_at:
             return False
-        if self._may_judge(now):
-            self.happen(Tick())
+        if self._may_tick(now):
+            self.handle(Tick())
         self._tick_at = now + TICK_S
-        for note in self.board.notes(now) if self.board is not None else ():
-            self.around.watcher.say(note)
+        for note in self.leases.notes(now) if self.leases is not None else ():
+            self.deps.observer.say(note)
         if self.snapshots.due(self._journal_is_long(), now):
             self.snapshot(wait=False)
         return True
 
-    def _may_judge(self, now: float) -> bool:
-        """Whether the silence of workers is their own. A coordinator that was away (stopped, or its whole machine was) first listens for as
-        long as a sign of life takes to come. One that is always slow judges after that all the same."""
+    def _may_tick(self, now: float) -> bool:
+        """Whether silent workers may be removed. After a long pause of this process or machine, heartbeats must first have had the time to
+        arrive."""
         interval_s = self.coordinator.members.heartbeat_interval_s
         if self._listens_until is None and now - self._tick_at > interval_s:
             self._listens_until = now + interval_s
@@ -108,20 +108,20 @@ class CoordinatorDriver:
         self._listens_until = None
         return True
 
-    def happen(self, event: Event) -> None:
-        """Have an event handled, and carry out what comes of it."""
-        self._carry_out(self.coordinator.handle(event, self.around.clock()))
+    def handle(self, event: Event) -> None:
+        """Let the coordinator handle an event, and carry out its effects."""
+        self._carry_out(self.coordinator.handle(event, self.deps.clock()))
 
     def serve(self, requests: list[Request]) -> None:
-        if self.scribe is not None:
-            self.scribe.go_on()
-        questions, results = self.board.split(requests) if self.board is not None else (requests, [])
+        if self.journal_writer is not None:
+            self.journal_writer.resume()
+        questions, results = self.leases.split(requests) if self.leases is not None else (requests, [])
         for request in sorted(questions, key=_oldest_first):
             self._serve(request)
         for request in results:
-            assert self.board is not None
-            if self.board.take(request, request is not results[-1], self.around.clock()):
-                self.board.settle(self._carry_out)
+            assert self.leases is not None
+            if self.leases.take(request, request is not results[-1], self.deps.clock()):
+                self.leases.commit(self._carry_out)
 
     def _serve(self, request: Request) -> None:
         try:
@@ -129,53 +129,51 @@ class CoordinatorDriver:
         except BadMessage as error:
             self.server.traffic.refuse("malformed")
             return self.server.reply(request, Message({"kind": "refused", "reason": "malformed", "detail": str(error)}))
-        return self.happen(
-            RequestReceived(request, asked, request.message.frames, self.around.new_session(), request.guest, request.address)
-        )
+        return self.handle(RequestReceived(request, asked, request.message.frames, self.deps.new_session(), request.guest, request.address))
 
     # --- effects -----------------------------------------------------------------------------------
 
     def _carry_out(self, effects: list[Effect], also: Callable[[], None] | None = None) -> None:
-        """First what must survive and what others see, all together, and again where a database was gone for a moment. Then the rest."""
-        if self.scribe is not None:
-            self.scribe.take([effect for effect in effects if not isinstance(effect, (Published, Note, StopRun))])
+        """Carry out effects: first all that must survive or that others see, as one transaction where the store has them; then reports."""
+        if self.journal_writer is not None:
+            self.journal_writer.take([effect for effect in effects if not isinstance(effect, (Published, Note, StopRun))])
         elif len(effects) == 1 and isinstance(effects[0], Reply) and also is None and not self.store.transactional:
-            return self._reply(effects[0])  # most of what a crowd asks changes nothing
+            return self._reply(effects[0])  # most messages change nothing
         elif effects or also is not None:
-            self.store.carry_out(lambda: self._keep_all(effects, also))
+            self.store.carry_out(lambda: self._carry_out_all(effects, also))
         for effect in effects:
             if isinstance(effect, Published):
-                self.around.watcher.published(effect, self._replaying)
+                self.deps.observer.published(effect, self._replaying)
             elif isinstance(effect, (Note, StopRun)):
-                self.around.watcher.say(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
+                self.deps.observer.say(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
         return None
 
-    def _keep_all(self, effects: list[Effect], also: Callable[[], None] | None) -> None:
-        if self.board is not None and len(effects) > 1:
-            effects = sorted(effects, key=lambda effect: not isinstance(effect, Published))  # weights take the longest: they go first
+    def _carry_out_all(self, effects: list[Effect], also: Callable[[], None] | None) -> None:
+        if self.leases is not None and len(effects) > 1:
+            effects = sorted(effects, key=lambda effect: not isinstance(effect, Published))  # weights take the longest, so they go first
         for effect in effects:
-            self._keep(effect)
+            self._carry_out_one(effect)
         if also is not None:
             also()
-        if self.board is not None:
+        if self.leases is not None:
             self._issue(effects)
 
     def _issue(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Issue) and self.board is not None and not self._replaying:
-                self.board.issue(effect)
+            if isinstance(effect, Issue) and self.leases is not None and not self._replaying:
+                self.leases.issue(effect)
 
-    def _keep(self, effect: Effect) -> None:
+    def _carry_out_one(self, effect: Effect) -> None:
         if isinstance(effect, Reply):
             self._reply(effect)
         elif isinstance(effect, Persist):
             self._write(effect)
         elif isinstance(effect, LedgerEntry):
             self.store.ledger.append(effect.line)
-        elif isinstance(effect, Dismiss) and self.board is not None:
-            self.board.board.keep_out(effect.worker, effect.out)
-        elif isinstance(effect, Published) and self.board is not None and not self._replaying:
-            self.board.publish()
+        elif isinstance(effect, Dismiss) and self.leases is not None:
+            self.leases.database.keep_out(effect.worker, effect.out)
+        elif isinstance(effect, Published) and self.leases is not None and not self._replaying:
+            self.leases.publish()
 
     def _write(self, effect: Persist) -> None:
         self.store.journal.append(effect.record, effect.frames)
@@ -183,54 +181,54 @@ class CoordinatorDriver:
     def _reply(self, effect: Reply) -> None:
         header, frames = effect.header, tuple(effect.frames)
         if header["kind"] == "welcome":
-            header, frames = header | self.around.welcome.header, self.around.welcome.frames
+            header, frames = header | self.deps.welcome.header, self.deps.welcome.frames
         elif header["kind"] == "status":
-            frames = (self.around.status(),)
+            frames = (self.deps.status(),)
         self.server.reply(effect.caller, Message(header, frames))
 
     # --- the end -----------------------------------------------------------------------------------
 
-    def say_goodbye(self, until: float, interrupted: bool, beside: Callable[[], None]) -> None:
-        """Let every worker hear that it is over, until this time at most. Workers that lease units hear it with the weights."""
-        board = None if interrupted else self.board
-        if board is not None and not board.says_over:
-            self.store.carry_out(board.publish_last)
-        while (board.some_are_here() if board is not None else self.coordinator.members.by_name) and self.around.clock() < until:
+    def say_goodbye(self, until: float, interrupted: bool, also: Callable[[], None]) -> None:
+        """Tell all workers that the run is over, until this time at most. Workers of a lease database read it with the weights."""
+        leases = None if interrupted else self.leases
+        if leases is not None and not leases.published_end:
+            self.store.carry_out(leases.publish_last)
+        while (leases.has_workers() if leases is not None else self.coordinator.members.by_name) and self.deps.clock() < until:
             self.serve(self.server.poll(TICK_S))
-            self.happen(Tick())
-            beside()
+            self.handle(Tick())
+            also()
 
     def close(self) -> None:
-        if self.scribe is not None:
-            self.scribe.close()
+        if self.journal_writer is not None:
+            self.journal_writer.close()
         self.snapshots.close()
         self.store.journal.close()
         self.store.ledger.close()
 
-    # --- what survives -----------------------------------------------------------------------------
+    # --- durability -----------------------------------------------------------------------------
 
     def _journal_is_long(self) -> bool:
-        """Long enough to be worth a snapshot, and short enough to be replayed in a second or two."""
+        """Whether a snapshot is due. A journal of this length is replayed in a second or two."""
         journal = self.store.journal
         return journal.bytes_since_snapshot > self._long_journal or journal.records_since_snapshot > _MOST_RECORDS
 
     def snapshot(self, wait: bool = True) -> None:
-        """Keep all there is now; the journal starts over. The new journal is there first, so that no moment is without one."""
-        if self.board is not None:
-            self.board.settle(self._carry_out)
+        """Write a snapshot and begin a new journal, which is created first, so that there is always one."""
+        if self.leases is not None:
+            self.leases.commit(self._carry_out)
         self.drain()
-        captured = self.around.capture()
+        captured = self.deps.capture()
         self.snapshots.write(self.coordinator.pending(), captured.weights, captured.state)
         if wait:
             self.snapshots.finish()
 
     def drain(self) -> None:
-        """Wait until every record is written: a checkpoint holds nothing that a crash could undo."""
-        if self.scribe is not None:
-            self.scribe.drain()
+        """Wait until every record is written, so that a checkpoint holds nothing that a crash could undo."""
+        if self.journal_writer is not None:
+            self.journal_writer.drain()
 
     def recover(self, snapshot: SavedState) -> None:
-        """Become what the coordinator was when it ended, however it ended. The learner has the snapshot's weights already."""
+        """Restore the coordinator from a snapshot and the journal after it. The learner has the snapshot's weights already."""
         self.coordinator.load_state_dict(snapshot.state["coordinator"])
         self.store.ledger.cut(snapshot.state["ledger"])
         self._replaying = True
@@ -238,10 +236,10 @@ class CoordinatorDriver:
             self._carry_out(self.coordinator.replay(record, frames))
         self._replaying = False
         for remark in self.store.settle():
-            self.around.watcher.say(f"warning: {remark}")
+            self.deps.observer.say(f"warning: {remark}")
 
 
 def _oldest_first(request: Request) -> int:
-    """Of what is there at once, what was computed on the oldest weights goes first: the longer it waits, the less it is worth."""
+    """Sort key: of several requests, contributions with the oldest base go first, as they lose weight with every version."""
     base = request.message.header.get("base")
     return base if isinstance(base, int) else -1

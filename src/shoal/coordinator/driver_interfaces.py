@@ -1,4 +1,4 @@
-"""What the driver asks of the world: a place where things survive, a door that workers come through, and somebody who watches."""
+"""Interfaces of the driver's collaborators: store, server, lease database, observer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class SavedState(Protocol):
-    """A checkpoint or a snapshot, wherever it is."""
+    """A checkpoint or a snapshot."""
 
     @property
     def path(self) -> PurePath: ...
@@ -36,7 +36,7 @@ class Journal(Protocol):
     def bytes_since_snapshot(self) -> int: ...
     @property
     def open(self) -> bool:
-        """Whether records can be appended, or a new journal must begin first."""
+        """Whether records can be appended; otherwise a new journal must begin first."""
         ...
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int: ...
@@ -46,20 +46,20 @@ class Journal(Protocol):
 
 
 class Ledger(Protocol):
-    """What entered which version."""
+    """Which contributions entered which version."""
 
     @property
     def length(self) -> int: ...
     def append(self, line: dict[str, Any]) -> None: ...
     def cut(self, length: int) -> None:
-        """Go back to the length that a snapshot knows of: the records since then are taken again."""
+        """Go back to the length at a snapshot; the records since then are replayed."""
         ...
 
     def close(self) -> None: ...
 
 
 class Snapshots(Protocol):
-    """Everything, now and then."""
+    """Snapshots of learner and coordinator."""
 
     def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], Any]: ...
     def all(self) -> Sequence[Any]: ...
@@ -67,7 +67,7 @@ class Snapshots(Protocol):
 
 
 class CoordinatorStore(Protocol):
-    """Where a coordinator keeps what must survive it."""
+    """Durable storage of a coordinator."""
 
     @property
     def journal(self) -> Journal: ...
@@ -77,30 +77,30 @@ class CoordinatorStore(Protocol):
     def snapshots(self) -> Snapshots: ...
     @property
     def receipt_key(self) -> bytes:
-        """What the coordinator seals receipts with; empty where it cannot keep a key."""
+        """Key of the receipts' seal; empty where the store cannot keep one."""
         ...
 
     @property
     def transactional(self) -> bool:
-        """Whether what belongs together is one transaction. Files are written in order instead, and may be written beside the work."""
+        """Whether the effects of an event are one transaction. Files are written in order instead, possibly in a thread."""
         ...
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
-        """Do it: whole or not at all where the store can do that, and again if the store was gone for a moment."""
+        """Do the work as one transaction where the store has them, and again if the connection was lost."""
         ...
 
     def settle(self) -> list[str]:
-        """Every record since the snapshot was taken again. Return what people should know of what was read. Raises ShoalError where what is
-        kept does not fit together."""
+        """End the replay of the records since the snapshot. Return warnings for the user. Raises ShoalError where ledger and journal do not
+        fit together."""
         ...
 
     def forget(self) -> None:
-        """A snapshot is whole: journals that none needs any more can go."""
+        """Drop old journals, now that a snapshot is complete."""
         ...
 
 
 class TrafficCounts(Protocol):
-    """What went through the door, and what was turned away."""
+    """Traffic of a server, and refused requests by reason."""
 
     received_bytes: int
     sent_bytes: int
@@ -110,12 +110,12 @@ class TrafficCounts(Protocol):
 
 
 class RequestServer(Protocol):
-    """The door that workers come through."""
+    """Receives requests of workers, and sends replies."""
 
     @property
     def traffic(self) -> TrafficCounts: ...
     def poll(self, timeout_s: float) -> list[Request]:
-        """Requests that wait, as soon as there are some; none after the timeout, or when woken."""
+        """Waiting requests, as soon as there are some; empty after the timeout or `wake`."""
         ...
 
     def reply(self, request: Request, message: Message) -> None: ...
@@ -127,16 +127,16 @@ class RequestServer(Protocol):
 
 
 class LeaseDatabase(RequestServer, Protocol):
-    """A server that also keeps leases of units. What it passes on of them stays there until it is consumed."""
+    """A server in a database that also keeps the leases of units. A result stays in the database until it is consumed."""
 
     def is_from_leases(self, request: Request) -> bool: ...
     def consume(self, request: Request) -> None: ...
     def iteration(self) -> int | None:
-        """The version that units are on offer for, if any ever were."""
+        """The version that units are on offer for; None: none was ever offered."""
         ...
 
     def has_open_units(self) -> bool:
-        """Whether there is a unit that a worker does, or may do."""
+        """Whether there is a unit that is leased or can be."""
         ...
 
     def issue(
@@ -144,20 +144,20 @@ class LeaseDatabase(RequestServer, Protocol):
     ) -> None: ...
     def publish(self, version: int, kind: str, header: dict[str, Any], frames: Frames) -> None: ...
     def notes(self) -> list[str]:
-        """What people should know of those who lease units; each is told once."""
+        """New notes for the user about workers that lease units."""
         ...
 
     def workers(self) -> list[dict[str, Any]]: ...
     def keep_out(self, worker: str, out: bool) -> None:
-        """Lend no more units to a worker of this name, or do so again."""
+        """Lease no more units to a worker of this name, or do so again."""
         ...
 
 
 class RunObserver(Protocol):
-    """Somebody who records what happens."""
+    """Records what happens in a run."""
 
     def published(self, version: Published, replaying: bool) -> None:
-        """There is a new version; `replaying`: it was there before a crash, too."""
+        """There is a new version; `replaying`: it existed before a crash, too."""
         ...
 
     def say(self, text: str) -> None: ...

@@ -1,4 +1,4 @@
-"""What the coordinator wants done. It does nothing itself: the driver carries these out, in order."""
+"""Effects: what `Coordinator.handle` wants done. The driver carries them out in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Frames = Sequence[bytes | memoryview]
 
 
 class Reply(NamedTuple):
-    """Answer a caller."""
+    """Reply to a caller."""
 
     caller: Any
     header: dict[str, Any]
@@ -17,7 +17,7 @@ class Reply(NamedTuple):
 
 
 class Persist(NamedTuple):
-    """Keep a record, so that it survives, before anything that follows is done."""
+    """Write a record to the journal before the effects that follow are carried out."""
 
     record: dict[str, Any]
     frames: Frames = ()
@@ -40,27 +40,27 @@ class Published(NamedTuple):
 
 
 class Issue(NamedTuple):
-    """Offer these units, by number, for this version, where a database keeps the leases. Units of an older version are cancelled."""
+    """Offer these units, by number, for this version in the database that keeps the leases. It cancels units of older versions."""
 
     version: int
     units: Sequence[int]
 
 
 class Dismiss(NamedTuple):
-    """Keep a worker out, or let it in again, where a database lets workers in."""
+    """Keep a worker out, or let it in again, in the database that keeps the leases."""
 
     worker: str
     out: bool
 
 
 class Note(NamedTuple):
-    """Say this to people."""
+    """Show a text to the user."""
 
     text: str
 
 
 class StopRun(NamedTuple):
-    """The run cannot go on."""
+    """End the run: it cannot go on."""
 
     reason: str
 

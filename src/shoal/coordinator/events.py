@@ -9,31 +9,31 @@ from shoal.protocol.messages import Asked, FromLeases
 
 
 class RequestReceived(NamedTuple):
-    """A worker asks something."""
+    """A worker sent a request."""
 
     caller: Any
-    """Whom to answer; only the transport knows what is in it."""
+    """Whom to reply to; opaque to the coordinator."""
     asked: Asked
     frames: Frames = ()
     session: str = ""
-    """A word that nobody can guess: for a worker that joins, what it has to sign, and then its session."""
+    """An unguessable string: for a worker that joins, the nonce to sign and then its session."""
     guest: str = ""
-    """Whose invitation let the worker in; empty: the run's own token."""
+    """Person on whose invitation the worker connected; empty: it has the run's own token."""
     address: str = ""
-    """Where the worker is, as far as the transport can tell."""
+    """Network address of the worker; empty: the transport does not know it."""
 
 
 class LeaseResult(NamedTuple):
-    """The database that keeps the leases passes on what came of a unit."""
+    """The database that keeps the leases delivers the result of a unit."""
 
     asked: FromLeases
     frames: Frames = ()
     more: bool = False
-    """Whether other results follow at once: then no round closes before they are in it."""
+    """Whether other results follow at once: no round closes before they are in it."""
 
 
 class UnusableResult(NamedTuple):
-    """What was handed in for a unit, at the database that keeps the leases, cannot be read."""
+    """The result of a unit in the database that keeps the leases cannot be read."""
 
     epoch: int
     start: int
@@ -41,23 +41,23 @@ class UnusableResult(NamedTuple):
 
 
 class WorkerExited(NamedTuple):
-    """The launcher saw this worker's process exit. No round waits for the worker until it comes back."""
+    """The launcher saw this worker's process exit: no round waits for it until it joins again."""
 
     name: str
 
 
 class ServingStarted(NamedTuple):
-    """The coordinator begins to serve, for the first time or after a break."""
+    """The coordinator begins to serve, for the first time or after a restart."""
 
 
 class Interrupted(NamedTuple):
-    """The run is to end before its time. Open rounds stay open, for a run that goes on later."""
+    """The run ends early. Open rounds stay open, for a run that is resumed later."""
 
     reason: str
 
 
 class RunConcluded(NamedTuple):
-    """The run is over: contributions in rounds that will not close are written off, by name."""
+    """The run is over: the ledger names the contributions of rounds that will not close."""
 
 
 class Tick(NamedTuple):
@@ -65,29 +65,29 @@ class Tick(NamedTuple):
 
 
 class UpstreamState(NamedTuple):
-    """What a relay was told by the coordinator that it is a worker of."""
+    """State of a relay as a worker of the coordinator above."""
 
     name: str
-    """Its name there."""
+    """The relay's name there."""
     version: int
-    """The version there that its weights are."""
+    """The version there of the relay's weights."""
     step: float
     inner_steps: int
-    """Steps that a worker takes alone; 0: it takes none."""
+    """Inner steps that a worker takes; 0: none."""
     seq: int
-    """The number of the relay's next contribution."""
+    """Number of the relay's next contribution."""
     begun_at: int
     """Batches of the relay's seat that were learned from before this relay began."""
 
 
 class UpstreamAnswered(NamedTuple):
-    """A relay was sent new weights, in answer to what it passed on."""
+    """The coordinator above answered a relay's contribution with new weights."""
 
     upstream: UpstreamState
     status: str
-    """What became of its contribution."""
+    """Status of the contribution."""
     frames: Frames
-    """The new weights, whole, and the statistics beside them."""
+    """The complete new weights, and the buffers."""
     done: bool
     """Whether the run is over."""
 

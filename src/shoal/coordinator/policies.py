@@ -1,21 +1,21 @@
-"""The coordinator's share of a strategy: whose contribution is too late, and when a round of them becomes new weights.
+"""The coordinator's part of a strategy: which contributions are too late, and when a round becomes new weights.
 
 A strategy's other policies are the worker's (`worker/policies.py`) and the learner's (`engines/learners/apply.py`); what the coordinator
-must know of those is in `ContributionPolicy`. Nobody asks which class a policy is: whatever differs between strategies is a method.
+must know of those is in `ContributionPolicy`. Strategies differ by methods, never by checks of a policy's class.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal.coordinator.rounds.open_rounds import Round
 from shoal.updates import staleness
 
 
 class ContributionPolicy(Protocol):
-    """What workers send, as far as the coordinator must know it."""
+    """What the coordinator must know of the contributions that workers send."""
 
     @property
     def inner_steps(self) -> int:
@@ -24,7 +24,7 @@ class ContributionPolicy(Protocol):
 
     @property
     def own_steps(self) -> bool:
-        """Whether a worker also steps its own weights between pulls: then it knows the versions that it made itself."""
+        """Whether a worker also steps its own weights between pulls, so that versions it made itself do not count as lag."""
         ...
 
     @property
@@ -43,25 +43,7 @@ class ContributionPolicy(Protocol):
         ...
 
 
-class OpenRound(Protocol):
-    """A round that contributions are still coming in for."""
-
-    opened_at: float | None
-    """When the first one came, or the round before it closed."""
-    quorum_at: float | None
-    """When it had enough contributions to close without the others."""
-    present: int
-    """Active workers that have sent."""
-
-    @property
-    def held(self) -> Sized: ...
-    @property
-    def workers(self) -> int:
-        """How many different workers have sent."""
-        ...
-
-
-# --- admission: who is too late ---------------------------------------------------------------------------
+# --- admission: what is too late ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,11 +51,11 @@ class Everything:
     """Every contribution that its round can still take counts in full."""
 
     def share(self, lag: int, speed: float) -> float:
-        """What a contribution counts that lags so many versions, from a worker of this speed against the median; 0: it is too late."""
+        """Weight factor of a contribution by its lag and its worker's speed over the median; 0: it is too late."""
         return 1.0
 
     def most_lag(self, speed: float) -> float:
-        """Versions that a worker of this speed may lag. It tells workers whether they may compute while they send."""
+        """Largest lag of a worker of this speed. Workers need it to decide whether to compute while they send."""
         return math.inf
 
 
@@ -109,25 +91,26 @@ MOST_OF_ONE = 4
 
 @dataclass(frozen=True)
 class Every:
-    """A round closes when so many contributions are in. All of them count; to a rule that compares, those of one worker are one."""
+    """A round closes after a number of contributions. All of them count; for a rule that compares workers, those of one worker are
+    averaged."""
 
     contributions: int = 1
     different: bool = False
-    """Whether the contributions must come from so many different workers, or all that are here: a rule compares what they sent."""
+    """Whether the contributions must come from that many different workers, or from all that are here, as a rule compares them."""
     window: int = 0
     """Rounds that may be open at once; 0: workers wait for no round."""
     deadline_s: float = 0.0
-    """After this time a round closes without those who are missing."""
+    """After this time a round closes without the missing workers."""
     waits_for_all: bool = False
     """Whether a round waits for every active worker."""
 
     @property
     def closes_early(self) -> bool:
-        """Whether a round may close before all have sent, so that a worker that comes in the middle is asked for fewer steps."""
+        """Whether a round may close before all have sent, so that a worker that joins in the middle takes fewer steps."""
         return False
 
     def expected_contributions(self, expected: int) -> int:
-        """Contributions that an update is expected to be made of, with so many workers."""
+        """Contributions of an expected update, with the expected number of workers."""
         return self.contributions
 
     def first_workers(self, expected: int) -> int:
@@ -135,11 +118,11 @@ class Every:
         return min(expected, self.contributions)
 
     def round_for(self, asked: int, version: int) -> int:
-        """The round that a contribution goes into which was sent for round `asked`."""
+        """The round for a contribution that was sent for round `asked`."""
         return version
 
     def problem(self, asked: int, version: int) -> str:
-        """Why a contribution for this round cannot be taken, in a word; empty: it can."""
+        """The status with which a contribution for this round is rejected; empty: it is not."""
         return ""
 
     def may_send_next(self, sent: int, version: int) -> bool:
@@ -148,13 +131,13 @@ class Every:
 
     @property
     def most_of_one(self) -> int:
-        """Contributions of one worker that a round takes. With so many in it, the worker waits until the round closes: what it computes on
-        the same weights teaches less and less, and a round that waits for others must not fill the memory."""
+        """Contributions of one worker that a round takes. Then the worker waits until the round closes: more contributions on the same
+        weights help less and less, and a round that waits for others must not fill the memory."""
         return MOST_OF_ONE if self.different or self.waits_for_all else self.contributions
 
-    def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
-        """Whether the round closes now. `needed`: workers without whose contributions the aggregation rule cannot work; `no_more`: no unit
-        of the data is left to come in."""
+    def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
+        """Whether the round closes now. `needed`: different workers that the aggregation rule needs; `no_more`: no unit of the data is left
+        to come in."""
         if self.different:
             return there.workers >= max(needed, min(self.contributions, max(1, active)))
         return len(there.held) >= self.contributions and there.workers >= needed
@@ -162,12 +145,12 @@ class Every:
 
 @dataclass(frozen=True)
 class UnitQuorum(Every):
-    """A round closes when so many units of the data have come in, or no unit is left. A worker may do any number of them."""
+    """A round closes after a number of units, or when no unit is left. A worker may do any number of them."""
 
     def first_workers(self, expected: int) -> int:
         return 1
 
-    def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
+    def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
         return (len(there.held) >= self.contributions or no_more) and there.workers >= needed
 
 
@@ -179,7 +162,7 @@ class Barrier(Every):
     """1 is a strict barrier."""
     waits_for_all: bool = True
     quorum: int | None = None
-    """Contributions with which a round may close earlier; None: all are waited for."""
+    """Contributions with which a round may close earlier; None: it waits for all workers."""
     grace_s: float = 0.0
     """How long a round stays open with its quorum."""
     late_count: bool = False
@@ -206,14 +189,14 @@ class Barrier(Every):
     def may_send_next(self, sent: int, version: int) -> bool:
         return sent + 1 < version + self.window
 
-    def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
+    def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
         if there.workers < needed:
             return False  # several contributions of one worker do not make several workers
         assert there.opened_at is not None
         return now >= there.opened_at + self.deadline_s or there.present == active or self._has_quorum(there, active, now)
 
-    def _has_quorum(self, there: OpenRound, active: int, now: float) -> bool:
-        """Are enough there, and have the others had their time?"""
+    def _has_quorum(self, there: Round, active: int, now: float) -> bool:
+        """Whether the quorum is there, and the others had their grace period."""
         if self.quorum is None or len(there.held) < min(self.quorum, max(1, active)):
             return False
         there.quorum_at = now if there.quorum_at is None else there.quorum_at
@@ -221,7 +204,7 @@ class Barrier(Every):
 
 
 class CoordinatorPolicies(Protocol):
-    """What the coordinator reads of a strategy."""
+    """The policies of a strategy that the coordinator reads."""
 
     @property
     def contribution(self) -> ContributionPolicy: ...

@@ -18,55 +18,55 @@ from shoal.updates.fragments import Span
 
 
 class Learner(Protocol):
-    """The weights, and what moves them."""
+    """Holds the weights and applies updates to them."""
 
     @property
     def vector(self) -> Tensor: ...
     @property
     def buffers(self) -> Tensor:
-        """Statistics that travel beside the weights."""
+        """Buffers that are sent along with the weights."""
         ...
 
     def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
-        """Move the weights by a share of the update, as at this step of the schedule. It is for reading: it may lie in a frame."""
+        """Apply a share of the update at this step of the schedule. The update is read-only: it may lie in a frame."""
         ...
 
 
 class RolloutLearner(Protocol):
-    """What workers send, where that is no update of the weights: what can be used of it, and how the weights move by it.
+    """Handler for contributions that are rollouts instead of updates.
 
-    A unit is named by the number of its first sample and by how many there are.
+    A unit is given by the number of its first sample and its number of samples.
     """
 
     def lease(self, first: int, samples: int) -> dict[str, Any]:
-        """What a worker is told with a unit."""
+        """Fields of a unit's lease."""
         ...
 
     def read(self, frames: Frames, first: int, samples: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
-        """What came of a unit that was leased with the version `base`. Raises UpdateError, and InexactAnswers where it was not computed as
-        it should have been. `worker`: who sent it now; empty: it was taken before, and is read again."""
+        """Decode the result of a unit that was leased with version `base`. Raises UpdateError, and InexactAnswers where it was not computed
+        as it should have been. `worker`: its sender; empty: a record is replayed."""
         ...
 
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
-        """Make the next version. Each unit: its first sample, how many, and what `read` gave for it."""
+        """Make the next version. Each unit: first sample, number of samples, and the two tensors that `read` returned."""
         ...
 
 
 class MemberLimits(NamedTuple):
-    """What workers may ask of the coordinator."""
+    """Limits on workers."""
 
     joins_per_minute: int = 600
-    """Workers that may come for the first time."""
+    """Workers that may join for the first time, per minute."""
     failures: int = 5
     """Units in a row that a worker may fail while others manage theirs."""
     quarantine_s: float = 600.0
-    """How long it is then kept out."""
+    """How long such a worker is kept out."""
     devices: int = 64
-    """Devices that a worker may be made of. Each takes batches of its own, and counts."""
+    """Devices that one worker may have, each with its own batches."""
     sessions: int = 10_000
-    """Workers that may be here at a time."""
+    """Workers at a time."""
     guests: Mapping[str, int] = MappingProxyType({})
-    """Workers that may be here at a time on the invitation of each person."""
+    """Workers at a time on each person's invitation."""
 
 
 class DataTask(NamedTuple):
@@ -75,15 +75,15 @@ class DataTask(NamedTuple):
     id: str
     first: int
     end: int
-    """The batches of an epoch that it has, from the first up to, not including, the end."""
+    """Its batches of an epoch: from `first` up to, not including, `end`."""
     work: float = 1.0
-    """What a batch of it takes, in the units of the workers' speeds."""
+    """Work of one batch, in the units of the workers' speeds."""
     memory_gb: float = 0.0
     priority: float = 1.0
 
 
 class DeclaredResources(NamedTuple):
-    """What the settings say of a worker."""
+    """Resources of a worker as the configuration declares them."""
 
     speed: float | None = None
     memory_gb: float | None = None
@@ -91,21 +91,21 @@ class DeclaredResources(NamedTuple):
 
 
 class TaskPlan(NamedTuple):
-    """How the data is cut into tasks, and who may have them."""
+    """How the data is cut into tasks, and how they are matched with workers."""
 
     tasks: tuple[DataTask, ...]
     epochs: int | None
-    """None: as many as it takes."""
+    """None: as many as the run needs."""
     grain: int
-    """Batches of a contribution. Tasks begin and end at multiples of it."""
+    """Batches per contribution. Tasks begin and end at multiples of it."""
     match: Matching
     claims: Mapping[str, DeclaredResources]
     megabits: float = 0.0
-    """What travels for a contribution, both ways."""
+    """Traffic of a contribution, both ways."""
 
 
 class RelayPlace(NamedTuple):
-    """Where a relay stands at the coordinator that it is a worker of."""
+    """A relay's seat at the coordinator above."""
 
     seat: int
     shards: int
@@ -114,68 +114,68 @@ class RelayPlace(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """The run, as far as the coordinator must know it."""
+    """What the coordinator must know of the run."""
 
     updates: Updates
     seed: int
     expected: int
     """Workers that the first round waits for."""
     needed: int
-    """Contributions without which the aggregation rule cannot work."""
+    """Contributions that the aggregation rule needs at least."""
     total_steps: int
     total_batches: int | None
-    """Batches to learn from; None: the steps count."""
+    """Batches to learn from; None: the run ends after `total_steps`."""
     batches_per_step: int
-    """Batches that an update is expected to be made of; it is what one step of the schedule is worth."""
+    """Batches of an expected update: one step of the schedule."""
     heartbeat_interval_s: float
     telemetry_alpha: float
     cut: DataCut | None = None
-    """How the data is cut into units, where they are leased."""
+    """How the data is cut into units; None: it is not leased."""
     lease_s: float = 0.0
-    """How long a worker may take for a unit without a sign of life before others may have it."""
+    """How long a worker may hold a unit without a heartbeat."""
     attempts: int = 1
-    """How often a unit is tried before it is given up."""
+    """Failed attempts after which a unit is given up."""
     leased_elsewhere: bool = False
-    """Whether a database keeps the leases, and the coordinator hears of their results."""
+    """Whether a database keeps the leases."""
     worker_steps: int = 0
-    """Steps of one worker in the whole run, where it takes many alone between contributions."""
+    """Inner steps of one worker in the whole run, where it takes several between contributions."""
     spans: tuple[Span, ...] = ()
-    """The parts of the weights that rounds take in turn; none: every round moves all of them."""
+    """Fragments of the weights that rounds move in turn; empty: every round moves all weights."""
     experts: ExpertBlocks | None = None
-    """Where the experts of a mixture lie; None: the model is none."""
+    """Positions of a mixture's experts; None: the model has none."""
     episodes: EpisodeRows | None = None
-    """Where the episodes of a memory lie in what workers tell beside their updates; None: there is no memory."""
+    """Positions of an episodic memory in the buffers; None: the model has none."""
     receipt_key: bytes = b""
-    """What receipts are sealed with (`seals.py`); empty: they are not."""
+    """Key of the receipts' seal (`receipt_seal.py`); empty: receipts have none."""
     owner_key: str = ""
-    """The public half of the owner's key: orders that it proves are obeyed. Empty: nobody gives orders here."""
+    """Public key of the owner, for `owner_commands.py`; empty: commands are refused."""
     figures: tuple[str, ...] = ("loss",)
-    """Names of figures that the run's own task tells: these are recorded whatever else workers tell."""
+    """Metrics of the run's own task, which are always recorded."""
     samples_per_batch: int | None = None
-    """None: what workers say of their samples is not checked."""
+    """None: the samples that workers report are not checked."""
     samples_per_epoch: int | None = None
     weight_per_sample: float = 1.0
-    """What a sample can count at most: its tokens, or 1."""
+    """Largest weight of a sample: its tokens, or 1."""
     batches_per_shard: int | None = None
     """None: the data is a stream."""
     bounds: MemberLimits = MemberLimits()
     tasks: TaskPlan | None = None
-    """How the data is cut into tasks, where a scheduler gives them out."""
+    """Tasks of a scheduler; None: the run has none."""
     listed: Mapping[str, str] = MappingProxyType({})
-    """Workers that the settings name, and where they are, as far as the settings say it."""
+    """Workers that the configuration names, and their hosts, if it says so."""
     above: RelayPlace | None = None
-    """For a relay: its place at the coordinator that it is a worker of."""
+    """For a relay: its seat at the coordinator above."""
     most_lag: int = 0
-    """Versions that may be made while a worker has a unit."""
+    """Versions that may be made while a worker computes a unit."""
     rollouts: RolloutLearner | None = None
-    """Where what workers send is no update of the weights."""
+    """Handler for contributions that are rollouts; None in ordinary runs."""
 
     def data_seat(self, seat: int) -> int:
-        """The seat at the data of a whole tree: a relay's workers divide what its own seat has."""
+        """The seat among those of all relays: a relay's workers divide the data of its own seat."""
         if self.above is None or seat < 0:
             return seat
         return self.above.seat * self.expected + seat % self.expected + seat // self.expected * self.above.shards * self.expected
 
     def span(self, number: int) -> Span | None:
-        """The part of the weights that a round moves; None: all of them."""
+        """The fragment of the weights that a round moves; None: all weights."""
         return self.spans[number % len(self.spans)] if self.spans else None

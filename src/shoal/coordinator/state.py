@@ -15,7 +15,7 @@ from shoal.protocol.messages import Contribute, Delivered
 from shoal.updates.expert_subsets import ExpertIds
 
 Key = tuple[str, int]
-"""A worker, and the number of one of its contributions."""
+"""A worker's name, and the number of one of its contributions."""
 
 
 class TaskPiece(NamedTuple):
@@ -26,7 +26,7 @@ class TaskPiece(NamedTuple):
     first: int
     end: int
     holder: str = ""
-    """The worker that was given it last."""
+    """The worker that has or had it last."""
 
 
 class HeldReply(NamedTuple):
@@ -43,49 +43,49 @@ class HeldReply(NamedTuple):
 
 @dataclass
 class State:
-    """What survives: a snapshot holds it, and records move it on."""
+    """State that snapshots hold and records change."""
 
     version: int = 0
     batches: int = 0
     samples: int = 0
     sequences: dict[str, int] = field(default_factory=dict)
+    """By worker: number of its last accepted contribution."""
     digests: dict[str, str] = field(default_factory=dict)
-    """By worker, of its newest contribution: what its receipt is sealed over."""
-    """The last number taken from each worker."""
+    """By worker: digest of that contribution, which the seal of its receipt covers."""
     positions: dict[str, list[int]] = field(default_factory=dict)
-    """Epoch and batch at which each seat goes on."""
+    """By seat: epoch and batch of its next contribution."""
     seats: dict[str, int] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
-    """The key that each name belongs to. A name of a run from before there were keys belongs to the first that brings it."""
+    """By name: the key that it belongs to."""
     made: dict[str, list[int]] = field(default_factory=dict)
-    """Versions that a worker's own contributions went into since the weights it last pulled, where it steps its own weights."""
+    """By worker that steps its own weights: versions that its contributions went into since its last pull."""
     contributions: dict[str, int] = field(default_factory=dict)
-    """How many, by what became of them. Those that were turned away are no records: a crash forgets the ones since the last snapshot."""
+    """Contributions by outcome. Rejections are no records: a crash forgets those since the last snapshot."""
 
     pieces: dict[int, TaskPiece] = field(default_factory=dict)
-    """By seat: what is being done of the tasks, where a scheduler gives them out."""
+    """By seat: the pieces of tasks that are being done, in runs with a scheduler."""
     next_piece: int = 0
     epochs: int = 0
-    """Epochs whose tasks are, or were, given out."""
+    """Epochs whose tasks can be, or were, assigned."""
     paused: bool = False
-    """Whether the owner holds the run up: no round closes, and no unit is lent."""
+    """Whether the owner paused the run: no round closes, and no unit is leased."""
     evicted: dict[str, str] = field(default_factory=dict)
-    """Workers that the owner keeps out, by name, each with its key."""
+    """By name: key of a worker that the owner keeps out."""
     seen: dict[str, list[int]] = field(default_factory=dict)
-    """Number, seat, epoch and batch that each worker was seen to send, where much of it was turned away since its last accepted one."""
+    """By worker with many rejections since its last accepted contribution: number, seat, epoch and batch of the last one."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Units in a row that each worker could not do."""
+    """By worker: units in a row that it failed."""
     quarantined: dict[str, str] = field(default_factory=dict)
-    """Workers that failed what others manage, and whose invitation each came on; the first to be let in again comes first."""
+    """By worker in quarantine: the person on whose invitation it joined. The first to be let in again comes first."""
     upstream: dict[str, Any] = field(default_factory=dict)
-    """What a relay was last told by the coordinator that it is a worker of (`UpstreamState`)."""
+    """Fields of a relay's `UpstreamState`."""
 
     def piece_is_done(self, number: int) -> bool:
         gone = self.positions.get(str(number))
         return gone is not None and gone[1] >= self.pieces[number].end
 
     def open_epoch(self, epoch: int, pieces: Sequence[Sequence[int]]) -> None:
-        """Let the tasks of an epoch be given out. Pieces that are done are forgotten: there may be any number of epochs."""
+        """Add the pieces of an epoch. Pieces that are done are forgotten: the number of epochs is unbounded."""
         for number in [number for number in self.pieces if self.piece_is_done(number)]:
             del self.pieces[number], self.positions[str(number)]
         for task, first, end in pieces:
@@ -97,7 +97,7 @@ class State:
         self.next_piece += 1
 
     def cut_piece(self, number: int, at: int) -> None:
-        """Let what a piece has from a batch on be a piece of its own."""
+        """Split a piece before the batch `at`."""
         piece = self.pieces[number]
         self.pieces[number] = piece._replace(end=at)
         self.add_piece(piece._replace(first=at, holder=""))
@@ -118,7 +118,7 @@ class HeldContribution:
 
     @property
     def line(self) -> list[Any]:
-        """What the ledger will say of it. It is asked for twice, and made once."""
+        """Its values in the ledger, cached as they are needed twice."""
         if self._line is None:
             self._line = ledger_line(self.record)
         return self._line
@@ -129,20 +129,20 @@ class HeldContribution:
 
     @property
     def experts(self) -> ExpertIds:
-        """The experts of a mixture that it is of; none: all of them."""
+        """Experts of a mixture that it holds; empty: all of them."""
         return tuple(self.record.get("experts", ()))
 
 
-_TOLD = itemgetter("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")
+_LEDGER_FIELDS = itemgetter("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
-    """What a round knows a contribution by: its worker, who may have several in it, and its number."""
+    """The key of a contribution in its round, which may hold several of one worker."""
     return record["worker"], record["seq"]
 
 
 def unit_record(asked: Delivered, unit: int, share: float, number: int, experts: ExpertIds = ()) -> dict[str, Any]:
-    """The record of what was learned from a unit. All units are one seat's: each is done once, whichever worker does it."""
+    """The record of a unit's result. All units belong to seat 0: each is done once, by any worker."""
     return {
         "kind": "accepted",
         "unit": unit,
@@ -159,7 +159,7 @@ def unit_record(asked: Delivered, unit: int, share: float, number: int, experts:
 def accepted_record(
     worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: ExpertIds = ()
 ) -> dict[str, Any]:
-    """The record of a contribution."""
+    """The record of an accepted contribution."""
     return {
         "kind": "accepted",
         "worker": worker,
@@ -180,14 +180,14 @@ def accepted_record(
 
 
 def ledger_line(record: dict[str, Any]) -> list[Any]:
-    """A contribution in the ledger: worker, number, base, share, samples, which batches of which seat, and the experts that it is of, where
-    its worker does not hold all of them."""
-    line = list(_TOLD(record))
+    """The values of a contribution in the ledger: worker, number, base, share, samples, seat, epoch, position, batches, and the experts
+    if its worker does not hold all."""
+    line = list(_LEDGER_FIELDS(record))
     return [*line, list(record["experts"])] if record.get("experts") else line
 
 
 def mean_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The weighted mean of each figure, over those who sent it."""
+    """The weighted mean of each metric, over the records that have it."""
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     for record in records:

@@ -128,12 +128,12 @@ class CoordinatorLoop(RecordedLoop):
         around = DriverDeps(
             server=storage.server,
             store=storage.store,
-            watcher=self,
+            observer=self,
             welcome=welcome,
             capture=lambda: SnapshotContent(self.engine.weights(), self.state_dict()),
             clock=time.monotonic,
             new_session=lambda: secrets.token_hex(16),
-            board=storage.board,
+            database=storage.board,
             status=lambda: self.status.as_json(),
         )
         return CoordinatorDriver(self.coordinator, around)
@@ -146,7 +146,7 @@ class CoordinatorLoop(RecordedLoop):
 
     def report_exit(self, name: str) -> None:
         """The launcher saw this worker's process exit."""
-        self.driver.happen(WorkerExited(name))
+        self.driver.handle(WorkerExited(name))
 
     def _work(self) -> None:
         try:
@@ -170,7 +170,7 @@ class CoordinatorLoop(RecordedLoop):
         self.status.update("ending")  # workers may leave before the next tick
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)
-        self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
+        self.driver.handle(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
         interrupted = recorder.stopping == INTERRUPTED
         self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self._tick)
         self._finish_evaluation()

@@ -73,7 +73,7 @@ class Relay:
         if answered.status not in ("accepted", "finished"):
             self.tell(f"warning: the coordinator above did not take a round of this relay: {answered.status}")
         upstream = self._upstream(self.coordinator.state.upstream["begun_at"])
-        self.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
+        self.driver.handle(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
 
     def _upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber

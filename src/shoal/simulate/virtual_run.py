@@ -101,7 +101,7 @@ class VirtualRun:
         around = DriverDeps(
             server=CallbackServer(),
             store=self.store,
-            watcher=self,
+            observer=self,
             welcome=Message({"size": round(self.scenario.teaching.scale * self.scenario.learner.vector.numel())}),
             capture=lambda: SnapshotContent({}, {}),
             clock=lambda: self.timeline.now,
@@ -168,7 +168,7 @@ class VirtualRun:
         for name in list(self._since):
             self._leave(name, ended)
         if coordinator.finished:
-            self.driver.happen(RunConcluded())
+            self.driver.handle(RunConcluded())
         report.hours, report.finished = ended / 3600, coordinator.finished
         report.handled = self._judged() - self._handled_before
         report.versions, report.samples = coordinator.state.version, coordinator.state.samples
@@ -300,7 +300,7 @@ class VirtualRun:
 
     def _handle(self, called: RequestReceived, stands_for: int = 1) -> None:
         began = time.thread_time()
-        self.driver.happen(called)
+        self.driver.handle(called)
         self.report.coordinator_s += stands_for * (time.thread_time() - began)
         self._stop_at_end()
 
@@ -322,7 +322,7 @@ class VirtualRun:
             self.report.heartbeats += 1
             called = RequestReceived(worker.hear_pulse, worker.protocol.heartbeat(worker.doing, EMPTY))
             if self.report.heartbeats % _TIMED_BEATS:
-                self.driver.happen(called)
+                self.driver.handle(called)
             else:
                 self._handle(called, _TIMED_BEATS)
         self.pulse(worker)

@@ -1,5 +1,5 @@
-"""One coordinator at a time is at work in a folder, and one process in that of a run. The system gives the lock back when the process ends,
-however it ends."""
+"""Lock on a folder: one coordinator per coordinator folder, one process per run folder. The operating system releases the lock when the
+process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ except ImportError:  # Windows
 
 _NAME = "lock"
 _held_here: set[Path] = set()
-"""The folders whose locks this process has. It may look into one of them a second time."""
+"""Lock files that this process holds, since it may test one of them itself."""
 
 
 class FolderLock:
@@ -25,7 +25,7 @@ class FolderLock:
         self._path, self._file = (folder / _NAME).absolute(), None  # type: tuple[Path, IO[bytes] | None]
 
     def take(self) -> None:
-        """Hold it until `release`. Raises ShoalError where another has it."""
+        """Hold the lock until `release`. Raises ShoalError where another process has it."""
         if self._file is None:
             try:
                 file = self._path.open("ab")
@@ -45,12 +45,12 @@ class FolderLock:
 
 
 def is_held_elsewhere(folder: Path) -> bool:
-    """Whether another process is at work in a folder on this machine."""
+    """Whether another process on this machine holds the lock of a folder."""
     return (folder / _NAME).absolute() not in _held_here and is_held(folder)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a coordinator is at work in a folder on this machine."""
+    """Whether a process on this machine holds the lock of a folder."""
     try:
         with (folder / _NAME).open("ab") as file:
             return not _try(file)
@@ -59,7 +59,7 @@ def is_held(folder: Path) -> bool:
 
 
 def was_held(folder: Path) -> bool:
-    """Whether somebody was at work in a folder, and is not any more. Where the file system has no locks, nobody can tell."""
+    """Whether the lock of a folder was held and is free now. False where the file system has no locks."""
     try:
         with (folder / _NAME).open("r+b") as file:
             return _try(file, without_locks=False)
@@ -68,7 +68,7 @@ def was_held(folder: Path) -> bool:
 
 
 def _try(file: IO[bytes], without_locks: bool = True) -> bool:
-    """Take the lock; whether that worked. `without_locks`: what to say where the file system has none; by default nobody is kept out."""
+    """Take the lock, and return whether that worked. `without_locks`: the result where the file system has no locks."""
     if fcntl is None:
         return _try_on_windows(file)
     try:

@@ -1,7 +1,7 @@
-"""The coordinator's seal on a receipt: proof that it confirmed a contribution, for an audit that trusts no worker's word.
+"""The coordinator's seal on a receipt: proof for an audit that the coordinator confirmed a contribution.
 
-The seal is made with a key that only the coordinator's folder holds. It covers the worker, the sequence number, a digest of what the ledger
-will say of the contribution, and the version.
+The seal is an HMAC with a key that only the coordinator's folder holds. It covers the worker, the sequence number, a digest of the
+contribution's line in the ledger, and the version.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shoal.errors import ShoalError
 
 KEY_FILE = "receipts.key"
 _JSON = json.JSONEncoder(separators=(",", ":"))
-"""Made once: every contribution is sealed."""
+"""Created once, as every contribution is sealed."""
 
 
 def key_in(folder: Path) -> bytes:
-    """The key of a run; a new one where there is none yet."""
+    """The key of a run, created if there is none yet."""
     path = folder / KEY_FILE
     if not path.exists():
         partial = path.with_name(f".{path.name}")
@@ -37,7 +37,7 @@ def key_in(folder: Path) -> bytes:
 
 
 def digest_of(line: list[Any]) -> str:
-    """A short name of a contribution, as the ledger tells it."""
+    """Digest of a contribution's line in the ledger."""
     return hashlib.sha256(_JSON.encode(line).encode()).hexdigest()[:16]
 
 

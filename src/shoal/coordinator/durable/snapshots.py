@@ -1,7 +1,7 @@
-"""Snapshots of a coordinator: what there is now is copied, and a thread writes the copy while the run goes on.
+"""Snapshots of a coordinator: its state is copied, and a thread writes the copy while the run goes on.
 
-The new journal is there before the snapshot that it follows. Until that is whole, the snapshot before and both journals are what survives.
-So a snapshot that cannot be written costs nothing but a longer journal: it is told, and tried again.
+The new journal begins before the snapshot that it follows. Until that is complete, the snapshot before and both journals are what survives.
+So a failed snapshot costs only a longer journal: it is reported, and tried again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
 
 
 class SnapshotWriter:
-    """At most one is under way."""
+    """Writes snapshots, one at a time."""
 
     def __init__(self, store: CoordinatorStore, say: Callable[[str], None], threads: bool = True) -> None:
-        """`say` tells people; `threads`: write beside the work, else at once."""
+        """`say` reports to the user; `threads`: write in a thread, otherwise at once."""
         self.store, self.say = store, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots") if threads else None
         self._under_way: Future[Any] | None = None
@@ -32,7 +32,7 @@ class SnapshotWriter:
         self._again_at: float | None = None
 
     def due(self, long: bool, now: float) -> bool:
-        """Whether to write one now: because the journal is long, or because the last one failed some time ago."""
+        """Whether to write a snapshot now: the journal is long, or the last snapshot failed some time ago."""
         if self._under_way is not None and not self._under_way.done():
             return False
         self.finish()
@@ -42,7 +42,7 @@ class SnapshotWriter:
         return long if self._again_at is None else now >= self._again_at
 
     def write(self, pending: Iterable[tuple[dict[str, Any], Frames]], weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Begin a new journal with what belongs to open rounds, and a snapshot. Raises ShoalError where the run cannot do without."""
+        """Begin a new journal with the records of open rounds, and a snapshot. Raises ShoalError where nothing would survive a crash."""
         self.finish()
         self._failed, self._again_at = False, None
         held = list(pending)
@@ -64,7 +64,7 @@ class SnapshotWriter:
         return done
 
     def finish(self) -> None:
-        """Wait until it is whole. Raises ShoalError where it failed, and the run cannot do without."""
+        """Wait until the snapshot is complete. Raises ShoalError where it failed and nothing would survive a crash."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -76,7 +76,7 @@ class SnapshotWriter:
             self._fail(error)
 
     def _fail(self, error: ShoalError | OSError) -> None:
-        """Without any snapshot, or without a journal that takes records, nothing would survive."""
+        """Report the error and try again later. Raises where there is no snapshot at all, or no journal that takes records."""
         if not self.store.journal.open or not self._has_one():
             raise error if isinstance(error, ShoalError) else ShoalError(f"cannot write a snapshot: {error}")
         self._failed = True
@@ -85,7 +85,7 @@ class SnapshotWriter:
     def _has_one(self) -> bool:
         try:
             return bool(self.store.snapshots.all())
-        except OSError:  # too many open files: the run began with one
+        except OSError:  # too many open files: there is one, since the run began with one
             return True
 
     def close(self) -> None:

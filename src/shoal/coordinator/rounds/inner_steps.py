@@ -1,4 +1,4 @@
-"""How many steps a worker takes alone before its next contribution."""
+"""How many inner steps a worker takes before its next contribution."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shoal.coordinator.policies import CoordinatorPolicies
 from shoal.coordinator.run_plan import RunPlan
 
 LEAST_SHARE = 1 / 8
-"""Of the steps of the fastest worker. A worker that is slower still is waited for, or comes too late."""
+"""Least share of the fastest worker's steps. A worker that is slower still is awaited, or comes too late."""
 _ENOUGH = 256
-"""Workers whose progress tells how far a round is. Of thousands, every so many-th is looked at: each newcomer asks."""
+"""Sample size for the progress of a round: it is computed for each newcomer, so not all of thousands of workers are looked at."""
 
 
 def steps_for(policies: CoordinatorPolicies, plan: RunPlan, version: int, worker: Member, members: MemberTable, now: float) -> int:
@@ -29,7 +29,7 @@ def steps_for(policies: CoordinatorPolicies, plan: RunPlan, version: int, worker
 
 
 def _left_of_round(worker: Member, members: MemberTable, now: float) -> float:
-    """The share of a round that the others still have before them, for a worker that is not known yet: so that it ends with them."""
+    """The share of a round that is left to the others, so that a worker of unknown pace ends together with them."""
     if worker.pace is not None:
         return 1.0
     left = [

@@ -1,4 +1,4 @@
-"""Open rounds: who has sent to which, and whom they still wait for. Counted as it happens, so that asking costs nothing."""
+"""Open rounds: which workers have sent to which round, and which are awaited. All counts are kept up to date, so reading them is cheap."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ class Round:
 
     held: dict[Key, HeldContribution] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
-    """How many contributions of each worker are in it."""
+    """By worker: number of its contributions in this round."""
     on_time: set[str] = field(default_factory=set)
-    """Workers that have sent for this very round, and not only what came too late for an earlier one."""
+    """Workers that have sent for this round, not only late contributions for an earlier one."""
     opened_at: float | None = None
-    """When the first one came, or the round before it closed; not known before the clock has been read."""
+    """When the first contribution came, or the round before closed; None until the first check."""
     present: int = 0
-    """Workers that are active now and have sent for this round."""
+    """Number of active workers that have sent for this round."""
     gone: int = 0
-    """Workers that have sent and are not active now."""
+    """Number of workers that have sent and are not active any more."""
     quorum_at: float | None = None
-    """When it had enough contributions to close without the others."""
+    """When the round had its quorum."""
 
     @property
     def workers(self) -> int:
-        """How many different workers have sent."""
+        """Number of different workers that have sent."""
         return len(self.sent)
 
 
 class Rounds:
-    """All open rounds, by number: the version they are made on."""
+    """All open rounds, by number: the version that they build on."""
 
     def __init__(self) -> None:
         self.open: dict[int, Round] = {}
         self.active: set[str] = set()
-        """Workers that have weights, so rounds wait for them."""
+        """Workers that have weights: rounds wait for them."""
         self.absent: set[str] = set()
-        """Workers that a round closed without, and that have been silent since: they may be dead, so no round waits for them."""
+        """Workers that a round closed without and that have been silent since: no round waits for them."""
         self.returning: set[str] = set()
-        """Workers that have come back and have no weights yet: the round that they were in waits for them, and no other."""
+        """Workers that have rejoined and have no weights yet: only the round that they were in waits for them."""
 
     def activate(self, name: str) -> None:
         self.absent.discard(name)
@@ -53,14 +53,14 @@ class Rounds:
             self._recount(name, 1)
 
     def miss(self, number: int) -> None:
-        """A round closes. A worker that is missing in it is waited for again when there is a sign of it."""
+        """Deactivate the workers that a closing round is missing, until their next message."""
         for name in self.active - self.open[number].on_time:
             self.deactivate(name)
             self.absent.add(name)
         self.returning.clear()
 
     def awaited(self, number: int) -> int:
-        """Workers that a round waits for beside the active ones."""
+        """Number of workers that a round waits for besides the active ones."""
         there = self.open.get(number)
         return len(self.returning - there.on_time if there else self.returning)
 
@@ -79,7 +79,7 @@ class Rounds:
                 there.gone -= change
 
     def hold(self, number: int, held: HeldContribution) -> None:
-        """Keep a contribution until its round closes, beside others of the same worker."""
+        """Add a contribution to its round, besides others of the same worker."""
         there, name = self.open.setdefault(number, Round()), held.record["worker"]
         there.held[held.key] = held
         there.gone += name not in there.sent and name not in self.active
@@ -93,26 +93,26 @@ class Rounds:
         return there is not None and key_of(record) in there.held
 
     def reachable(self, number: int) -> int:
-        """Workers that have sent, or still may."""
+        """Number of workers that have sent or may still send."""
         there = self.open.get(number)
         return len(self.active) + (there.gone if there else 0)
 
     def sent_by(self, worker: str, number: int) -> int:
-        """How many contributions of a worker are in a round."""
+        """Number of a worker's contributions in a round."""
         there = self.open.get(number)
         return there.sent.get(worker, 0) if there else 0
 
     def newest_of(self, worker: str) -> int:
-        """The last open round that holds a contribution of a worker; -1: none does."""
+        """The last open round with a contribution of a worker; -1: none."""
         if not self.open:
             return -1
         return max((number for number, there in self.open.items() if worker in there.sent), default=-1)
 
     def workers(self, number: int) -> int:
-        """How many different workers have sent."""
+        """Number of different workers that have sent."""
         there = self.open.get(number)
         return there.workers if there else 0
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
-        """What a journal must begin with, so that the snapshot it follows and the journal together are all there is."""
+        """Records of all held contributions, with which the journal after a snapshot begins."""
         return [(held.record | {"kind": "held"}, held.frames) for number in sorted(self.open) for held in self.open[number].held.values()]

@@ -1,7 +1,7 @@
-"""What a worker says it did, held against what it was given to do.
+"""Plausibility of a worker's claims: batches, samples, weight, progress and metrics.
 
-Batches and samples follow from the unit or the plan. What counts in them (tokens that are not padding) only the worker knows, so its word
-is taken up to what they can hold. Figures are for people: one that is not finite, or absurdly large, is dropped and counted.
+Batches and samples follow from the unit or the plan. Only the worker knows the weight of its samples (tokens without padding), so its claim
+counts up to what they can hold. Metrics are for the user: one that is not finite, or absurdly large, is dropped and counted.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from shoal.updates.expert_subsets import why_not_held
 
 LARGEST_FIGURE = 1e12
 _MOST_FIGURES, _MOST_OF_ONE = 4096, 256
-"""Names of figures in a run, and those that one worker may bring: whoever makes up ever new ones fills no memory, and takes away only what
-others come with later. What the run's own task tells (`Plan.figures`) always has its place."""
+"""Bounds on metric names in a run, and on names that one worker introduces, so that made-up names cannot fill the memory. Metrics of the
+run's own task (`RunPlan.figures`) are always accepted."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.,:/ -]{1,128}")
 _MOST_SKIPPED = 64
-"""Contributions that a worker may have made without sending them: they were not finite, or a crash forgot that they were turned away."""
+"""Numbers that a worker may skip: contributions that were not finite, or whose rejection a crash forgot."""
 MOST_UNRECORDED = _MOST_SKIPPED // 2
-"""Contributions that a worker may be seen to send, and that are turned away, before it is recorded how far it has come."""
+"""Rejected contributions in a row after which a worker's progress is recorded."""
 
 
 class PlausibilityChecks:
-    """The bounds of a plan."""
+    """Checks of workers' claims against the plan."""
 
     def __init__(self, plan: RunPlan, most_batches: int, refused: dict[str, int]) -> None:
-        """`refused`: where figures that are left out are counted."""
+        """`refused`: counter of dropped metrics, among others."""
         self.plan, self.most_batches, self.refused = plan, most_batches, refused
         self._names: set[str] = set(plan.figures)
         self._brought: Counter[str] = Counter()
-        """How many of the names each worker was the first to tell."""
+        """By worker: number of names that it introduced."""
 
     # --- what a contribution was made of ---------------------------------------------------------------
 
     def bounded(self, asked: Contribute, worker: str) -> Contribute:
-        """A contribution from a worker's own seat, with what can be true of it."""
+        """A contribution from a worker's own seat, with samples and weight cut to what is plausible."""
         samples = asked.samples if self.plan.samples_per_batch is None else min(asked.samples, asked.batches * self.plan.samples_per_batch)
         weight, metrics = self._weight(asked.weight, samples), self.metrics(asked.metrics, worker)
         if (samples, weight) == (asked.samples, asked.weight) and len(metrics) == len(asked.metrics):
@@ -47,14 +47,14 @@ class PlausibilityChecks:
         return asked._replace(samples=samples, weight=weight, metrics=metrics)
 
     def bounded_unit(self, asked: Delivered) -> Delivered:
-        """What was learned from a unit: the unit says of how many samples."""
+        """A unit's result, with the samples of the unit and a plausible weight."""
         samples = self.samples_of(DataUnit(asked.epoch, asked.start, asked.batches))
         samples = asked.samples if samples is None else samples
         metrics = self.metrics(asked.metrics, asked.worker)
         return asked._replace(samples=samples, weight=self._weight(asked.weight, samples), metrics=metrics)
 
     def samples_of(self, unit: DataUnit) -> int | None:
-        """Samples in a unit; None: nobody said how large batches are."""
+        """Samples in a unit; None: the plan does not say how large batches are."""
         each, whole = self.plan.samples_per_batch, self.plan.samples_per_epoch
         if each is None or whole is None:
             return None
@@ -79,8 +79,8 @@ class PlausibilityChecks:
     # --- where it stands --------------------------------------------------------------------------------
 
     def in_reach(self, asked: Contribute, seq: int, place: tuple[int, int] | None) -> bool:
-        """Whether a worker can have come so far that was last seen to send this number, from this place at the data. None: it goes from
-        place to place as it is told, and is held to that elsewhere."""
+        """Whether a worker can have come this far since its last contribution, with number `seq` and at `place` in the data. `place` is
+        None in runs with a scheduler, which checks the place itself."""
         if asked.seq > seq + _MOST_SKIPPED:
             return False
         if asked.unit >= 0 or place is None:
@@ -98,13 +98,13 @@ class PlausibilityChecks:
     # --- figures ----------------------------------------------------------------------------------------
 
     def figures(self, told: Mapping[str, float]) -> dict[str, float]:
-        """Those of a sign of life that people can be shown. The next one takes their place, so nobody keeps their names."""
+        """The figures of a heartbeat that can be shown. They are replaced by the next heartbeat, so their names are not remembered."""
         if not told:
             return {}
         return self._kept(told, {name: value for name, value in told.items() if _is_sane(value) and _PLAIN_NAME.fullmatch(name)})
 
     def metrics(self, told: Mapping[str, float], worker: str) -> dict[str, float]:
-        """Those of a contribution that go into the run's records."""
+        """The metrics of a contribution that go into the run's records."""
         return self._kept(told, {name: value for name, value in told.items() if _is_sane(value) and self._is_known(name, worker)})
 
     def _kept(self, told: Mapping[str, float], kept: dict[str, float]) -> dict[str, float]:
@@ -123,4 +123,4 @@ class PlausibilityChecks:
 
 
 def _is_sane(value: float) -> bool:
-    return abs(value) <= LARGEST_FIGURE  # what is not a number is not
+    return abs(value) <= LARGEST_FIGURE  # False for NaN

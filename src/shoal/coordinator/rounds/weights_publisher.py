@@ -1,7 +1,7 @@
-"""Weights for those who ask: nothing new, the difference to what they have, or all of them; whichever is smaller.
+"""Weights for workers: nothing, the difference to what they have, or all weights, whichever is smallest.
 
-For workers that get differences, a replica of what they have is kept, so what one difference lost is in the next. Workers that were sent
-the same have the same: they share a replica, and what is found for one of them is sent to all.
+For workers that get differences, a replica of their weights is kept, so that what one difference lost is in the next. Workers that were
+sent the same weights share a replica, and a difference is computed once for all of them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 
 MOST_REPLICA_BYTES = 2 << 30
-"""Memory for all replicas together, and one more while workers move on from one to the next; workers beyond it get full weights."""
+"""Memory for all replicas, besides one while workers move from one version to the next. Workers beyond it get full weights."""
 MOST_SETS = 64
 """Different sets of experts that workers may hold at a time."""
 _RETRY = 16
-"""Pulls until changes are looked for again, after they were found to be everywhere."""
+"""Pulls without a search for sparse changes, after the changes were found to be dense."""
 _ALL = "all"
-"""Those who read the bulletin, as one worker: all read the same. No session is called that."""
+"""Session of all readers of the `WeightsFeed`, which read the same. No worker's session has this name."""
 
 
 class Replica:
-    """What some workers have."""
+    """Weights that some workers have."""
 
     def __init__(self, vector: Tensor, fixed: bool) -> None:
         self.vector, self.fixed, self.holders = vector, fixed, 0
-        """Fixed: its memory is being sent, and stays as it is."""
+        """Fixed: its memory is being sent, and must not change."""
 
 
 class ReplicaUpdate(NamedTuple):
@@ -44,42 +44,42 @@ class ReplicaUpdate(NamedTuple):
     frames: Frames
     span: Span | None
     end: Replica | None
-    """What those have who have gone it; None: that is not kept."""
+    """The replica of workers that applied it; None: none is kept."""
 
 
 class WeightsPublisher:
-    """The newest weights, and who has which."""
+    """The newest weights, and replicas of what workers have."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.most_bytes = MOST_REPLICA_BYTES
         self.version = -1
         self.span: Span | None = None
-        """What changed with the newest version; None: everything may have."""
+        """The span that changed with the newest version; None: everything may have."""
         self.vector = torch.empty(0)
         self.buffers = torch.empty(0)
         self._held: dict[str, tuple[int, Replica]] = {}
         self._kept = 0
-        """Different replicas that somebody holds. It is asked for at every pull, so it is counted as they come and go."""
-        self._ways: dict[tuple[Replica | None, Span | None], ReplicaUpdate] = {}
+        """Number of different replicas in use, needed at every pull."""
+        self._updates: dict[tuple[Replica | None, Span | None], ReplicaUpdate] = {}
         self._dense = 0
 
     def publish(self, version: int, vector: Tensor, buffers: Tensor, span: Span | None = None) -> None:
-        """From now on these are the weights; since the version before only those in `span` have changed. They may change in place."""
+        """Set the newest weights; since the version before only those in `span` have changed. The tensor may change in place."""
         self.version, self.vector, self.buffers, self.span = version, vector, buffers, span
-        self._ways.clear()
+        self._updates.clear()
 
     def since(self, session: str, have: int) -> tuple[dict[str, Any], Frames]:
-        """What a worker with version `have` needs to have this one."""
+        """Header fields and frames that bring a worker from version `have` to the newest one."""
         if have == self.version:
             return {"weights": "same"}, ()
         known, replica = self._held.get(session, (have, None))
-        if known != have:  # an answer was lost: what the worker has is not what is kept here
+        if known != have:  # a reply was lost: the replica is not what the worker has
             self.forget(session)
             replica = None
         anew = known != have or (replica is None and self._has_room())
         self._dense = max(0, self._dense - 1)
-        way = self._way(replica, None if anew or have != self.version - 1 else self.span)
+        way = self._update(replica, None if anew or have != self.version - 1 else self.span)
         self.forget(session)
         if way.end is not None:
             self._kept += way.end.holders == 0
@@ -94,26 +94,26 @@ class WeightsPublisher:
             self._kept -= held[1].holders == 0
 
     def everything(self) -> Frames:
-        """A copy, made once a version: the transport may still be sending it when the weights move on."""
-        return (*self._way(None, None).frames, *self._buffer_frame())
+        """All weights, copied once per version: the transport may still be sending them when the weights change."""
+        return (*self._update(None, None).frames, *self._buffer_frame())
 
     def replica(self, session: str) -> Frames:
-        """All of the weights, as a worker has them that got differences."""
+        """All weights, as a worker has them that applied the differences."""
         return (frame_of(self._held[session][1].vector.clone().numpy()), *self._buffer_frame())
 
-    def _way(self, replica: Replica | None, span: Span | None) -> ReplicaUpdate:
-        """Found once for all who have the same."""
-        if (replica, span) not in self._ways:
-            self._ways[replica, span] = self._found(replica, span)
-        return self._ways[replica, span]
+    def _update(self, replica: Replica | None, span: Span | None) -> ReplicaUpdate:
+        """Computed once for all workers that have the same weights."""
+        if (replica, span) not in self._updates:
+            self._updates[replica, span] = self._compute(replica, span)
+        return self._updates[replica, span]
 
-    def _found(self, replica: Replica | None, span: Span | None) -> ReplicaUpdate:
+    def _compute(self, replica: Replica | None, span: Span | None) -> ReplicaUpdate:
         start, end = span or (0, self.vector.numel())
         target = self.vector[start:end]
         shorter = None if replica is None else self._shorter(replica.vector[start:end], target)
         if shorter is None and span is None:
             if replica is not None:
-                return self._way(None, None)
+                return self._update(None, None)
             copy = _copied(self.vector)
             return ReplicaUpdate("full", (frame_of(copy.numpy()),), None, Replica(copy, fixed=True) if self._has_room() else None)
         kind, frames = shorter or ("full", (frame_of(target.clone().numpy()),))
@@ -123,13 +123,13 @@ class WeightsPublisher:
         return ReplicaUpdate(kind, frames, span, moved)
 
     def _movable(self, replica: Replica) -> Replica | None:
-        """A copy of a replica, or itself where nobody else needs it as it is; None where there is no room."""
+        """A copy of a replica, or the replica itself where no other worker has it; None where the memory is full."""
         if replica.holders == 1 and not replica.fixed:
             return replica
         return Replica(replica.vector.clone(), fixed=False) if self._has_room() else None
 
     def _shorter(self, replica: Tensor, vector: Tensor) -> tuple[str, Frames] | None:
-        """The way from the replica to the weights, if it is shorter than all of them."""
+        """The encoded difference from the replica to the weights; None: full weights are smaller."""
         codec = codecs.of_weights(self.codec)
         if self.codec.kind == "topk":
             changes = self._changes(replica, vector, codecs.encoded_bytes(codec, vector.numel()))
@@ -140,7 +140,7 @@ class WeightsPublisher:
         return "difference", codecs.encode(codec, vector - replica, None)
 
     def _changes(self, replica: Tensor, vector: Tensor, most: int) -> Frames | None:
-        """Where the replica is not to the bit what the weights are, if few are and it takes no more than so many bytes."""
+        """The exact changes from the replica to the weights; None: they take more than `most` bytes."""
         changes = None if self._dense else codecs.encode_changes(replica, vector)
         if changes is None or sum(frame.nbytes for frame in changes) > most:
             self._dense = self._dense or _RETRY
@@ -148,7 +148,7 @@ class WeightsPublisher:
         return changes
 
     def _has_room(self) -> bool:
-        """For one more replica."""
+        """Whether there is memory for one more replica."""
         return self.codec.kind != "none" and max(self._kept, 1) * 4 * self.vector.numel() <= self.most_bytes
 
     def _buffer_frame(self) -> Frames:
@@ -156,12 +156,12 @@ class WeightsPublisher:
 
 
 def _copied(vector: Tensor) -> Tensor:
-    """A copy in memory that was used before: to have the system clear fresh pages takes longer than to copy."""
+    """A copy in pooled memory: clearing fresh pages takes the system longer than copying."""
     return torch.frombuffer(room(4 * vector.numel()), dtype=torch.float32).copy_(vector) if vector.numel() else vector.clone()
 
 
 class SubsetPublisher:
-    """Weights for workers that hold some of a mixture's experts: a publisher for each set of experts that somebody holds."""
+    """Weights for workers that hold some of a mixture's experts: one publisher for each set of experts in use."""
 
     def __init__(self, whole: WeightsPublisher, blocks: ExpertBlocks | None) -> None:
         self._whole, self._blocks = whole, blocks
@@ -169,17 +169,17 @@ class SubsetPublisher:
         self._sessions: dict[str, ExpertIds] = {}
 
     def has_room_for(self, experts: ExpertIds) -> bool:
-        """Each set is a copy of a part of the weights: whoever makes up ever new ones fills no memory."""
+        """Whether this set of experts can be held: each set is a copy of a part of the weights, so their number is bounded."""
         return experts in self._publishers or len(self._publishers) < MOST_SETS
 
     def hold(self, session: str, experts: ExpertIds) -> None:
-        """From now on this worker has these experts."""
+        """Send only these experts to a worker from now on."""
         self._sessions[session] = experts
         self._publishers.setdefault(experts, WeightsPublisher(self._whole.codec))
         self._share_memory()
 
     def since(self, session: str, have: int) -> tuple[dict[str, Any], Frames]:
-        """What a worker with version `have` needs to have the newest one: of its experts and the trunk, or of all weights."""
+        """As `WeightsPublisher.since`, for the worker's experts and the trunk, or for all weights."""
         experts = self._sessions.get(session)
         if experts is None or self._blocks is None:
             return self._whole.since(session, have)
@@ -204,7 +204,7 @@ class SubsetPublisher:
 
 
 class WeightsMessage(NamedTuple):
-    """Weights for all to read: `full`, or the `difference` to the version before."""
+    """Weights for all readers: `full`, or the `difference` to the version before."""
 
     kind: str
     header: dict[str, Any]
@@ -212,31 +212,31 @@ class WeightsMessage(NamedTuple):
 
 
 class WeightsFeed:
-    """The newest weights for workers that read them where they hang out, each when it likes: what changed, where a codec makes it shorter,
-    and all of them as often as the changes since the last time add up to as much."""
+    """The newest weights for workers that read them from a database: differences where a codec makes them smaller, and full weights
+    whenever the differences since the last full weights add up to their size."""
 
     def __init__(self, publisher: WeightsPublisher) -> None:
         self._publisher = publisher
         self._have = self._newest = -1
-        self._notices: list[WeightsMessage] = []
+        self._messages: list[WeightsMessage] = []
         self._bytes = 0
-        """Of differences since the last full weights."""
+        """Bytes of differences since the last full weights."""
 
-    def notices(self) -> list[WeightsMessage]:
-        """What to hang out for the newest version; the same when asked again."""
+    def messages(self) -> list[WeightsMessage]:
+        """The messages for the newest version, computed once."""
         version = self._publisher.version
         if self._newest == version:
-            return self._notices
+            return self._messages
         if self._newest < 0:
-            # The version that a coordinator begins with may be one that its predecessor hung out, not quite the same. Nothing builds on it.
-            self._notices = [WeightsMessage("full", {"weights": "full"}, self._publisher.everything())]
+            # Before a restart this version may have been published with slightly different weights: no difference builds on it.
+            self._messages = [WeightsMessage("full", {"weights": "full"}, self._publisher.everything())]
         else:
-            self._notices = self._news()
+            self._messages = self._next()
             self._have = version
         self._newest = version
-        return self._notices
+        return self._messages
 
-    def _news(self) -> list[WeightsMessage]:
+    def _next(self) -> list[WeightsMessage]:
         header, frames = self._publisher.since(_ALL, self._have)
         if header["weights"] == "full":
             self._bytes = 0

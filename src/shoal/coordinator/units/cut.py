@@ -1,7 +1,7 @@
 """Units of the data, numbered through all epochs: which are settled, and which are to be done next.
 
-A unit is a few batches of an epoch's order. They are leased elsewhere and come in in any order; an epoch is whole when all its units are
-settled: learned from, or given up after too many attempts.
+A unit is a few batches in an epoch's order. Results come in any order; an epoch is complete when all its units are settled: learned from,
+or given up after too many attempts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 LEAST_ISSUED = 64
-"""Units that are on offer at once, at least: more than there are workers in a class."""
+"""Least number of units on offer: more than there are workers in a class."""
 ISSUED_PER_QUORUM = 4
 
 
@@ -50,12 +50,12 @@ class DataCut:
 
 @dataclass
 class SettledUnits:
-    """Which units need not be done any more: all before `below`, and a few beyond it."""
+    """Units that need not be done any more: all before `below`, and those in `beyond`."""
 
     below: int = 0
     beyond: set[int] = field(default_factory=set)
     failed: int = 0
-    """How many of them nobody could do."""
+    """Number of units that were given up."""
 
     def __contains__(self, number: int) -> bool:
         return number < self.below or number in self.beyond
@@ -67,7 +67,7 @@ class SettledUnits:
             self.below += 1
 
     def open(self, total: int, most: int) -> Iterator[int]:
-        """The first few that are left to do."""
+        """The first `most` units that are left to do."""
         number = self.below
         while number < total and most > 0:
             if number not in self.beyond:

@@ -1,6 +1,6 @@
-"""A board in a database where units are leased and weights hang out, as the driver works with it.
+"""Leases and weights in a database, as the driver uses them.
 
-Results stay at the board until their round closes: then accepting them, closing the round, publishing the weights and issuing the next
+Results stay in the database until their round closes: then accepting them, closing the round, publishing the weights and issuing the next
 units are one transaction.
 """
 
@@ -23,103 +23,104 @@ _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
 
 
 class DatabaseNotes:
-    """What a board wants people to know. It is asked once a second; what students said in it must not steer a terminal, nor fill it."""
+    """Notes from the database for the user, read once a second. They contain students' text, so they are made printable and
+    rate-limited."""
 
-    def __init__(self, board: LeaseDatabase) -> None:
-        self.board = board
+    def __init__(self, database: LeaseDatabase) -> None:
+        self.database = database
         self._next_at = 0.0
-        self._room = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE)
+        self._limit = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE)
 
     def read(self, now: float) -> list[str]:
-        """Warnings come first: a student that comes and goes all the time hides none."""
+        """New notes, warnings first, so that frequent notes cannot hide them."""
         if now < self._next_at:
             return []
         self._next_at = now + _NOTES_EVERY_S
-        found = sorted(self.board.notes(), key=lambda note: not note.startswith("warning: "))
-        shown = [printable(note) for note in found if self._room.take(now)]
+        found = sorted(self.database.notes(), key=lambda note: not note.startswith("warning: "))
+        shown = [printable(note) for note in found if self._limit.take(now)]
         more = len(found) - len(shown)
         return [*shown, f"{more} more notes came from the database"] if more else shown
 
 
 class DatabaseLeases:
-    """What the coordinator hangs out and takes in at a board."""
+    """Weights that the coordinator publishes in the database, and results that it takes from there."""
 
-    def __init__(self, board: LeaseDatabase, coordinator: Coordinator) -> None:
-        self.board, self.coordinator = board, coordinator
-        self.bulletin = WeightsFeed(coordinator.publisher)
-        self.says_over = False
-        """Whether the weights that hang out say that the run is over."""
+    def __init__(self, database: LeaseDatabase, coordinator: Coordinator) -> None:
+        self.database, self.coordinator = database, coordinator
+        self.feed = WeightsFeed(coordinator.publisher)
+        self.published_end = False
+        """Whether the published weights say that the run is over."""
         self._taken: list[Request] = []
-        """Results that are in an open round, and still at the board."""
+        """Results that are in an open round, and still in the database."""
         self._effects: list[Effect] = []
-        """What is to be done about them, when the round closes."""
-        self._notes = DatabaseNotes(board)
+        """Effects to carry out when the round closes."""
+        self._notes = DatabaseNotes(database)
 
-    def goes_on(self) -> bool:
-        """Whether what was on offer when the coordinator ended still is."""
-        return self.board.iteration() == self.coordinator.state.version and self.board.has_open_units()
+    def is_resumed(self) -> bool:
+        """Whether the units that were on offer before a restart still are."""
+        return self.database.iteration() == self.coordinator.state.version and self.database.has_open_units()
 
     def split(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Questions of workers, and results of units."""
-        results = [request for request in requests if self.board.is_from_leases(request)]
+        """Requests of workers, and results of units."""
+        results = [request for request in requests if self.database.is_from_leases(request)]
         return [request for request in requests if request not in results], results
 
     def take(self, request: Request, more: bool, now: float) -> bool:
-        """A result counts, and is not passed on again: both or neither. Return whether a round has closed."""
+        """Let the coordinator handle a result. Return whether a round has closed."""
         effects = self.coordinator.handle(_event_of(request, more), now)
         self._effects += effects
         self._taken.append(request)
         return any(isinstance(effect, (Published, Issue)) for effect in effects)
 
-    def settle(self, carry_out: Callable[[list[Effect], Callable[[], None] | None], None]) -> None:
-        """Have what was taken written down, and removed from the board, all together."""
+    def commit(self, carry_out: Callable[[list[Effect], Callable[[], None] | None], None]) -> None:
+        """Carry out the effects of all taken results and consume the results, in one transaction."""
         effects, requests = self._effects, self._taken
         self._effects, self._taken = [], []
 
         def consume() -> None:
             for request in requests:
-                self.board.consume(request)
+                self.database.consume(request)
 
         carry_out(effects, consume if requests else None)
 
     def publish(self) -> None:
-        """Hang out the newest weights, for all who lease units."""
-        self._hang_out(self.coordinator.state.version, self.bulletin.notices(), self.coordinator.finished)
+        """Publish the newest weights for all workers that lease units."""
+        self._publish(self.coordinator.state.version, self.feed.messages(), self.coordinator.finished)
 
     def publish_last(self) -> None:
-        """Hang out the last weights once more: the run is over. Workers read only newer weights, so they count as newer."""
+        """Publish the last weights once more, as the end of the run. Workers read only newer versions, so they get the next number."""
         last = [WeightsMessage("full", {"weights": "full"}, self.coordinator.publisher.everything())]
-        self._hang_out(self.coordinator.state.version + 1, last, True)
+        self._publish(self.coordinator.state.version + 1, last, True)
 
-    def _hang_out(self, version: int, notices: list[WeightsMessage], done: bool) -> None:
-        for kind, header, frames in notices:
-            self.board.publish(version, kind, header | {"step": self.coordinator.step, "done": done}, frames)
-        self.says_over = done
+    def _publish(self, version: int, messages: list[WeightsMessage], done: bool) -> None:
+        for kind, header, frames in messages:
+            self.database.publish(version, kind, header | {"step": self.coordinator.step, "done": done}, frames)
+        self.published_end = done
 
     def issue(self, effect: Issue) -> None:
         plan = self.coordinator.plan
         assert plan.cut is not None
         units = [plan.cut.unit(number) for number in effect.units]
         contributions = self.coordinator.policies.rounds.contributions
-        quorum = contributions if plan.needed <= 1 else None  # a rule may need results of more workers
-        self.board.issue(effect.version, units, plan.lease_s, plan.attempts, quorum)
+        quorum = contributions if plan.needed <= 1 else None  # the rule may need results of more workers
+        self.database.issue(effect.version, units, plan.lease_s, plan.attempts, quorum)
 
     def notes(self, now: float) -> list[str]:
-        """What the board wants people to know."""
+        """New notes for the user."""
         return self._notes.read(now)
 
-    def some_are_here(self) -> bool:
-        return any(worker["alive"] for worker in self.board.workers())
+    def has_workers(self) -> bool:
+        return any(worker["alive"] for worker in self.database.workers())
 
 
 def _event_of(request: Request, more: bool) -> LeaseResult | UnusableResult:
     header: dict[str, Any] = request.message.header
     fields = {name: value for name, value in header.items() if name not in ("unit", "seq")}
     if header["kind"] == "delivered":
-        fields["seq"] = header["unit"]  # which is handed in once, so it serves as the number of the contribution
+        fields["seq"] = header["unit"]  # a unit is submitted once, so it serves as the number of the contribution
     else:
         del fields["base"]
     try:
         return LeaseResult(parse_from_leases(fields), request.message.frames, more)
-    except BadMessage as error:  # the figures in it are a worker's
+    except BadMessage as error:  # its fields come from a worker
         return UnusableResult(header["epoch"], header["start"], f"what {header.get('worker')} sent cannot be used: {error}")

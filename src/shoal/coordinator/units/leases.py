@@ -1,15 +1,14 @@
-"""Leases of work units: what it means to issue, claim, renew, submit, give back, fail, lose, expire and cancel one.
+"""Leases of work units: issue, claim, renew, submit, give back, fail, lose, expire and cancel.
 
-A unit is pending, claimed, completed, failed (given up) or cancelled. This module is the meaning of those words; PostgreSQL's functions do
-the same inside a database, and one suite of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
+A unit is pending, claimed, completed, failed (given up) or cancelled. PostgreSQL's functions do the same inside a database, and one suite
+of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
 
-Holds: one worker at most has a unit; nothing is accepted after its lease ended, for a version that is too old, or beyond the quorum; as
-long as somebody else is there to try it, a unit does not come back to a worker that tried it in vain, so none uses up the attempts of all.
-A unit that was tried in vain `attempts` times is given up, so it never keeps an epoch from ending, and names are free, so a crowd of new
-ones that fail everything gives nothing up before others had their chance: as long as somebody is there who manages more units than it
-fails, only what such workers try in vain counts, and each of them, or `attempts` of them, try it; where nobody is there who does, a unit
-waits for somebody for some leases' time. No call walks through all units or workers, except that a new version looks at the units that
-workers have, and a failure that may be the last one at who is there.
+Holds: at most one worker has a unit. No result is accepted after its lease ended, for a version that is too old, or beyond the quorum. A
+unit does not come back to a worker that failed it while others are present that have not tried it. A unit that failed `attempts` times is
+given up, so it never keeps an epoch from ending. Names are free, so a crowd of new workers that fail everything must not give units up:
+while reliable workers (more units completed than failed) are present, only their attempts count, and each of them, or `attempts` of them,
+must have tried the unit; without any, the unit waits some leases' time for one. No call walks through all units or workers, except that a
+new version looks at the units that are leased, and a failure that may be the last one at the workers that are present.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ ACCEPTED, LATE, CANCELLED = "accepted", "late", "cancelled"
 NO_RESULT_IN_TIME, WORKER_IS_GONE, RESULT_WAS_UNUSABLE = "no result in time", "its worker is gone", "its result could not be used"
 HELD_TOO_LONG = "it was held for longer than others need, while they had nothing to do"
 _TIMES_AS_LONG = 4
-"""A unit that is held so many times as long as usual, and longer than a lease, goes to somebody who has nothing to do."""
+"""A unit that is held this many times as long as usual, and longer than a lease, goes to an idle worker."""
 PATIENCE_LEASES = 4
-"""So many leases' time a unit that was tried in vain waits for somebody who manages others. Whoever comes meanwhile can do a first one."""
+"""Leases' time that a failed unit waits for a reliable worker."""
 _LAST_TIMES = 101
-"""The latest results whose times say what is usual."""
+"""Number of latest results whose median time counts as usual."""
 
 
 class Lease(NamedTuple):
-    """A worker's right to do a unit with the weights of a version, until its deadline. The first attempt has number 1."""
+    """A worker's right to compute a unit with the weights of a version, until its deadline. The first attempt has number 1."""
 
     unit: int
     version: int
@@ -43,14 +42,14 @@ class Lease(NamedTuple):
 
 
 class GivenUp(NamedTuple):
-    """A unit that was tried in vain as often as it may be, and why the last attempt was in vain."""
+    """A unit that failed as often as it may, and why it failed last."""
 
     unit: int
     reason: str
 
 
 class Tries:
-    """Who tried a unit in vain: how often, and when last. A crowd may have, so nothing here is looked for one by one at every claim."""
+    """Failed attempts at a unit by worker. There may be many, so lookups take constant time."""
 
     def __init__(self, now: float) -> None:
         self.first_at, self.count = now, 0
@@ -64,7 +63,7 @@ class Tries:
 
 
 class Leases:
-    """The units of one version: which wait, who holds which until when, and which have a result."""
+    """The units of one version: which are pending, which worker holds which until when, and which are completed."""
 
     def __init__(
         self,
@@ -74,42 +73,42 @@ class Leases:
         present: Callable[[], Iterable[str]] = tuple,
         patience_leases: float = PATIENCE_LEASES,
     ) -> None:
-        """`most_lag`: versions that may be made while a worker has a unit, before that is cancelled. `present`: the workers that are here,
-        without those that failed too many units in a row."""
+        """`most_lag`: versions that may be made before a leased unit is cancelled. `present`: names of the workers that are here, without
+        those that failed too many units in a row."""
         self.lease_s, self.attempts, self.most_lag, self.present = lease_s, attempts, most_lag, present
         self.patience_s = patience_leases * lease_s
         self.version = -1
         self.quorum: int | None = None
         self.workers: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """What became of the units of each worker: completed, late, cancelled, and failed (it said so, disappeared or took too long)."""
+        """By worker: units completed, late, cancelled and failed (reported, disappeared or took too long)."""
         self.given_up: dict[int, str] = {}
         self._pending: OrderedDict[int, None] = OrderedDict()
-        """The next one to be claimed comes first."""
+        """In the order in which they are claimed."""
         self._claimed: OrderedDict[int, Lease] = OrderedDict()
-        """The lease that ends next comes first: all are equally long, and one that is renewed moves to the end."""
+        """In the order of their deadlines: all leases are equally long, and a renewed one moves to the end."""
         self._completed: dict[int, Lease] = {}
         self._held_by: defaultdict[str, dict[int, None]] = defaultdict(dict)
         self._tried: dict[int, Tries] = {}
-        """Who tried units in vain. That outlives their version."""
+        """By unit: failed attempts, which outlive their version."""
         self._ages: OrderedDict[int, None] = OrderedDict()
-        """The units that are claimed; the one that was claimed first comes first, however often it was renewed."""
+        """Claimed units in the order of their claims, whatever their renewals."""
         self._times: deque[float] = deque(maxlen=_LAST_TIMES)
         self._managed: Counter[str] = Counter()
-        """Units of older versions with a result, by worker."""
+        """By worker: completed units of older versions."""
         self._failed: Counter[str] = Counter()
-        """Units that each worker tried in vain."""
+        """By worker: failed attempts."""
         self._last: dict[str, tuple[tuple[int, int], str]] = {}
-        """The unit and version that each worker handed in last, and the outcome: to recognise a result that comes again."""
+        """By worker: unit and version of its last result, and the outcome, to recognise a repeated result."""
         self._totals = {"issued": 0, "completed": 0, "cancelled": 0}
-        """Units issued in all versions, and what became of those of older versions."""
+        """Units issued in all versions, and the fate of those of older versions."""
 
     # --- the coordinator's side ----------------------------------------------------------------------
 
     def issue(self, version: int, units: Sequence[int], quorum: int | None, now: float) -> list[GivenUp]:
         """Offer units, in this order. A new version cancels what is open for those that are too old; the same version again adds units.
 
-        A unit that is open stays as it is, and one that was given up stays so. One that has a result of this version is listed again
-        because that could not be used: it was an attempt in vain. With `quorum` results of a version no more are asked for or accepted.
+        Open units and given-up units stay as they are. A unit with a result of this version is listed again because the result could not
+        be used: that counts as a failed attempt. With `quorum` results of a version no more are accepted.
         """
         if version != self.version:
             self._cancel(version)
@@ -134,23 +133,23 @@ class Leases:
             self._end(lease)
 
     def expire(self, now: float) -> list[GivenUp]:
-        """End the leases whose deadline has come: their units wait again, at the end, or are given up."""
+        """End the leases whose deadline has passed: their units are pending again, at the end, or given up."""
         ended = []
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             ended.append(self._fail(next(iter(self._claimed.values())), NO_RESULT_IN_TIME, now))
         return _only(ended)
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do, if no lease is renewed before."""
+        """When the first lease expires, if it is not renewed; None: there is no lease."""
         return next(iter(self._claimed.values())).deadline if self._claimed else None
 
     def lose(self, worker: str, now: float) -> list[GivenUp]:
-        """The worker disappeared without a word. What it held was tried in vain, since a unit may be what kills workers."""
+        """Take back the units of a worker that disappeared. They count as failed, since a unit may be what kills workers."""
         return _only([self._fail(lease, WORKER_IS_GONE, now) for lease in self.held(worker)])
 
     def take_from_slowest(self, worker: str, now: float) -> tuple[Lease, GivenUp | None] | None:
-        """Take away the unit that another one has held for longest, where that is too long, since this worker has nothing to do. Signs of
-        life renew a lease without end, and come from whoever likes to send them. None: there is no such unit."""
+        """Take away the unit that another worker has held for longest, if that is too long, as this worker is idle. Heartbeats renew a
+        lease without end, so leases alone do not bound the time. None: there is no such unit."""
         lease = next((self._claimed[unit] for unit in self._ages if self._claimed[unit].worker != worker), None)
         if lease is None or self.enough or now - lease.since <= self.lease_s:
             return None
@@ -160,11 +159,11 @@ class Leases:
 
     @property
     def enough(self) -> bool:
-        """Whether there are as many results of this version as the round needs."""
+        """Whether this version has its quorum of results."""
         return self.quorum is not None and len(self._completed) >= self.quorum
 
     def counts(self) -> dict[str, int]:
-        """Units by state, over all versions; together they are those that were `issued`."""
+        """Units by state, over all versions; they add up to `issued`."""
         completed = self._totals["completed"] + len(self._completed)
         open_now = {"pending": len(self._pending), "claimed": len(self._claimed)}
         return self._totals | open_now | {"completed": completed, "failed": len(self.given_up)}
@@ -173,14 +172,14 @@ class Leases:
 
     @property
     def any_waits(self) -> bool:
-        """Whether there is a unit to claim, though not for each worker."""
+        """Whether there is a pending unit, though not for each worker."""
         return bool(self._pending) and not self.enough
 
     def claim(self, worker: str, now: float) -> Lease | None:
-        """Lease the unit that has waited longest. None: there is none for this worker, or the round has enough results.
+        """Lease the unit that has waited longest. None: there is none for this worker, or the round has its quorum.
 
-        What it tried in vain itself is for the others who are present, until all have tried it or a lease's time has gone by. A unit that
-        was tried often enough comes back to it once in a lease's time.
+        A unit that the worker failed is left to others that are present, until all have tried it or a lease's time has passed. A unit with
+        enough failed attempts comes back to it once in a lease's time.
         """
         waiting = self._pending if self.any_waits else ()
         unit = next((unit for unit in waiting if self._may_try(unit, worker, now)), None)
@@ -192,7 +191,7 @@ class Leases:
         self._ages[unit] = None
         self._held_by[worker][unit] = None
         if worker in self._last and self._last[worker][0] == (unit, self.version):
-            del self._last[worker]  # the next result of this unit is another one
+            del self._last[worker]  # the next result of this unit is a new one
         return lease
 
     def _may_try(self, unit: int, worker: str, now: float) -> bool:
@@ -205,7 +204,7 @@ class Leases:
         return self._tried[unit].count if unit in self._tried else 0
 
     def held(self, worker: str) -> list[Lease]:
-        """What the worker has claimed, oldest first: the answer to one who asks again because the first answer was lost."""
+        """Leases of a worker, oldest first."""
         return [self._claimed[unit] for unit in self._held_by.get(worker, ())]
 
     def holds(self, worker: str, unit: int, now: float) -> bool:
@@ -214,23 +213,23 @@ class Leases:
         return lease is not None and now < lease.deadline and not self.enough
 
     def renew(self, worker: str, now: float) -> None:
-        """The worker was seen computing: what it holds is its own for a whole lease from now on. A lease that has ended stays ended."""
+        """Extend the leases of a worker to a whole lease from now on. A lease that has ended stays ended."""
         for lease in self.held(worker):
             if now < lease.deadline:
                 self._claimed[lease.unit] = lease._replace(deadline=now + self.lease_s)
                 self._claimed.move_to_end(lease.unit)
 
     def submit(self, worker: str, unit: int, version: int, now: float) -> str:
-        """Whether a result is accepted, late or cancelled. What a worker submitted last has the same outcome when it comes again."""
+        """The outcome of a result: accepted, late or cancelled. A repeated result has the outcome of the first."""
         last = self._last.get(worker)
         if last is not None and last[0] == (unit, version):
             return last[1]
-        outcome = CANCELLED if version < self.version - self.most_lag else self._hand_in(worker, unit, version, now)
+        outcome = CANCELLED if version < self.version - self.most_lag else self._submit(worker, unit, version, now)
         self._last[worker] = (unit, version), outcome
         self.workers[worker]["completed" if outcome == ACCEPTED else outcome] += 1
         return outcome
 
-    def _hand_in(self, worker: str, unit: int, version: int, now: float) -> str:
+    def _submit(self, worker: str, unit: int, version: int, now: float) -> str:
         lease = self._lease(worker, unit)
         if lease is None or version != lease.version or now >= lease.deadline:
             return LATE
@@ -243,27 +242,27 @@ class Leases:
         return ACCEPTED
 
     def waits_for_reliable_worker(self, unit: int) -> bool:
-        """Whether a unit was tried in vain as often as it may be, and nobody who is there has shown that units can be done."""
+        """Whether a unit failed as often as it may, and waits as no reliable worker is present."""
         return self._attempts_at(unit) >= self.attempts and not any(self._is_reliable(name) for name in self.present())
 
     def give_back(self, worker: str, unit: int) -> None:
-        """Somebody else may do the unit; it does not count as an attempt."""
+        """Return a unit; it does not count as an attempt."""
         if (lease := self._lease(worker, unit)) is not None:
             self._end(lease)
             self._pending[unit] = None
 
     def leave(self, worker: str) -> None:
-        """The worker goes, and gives back what it holds."""
+        """Give back all units of a worker."""
         for lease in self.held(worker):
             self.give_back(worker, lease.unit)
 
     def forget(self, worker: str) -> None:
-        """Nobody has this name any more, and it has done nothing: whoever comes under ever new names fills no memory."""
+        """Forget an unused name, so that ever new names do not fill the memory."""
         for known in (self.workers, self._held_by, self._managed, self._failed, self._last):
             known.pop(worker, None)
 
     def fail(self, worker: str, unit: int, reason: str, now: float) -> GivenUp | None:
-        """The unit did not work there: another one tries, unless that was the last attempt."""
+        """Count a failed attempt: another worker tries the unit, unless it is given up."""
         lease = self._lease(worker, unit)
         return self._fail(lease, reason, now) if lease is not None else None
 
@@ -282,7 +281,7 @@ class Leases:
         return self._count_attempt(lease, reason, now)
 
     def _count_attempt(self, lease: Lease, reason: str, now: float) -> GivenUp | None:
-        """Let others try the unit, or give it up."""
+        """Make the unit pending again, or give it up."""
         unit = lease.unit
         self._tried.setdefault(unit, Tries(now)).add(lease.worker, now)
         self._failed[lease.worker] += 1
@@ -294,8 +293,7 @@ class Leases:
         return GivenUp(unit, reason)
 
     def _is_hopeless(self, tried: Tries, now: float) -> bool:
-        """Whether a unit was tried in vain as often as it may be. Whose attempts count depends on who is there to show that it can be
-        done."""
+        """Whether a unit is to be given up; see the module's "Holds"."""
         if tried.count < self.attempts:
             return False
         has_waited = tried.first_at + self.patience_s <= now
