@@ -8,11 +8,11 @@ import pytest
 
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.launch.pipeline_rendezvous import HERE, Rendezvous, StagePlacer, WaitingMachine
+from shoal.launch.pipeline_rendezvous import HERE, PipelineRendezvous, StagePlacer, WaitingMachine
 
 
 def test_places_follow_the_list_and_nobody_begins_before_all_are_there() -> None:
-    gathering = Rendezvous(2, ["mini2", "mini3"])
+    gathering = PipelineRendezvous(2, ["mini2", "mini3"])
     assert gathering.ask("mini3", "b", 0, 0.0) is None
     assert not gathering.begin(0.5)
     assert gathering.ask("mini2", "a", 0, 1.0) is None
@@ -22,7 +22,7 @@ def test_places_follow_the_list_and_nobody_begins_before_all_are_there() -> None
 
 
 def test_a_machine_that_fell_silent_while_it_waited_gets_no_place() -> None:
-    gathering = Rendezvous(2, [])
+    gathering = PipelineRendezvous(2, [])
     gathering.ask("first", "a", 0, 0.0)
     gathering.ask("second", "b", 0, 20.0)
     assert not gathering.begin(20.5)
@@ -32,7 +32,7 @@ def test_a_machine_that_fell_silent_while_it_waited_gets_no_place() -> None:
 
 
 def test_a_crowd_that_asks_under_ever_new_names_is_not_remembered_for_ever() -> None:
-    gathering = Rendezvous(2, [])
+    gathering = PipelineRendezvous(2, [])
     for number in range(1500):
         gathering.ask("crowd", f"c{number}", 0, 0.0)
     assert len(gathering.members) == 1000
@@ -41,7 +41,7 @@ def test_a_crowd_that_asks_under_ever_new_names_is_not_remembered_for_ever() -> 
 
 
 def test_after_a_loss_all_who_come_back_begin_at_once_and_fewer_after_a_while() -> None:
-    gathering = Rendezvous(2, [])
+    gathering = PipelineRendezvous(2, [])
     for number in (1, 2):
         now = 100.0 * number
         assert gathering.ask("one", "a", number - 1, now) is None
@@ -57,7 +57,7 @@ def test_after_a_loss_all_who_come_back_begin_at_once_and_fewer_after_a_while() 
 
 
 def test_a_machine_that_comes_too_late_waits_and_takes_a_place_that_becomes_free() -> None:
-    gathering = Rendezvous(1, [])
+    gathering = PipelineRendezvous(1, [])
     gathering.ask("one", "a", 0, 0.0)
     assert gathering.begin(0.0)
     assert gathering.ask("spare", "b", 0, 1.0) is None
@@ -83,7 +83,7 @@ def by_name(stages: dict[str, int]) -> Callable[[Sequence[WaitingMachine]], dict
 
 
 def test_the_scheduler_says_who_has_which_stage_and_the_others_are_spares() -> None:
-    gathering = Rendezvous(2, [], by_name({"roomy": 0, HERE: 1}))
+    gathering = PipelineRendezvous(2, [], by_name({"roomy": 0, HERE: 1}))
     gathering.ask("small", "a", 0, 0.0)
     assert not gathering.begin(0.0), "all are waited for before it chooses"
     gathering.ask("roomy", "b", 0, 0.0)
@@ -94,7 +94,7 @@ def test_the_scheduler_says_who_has_which_stage_and_the_others_are_spares() -> N
 
 
 def test_those_who_are_there_wait_for_a_machine_that_a_stage_fits() -> None:
-    gathering = Rendezvous(1, [], by_name({HERE: 0, "roomy": 1}))
+    gathering = PipelineRendezvous(1, [], by_name({HERE: 0, "roomy": 1}))
     gathering.ask("small", "a", 0, 0.0)
     assert not gathering.begin(0.0)
     assert gathering.missing == "no roomy"

@@ -1,6 +1,6 @@
 """What `shoal up` writes for schedulers that start everything themselves: a batch script for Slurm, manifests for Kubernetes.
 
-Both need nobody at a terminal, and both come back: a job that was put back into the queue, or a pod that was moved, goes on with the run.
+Neither needs a terminal. A job that was requeued, or a pod that was moved, resumes the run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _together_on_slurm(run: Run, folder: Path, config: Path, workers: int) -> li
         "done",
         'export SHOAL_TOKEN=$(printf %s "$line" | sed "s/.*--token \\([^ ]*\\).*/\\1/")',
         'join=$(printf %s "$line" | sed "s/ --token [^ ]*//")',
-        "# A worker that dies is started again by its own node, and by nobody once the run is over.",
+        "# A worker that dies is started again by its own node until the run is over.",
         "srun --kill-on-bad-exit=0 --overlap bash -c 'for try in 1 2 3 4 5 6 7 8 9; do '\"$join\"' && exit 0; [ $? -eq 2 ] && exit 2;"
         " sleep 5; done; exit 1' &",
         'wait "$coordinator"',

@@ -1,4 +1,4 @@
-"""A dashboard beside a run: a process of its own, so that whoever watches takes nothing from the coordinator. It ends with the run."""
+"""Runs the dashboard of a run in its own process, so that viewers do not slow the coordinator. It ends with the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_dashboard() -> None:
 
 @contextmanager
 def dashboard(folder: Path) -> Iterator[str]:
-    """Show a run's folder in the browser for as long as it takes; where to look, in words."""
+    """Serve a run's folder to browsers. Yields the sentence that says where."""
     command = [sys.executable, "-m", "shoal", "watch", str(folder), "--parent", str(os.getpid())]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

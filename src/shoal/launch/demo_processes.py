@@ -1,6 +1,6 @@
-"""A stage for demonstrations: a coordinator and workers as processes of this machine, which may be killed and come back.
+"""The processes of a demonstration: a coordinator and workers on this machine, which can be killed and started again.
 
-Everything on it is what users themselves type: `shoal coordinate` prints a line, workers join with it, `kill -9` ends whom it likes.
+They run the commands that users type: `shoal coordinate` prints an invitation, and `shoal join` uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DemoProcesses:
     """The processes of one demonstration. They end with the context."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], threads: int) -> None:
-        """`arguments`: files and settings of `shoal coordinate`. `threads`: among so many workers the cores are shared out."""
+        """`arguments`: files and settings of `shoal coordinate`. `threads`: number of workers that share the cores."""
         self.folder, self.run, self.arguments = folder, folder / "run", list(arguments)
         self.log = folder / "coordinator.log"
         self.environ = {**os.environ, "OMP_NUM_THREADS": str(fair_threads(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -89,7 +89,7 @@ class DemoProcesses:
             if self.coordinator.poll() is not None:
                 raise ShoalError(f"the coordinator does not start: {last_line(self.log)} (see {self.log})")
             time.sleep(_LOOK_S)
-        raise ShoalError(f"the coordinator has not opened its door in {_START_S:.0f} s (see {self.log})")
+        raise ShoalError(f"the coordinator does not listen after {_START_S:.0f} s (see {self.log})")
 
     def _invited(self, line: str) -> Invitation:
         words = shlex.split(line)

@@ -44,7 +44,7 @@ class RankLost(ShoalError):
 
 
 class EngineProcesses(NamedTuple):
-    """The processes that a worker on this machine is made of."""
+    """The processes of one worker on this machine."""
 
     size: int
     on_cpu: bool
@@ -52,7 +52,7 @@ class EngineProcesses(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, command: str, notify: Callable[[str], None], workers: int = 1) -> EngineProcesses | None:
-        """For one of so many workers; None: it is one process. As many as the settings say, else the GPUs that are there, shared.
+        """For one of `workers` workers; None where it is a single process. The settings give their number, else the share of GPUs.
 
         Raises ShoalError; `command` is what to start where this machine is not enough.
         """
@@ -84,13 +84,13 @@ def _stages(run: Run) -> int | None:
 
 
 def settings_from_start(run: Run, here: RankPlace | None, workers: int) -> list[Override]:
-    """Settings that follow from what was started, where nobody gave them: how long a run is depends on how many take part."""
+    """Settings that follow from the processes that were started, where they are not given: the length of a run depends on them."""
     given, facts = run.launch.devices_per_node, dict[str, int]()
     if uses_several_processes(run) and given is None:
         crew = EngineProcesses.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
         facts = {"launch.devices_per_node": here.local_size if here is not None else crew.size if crew is not None else 1}
     if run.engine.kind == "collectives" and here is not None and run.launch.nodes is None:
-        facts["launch.nodes"] = here.nodes  # all machines are one room, unless somebody says otherwise
+        facts["launch.nodes"] = here.nodes  # all machines are one worker, unless the settings say otherwise
     return [Override(path, str(value), "--workers" if here is None else "torchrun") for path, value in facts.items()]
 
 
@@ -113,7 +113,7 @@ def place_in_engine(run: Run) -> RankPlace | None:
 
 
 class LocalRanks:
-    """So many processes of `shoal`, each with a rank."""
+    """Processes of `shoal`, each with a rank."""
 
     def __init__(self, crew: EngineProcesses, arguments: Sequence[str], secret: str = "") -> None:
         """`secret`: a line for the first process alone, on its standard input."""

@@ -1,11 +1,11 @@
 """Processes of Shoal on this machine, forked from one that has loaded the libraries already.
 
-To load torch takes seconds of a core and hundreds of megabytes. A nursery is a process that has done so once, and does nothing else: it has
-no threads, no connections, and has never touched a GPU. A process that it forks begins within a tenth of a second and shares its memory, so
-ten workers start as quickly as one, and a worker that was killed is back at once. Whoever was forked from a nursery asks the same one for
-processes of its own. The nursery ends when nobody is left who could ask it.
+Loading torch takes seconds of a core and hundreds of megabytes. The fork server has loaded it once and does nothing else: it has no
+threads, no network connections, and has never touched a GPU. A process that it forks begins within a tenth of a second and shares its
+memory, so ten workers start as quickly as one. Forked processes use the same fork server for their own children. It ends when no process
+is connected to it any more.
 
-macOS has libraries that do not survive a fork, and Windows has no fork: there each process is started afresh.
+macOS has libraries that do not survive a fork, and Windows has no fork: there each process is started with a new interpreter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_BYTES = 1 << 20
 
 
 class ChildProcess(Protocol):
-    """A process that was started here: what `subprocess.Popen` offers, as far as it is used."""
+    """A process that was started here: `subprocess.Popen` or `ForkedProcess`."""
 
     pid: int
     returncode: Any
@@ -71,7 +71,7 @@ def start(
 ) -> ChildProcess:
     """A Python process with these arguments (`-m shoal …`, or a file and its own). Its standard input is a pipe.
 
-    `loads`: modules that it will need, and that start no threads and touch no GPU: the nursery loads them once for all that it forks.
+    `loads`: modules that it will need, and that start no threads and touch no GPU: the fork server imports them once.
     """
     if sys.platform != "linux":
         return subprocess.Popen(
@@ -91,16 +91,16 @@ def start(
         "loads": list(loads),
     }
     output = [_number(1, stdout), _number(2, stderr)]
-    process = _nursery().start(order, output) or _nursery().start(order, output)  # a nursery may have been killed just now
+    process = _connection().start(order, output) or _connection().start(order, output)  # the fork server may just have been killed
     if process is None:
-        raise ShoalError("the process that starts others on this machine ends at once; what it said stands above")
+        raise ShoalError("the process that starts others on this machine ends at once; its error is printed above")
     return process
 
 
 def prepare() -> None:
-    """Let the nursery begin to load, so that it is ready when the first process is asked for."""
+    """Start the fork server, so that it has loaded its libraries when the first process is started."""
     if sys.platform == "linux":
-        _nursery()
+        _connection()
 
 
 def _number(default: int, stream: IO[bytes] | int | None) -> int:
@@ -108,15 +108,15 @@ def _number(default: int, stream: IO[bytes] | int | None) -> int:
 
 
 class ForkedProcess:
-    """A process that the nursery forked for this one."""
+    """A process that the fork server forked for this one."""
 
-    def __init__(self, nursery: ForkServerConnection, pid: int, stdin: IO[bytes]) -> None:
-        self.nursery, self.pid, self.stdin = nursery, pid, stdin
+    def __init__(self, server: ForkServerConnection, pid: int, stdin: IO[bytes]) -> None:
+        self.server, self.pid, self.stdin = server, pid, stdin
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self.nursery.ended(self.pid)
+            self.returncode = self.server.ended(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -132,14 +132,14 @@ class ForkedProcess:
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
-            self.nursery.signal(self.pid, sig)
+            self.server.signal(self.pid, sig)
 
 
 class ForkServerConnection:
-    """This process's connection to a nursery. Threads may share it."""
+    """This process's connection to the fork server. Threads may share it."""
 
     def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
-        """`process`: the nursery itself, where this process started it."""
+        """`process`: the fork server, where this process started it."""
         self.line, self.process = line, process
         self._lock = threading.Lock()
         self._unread = b""
@@ -150,11 +150,11 @@ class ForkServerConnection:
     @property
     def alive(self) -> bool:
         with self._lock:
-            self._hear()
+            self._receive()
             return self._alive
 
     def start(self, order: dict[str, Any], output: list[int]) -> ForkedProcess | None:
-        """None: the nursery has ended."""
+        """Fork a process; None where the fork server has ended."""
         reading, writing = os.pipe()
         stdin = os.fdopen(writing, "wb")
         try:
@@ -162,7 +162,7 @@ class ForkServerConnection:
                 self._ask({"start": order}, [reading, *output])
                 while not self._pids and self._alive:
                     select.select([self.line], [], [])
-                    self._hear()
+                    self._receive()
                 if self._pids:
                     return ForkedProcess(self, self._pids.pop(), stdin)
         finally:
@@ -173,13 +173,13 @@ class ForkServerConnection:
     def ended(self, pid: int) -> int | None:
         """The exit code of a process that has ended, as `subprocess` gives it."""
         with self._lock:
-            self._hear()
+            self._receive()
             if pid not in self._codes and not self._alive and not _exists(pid):
-                return -signal.SIGKILL  # nobody is left who could know better
+                return -signal.SIGKILL  # the real exit code is lost with the fork server
             return self._codes.get(pid)
 
     def signal(self, pid: int, number: int) -> None:
-        """The nursery passes it on: it alone knows whether the number still means this process."""
+        """Send a signal through the fork server, which knows whether the pid still belongs to this process."""
         with self._lock:
             if self._alive:
                 self._ask({"signal": [pid, number]}, [])
@@ -195,8 +195,8 @@ class ForkServerConnection:
         except OSError:
             self._alive = False
 
-    def _hear(self) -> None:
-        """Take in what has been said, without waiting."""
+    def _receive(self) -> None:
+        """Read the messages that have arrived, without waiting."""
         while self._alive:
             try:
                 said = self.line.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
@@ -213,23 +213,25 @@ class ForkServerConnection:
                     self._codes[line["ended"]] = line["code"]
 
 
-_mine: ForkServerConnection | None = None
+_own_connection: ForkServerConnection | None = None
 _making = threading.Lock()
 
 
-def _nursery() -> ForkServerConnection:
-    """The nursery that this process was forked from, or one of its own, or a new one where that has ended."""
-    global _mine
+def _connection() -> ForkServerConnection:
+    """The fork server of this process, or a new one where it has ended."""
+    global _own_connection
     with _making:
-        if _mine is None or not _mine.alive:
+        if _own_connection is None or not _own_connection.alive:
             ours, theirs = socket.socketpair()
             with theirs:
-                # One thread for NumPy's products: others would be started when the library is loaded, and a nursery has none
+                # OpenBLAS starts its threads when it is loaded, and a fork server must have none
                 environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
                 command = [sys.executable, "-c", "from shoal.launch.forkserver import main; main()", str(theirs.fileno())]
                 quiet, passed = subprocess.DEVNULL, [theirs.fileno()]
-                _mine = ForkServerConnection(ours, subprocess.Popen(command, stdin=quiet, stdout=quiet, pass_fds=passed, env=environ))
-        return _mine
+                _own_connection = ForkServerConnection(
+                    ours, subprocess.Popen(command, stdin=quiet, stdout=quiet, pass_fds=passed, env=environ)
+                )
+        return _own_connection
 
 
 def _exists(pid: int) -> bool:
@@ -240,19 +242,19 @@ def _exists(pid: int) -> bool:
     return True
 
 
-# --- the nursery itself ------------------------------------------------------------------------------
+# --- the fork server itself --------------------------------------------------------------------------
 
 
 class ForkClient:
-    """One who may ask for processes, and what has been heard of the question so far."""
+    """A connected process, and the part of its next message that has arrived."""
 
     def __init__(self, line: socket.socket) -> None:
         self.line = line
         self.unread = b""
         self.descriptors: list[int] = []
 
-    def hear(self) -> list[dict[str, Any]] | None:
-        """The questions that have come; None: the client is gone."""
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None where the client is gone."""
         try:
             said, descriptors, _, _ = socket.recv_fds(self.line, _MOST_BYTES, 16)
         except OSError:
@@ -261,13 +263,13 @@ class ForkClient:
         *lines, self.unread = (self.unread + said).split(b"\n")
         return [json.loads(line) for line in lines] if said else None
 
-    def say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # whoever is gone does not want to know
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the client is gone
             self.line.sendall(json.dumps(message).encode() + b"\n")
 
 
 class ForkServer:
-    """The nursery's own loop. It returns in the processes that it forks."""
+    """The loop of the fork server. It returns in the processes that it forks."""
 
     def __init__(self, line: socket.socket) -> None:
         self.clients = [ForkClient(line)]
@@ -277,18 +279,18 @@ class ForkServer:
         os.set_blocking(self.woken, False)
         signal.set_wakeup_fd(self.waking, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; those that work decide what follows
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the clients decide what follows
 
     def serve(self) -> dict[str, Any] | None:
-        """What a forked process is to do. In the nursery itself: None, when everybody is gone."""
+        """In a forked process: its order. In the fork server: None, when the last client is gone."""
         while self.clients:
             watched: list[int | socket.socket] = [self.woken, *(client.line for client in self.clients)]
             ready, _, _ = select.select(watched, [], [])
             if self.woken in ready:
                 os.read(self.woken, 4096)
-                self._bury()
+                self._report_ended()
             for client in [one for one in self.clients if one.line in ready]:
-                questions = client.hear()
+                questions = client.receive()
                 if questions is None:
                     client.line.close()
                     self.clients.remove(client)
@@ -305,7 +307,7 @@ class ForkServer:
             return None
         descriptors, client.descriptors = client.descriptors[:3], client.descriptors[3:]
         for name in question["start"]["loads"]:
-            with contextlib.suppress(ImportError):  # whoever needs it says so itself
+            with contextlib.suppress(ImportError):  # the process that needs it reports that
                 importlib.import_module(name)
         ours, theirs = socket.socketpair()
         pid = os.fork()
@@ -318,19 +320,19 @@ class ForkServer:
             os.close(descriptor)
         self.clients.append(ForkClient(ours))
         self.parents[pid] = client
-        client.say({"pid": pid})
+        client.send({"pid": pid})
         return None
 
-    def _bury(self) -> None:
-        """Tell who asked for a process that it has ended."""
+    def _report_ended(self) -> None:
+        """Report processes that have ended to the clients that started them."""
         while self.parents:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            self.parents.pop(pid).say({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+            self.parents.pop(pid).send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _leave(self) -> None:
-        """In a forked process: nothing of the nursery stays open here."""
+        """In a forked process: close everything that belongs to the fork server."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -344,8 +346,8 @@ class ForkServer:
 
 def _become(order: dict[str, Any]) -> None:
     """Make this forked process what `python ARGUMENTS` would be."""
-    global _mine
-    _mine = ForkServerConnection(order["line"])
+    global _own_connection
+    _own_connection = ForkServerConnection(order["line"])
     if order["session"]:
         os.setsid()
     for number, descriptor in enumerate(order["descriptors"]):
@@ -364,7 +366,7 @@ def _become(order: dict[str, Any]) -> None:
 
 
 def _open_streams() -> None:
-    """The interpreter looks at its streams when it starts, and these are others."""
+    """Reopen the standard streams, as the interpreter does when it starts."""
     at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
@@ -374,7 +376,7 @@ def _open_streams() -> None:
 
 
 def _set_threads() -> None:
-    """OpenMP has read its variable when torch was loaded."""
+    """Apply OMP_NUM_THREADS, which OpenMP read when torch was loaded."""
     if (count := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         import torch
 
@@ -389,7 +391,7 @@ def _show_as(*arguments: str) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """As the interpreter itself does with its arguments."""
+    """Run `-m MODULE …` or `FILE …` as the interpreter does."""
     if arguments[0] == "-m":
         sys.argv, sys.path[0] = arguments[1:], os.getcwd()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -399,7 +401,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def main() -> NoReturn:
-    _show_as("nursery of shoal")
+    _show_as("fork server of shoal")
     line = socket.socket(fileno=int(sys.argv[1]))
     server = ForkServer(line)
     for name in _LOADED:

@@ -27,14 +27,14 @@ _PAUSE_S, _LASTED_S = 1.0, 10.0
 
 
 def fair_threads(workers: int) -> int:
-    """Threads for each of so many workers. The coordinator beside them has one: it mostly waits."""
+    """Threads for each of `workers` workers. The coordinator beside them has one, since it mostly waits."""
     from shoal.updates.parallel_blocks import usable_cores
 
     return max(1, usable_cores() // max(1, workers))
 
 
 def pause_s(lasted_s: float) -> float:
-    """How long to wait before a process that lasted so long is started again: one that dies when it starts must not do so all the time."""
+    """Pause before a process that lived `lasted_s` seconds is restarted, so that one that always fails is not restarted in a busy loop."""
     return 0.0 if lasted_s > _LASTED_S else _PAUSE_S
 
 
@@ -44,7 +44,7 @@ def use_passive_waiting() -> None:
 
 
 def worker_names(count: int, listed: Sequence[str]) -> list[str]:
-    """Names for so many workers: those that are listed first."""
+    """Names for `count` workers: those of the settings first."""
     return [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
 
 

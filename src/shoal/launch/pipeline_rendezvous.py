@@ -1,7 +1,7 @@
 """Machines that hold the stages of one model: they meet at a coordinator, get a place each, and begin again together when one is lost.
 
-The coordinator's machine has the first stage, or the one that a scheduler places there, and keeps the run's folder. `Rendezvous` assigns
-the ranks, without waiting or sending; `PipelineHost` runs it on the coordinator's machine, and `PipelineMember` is a machine that joins.
+The coordinator's machine has the first stage, or the one that a scheduler places there, and keeps the run's folder. `PipelineRendezvous`
+assigns the ranks, without waiting or sending; `PipelineHost` runs it on the coordinator's machine, and `PipelineMember` is one that joins.
 Both start one process for their stage. Ranks are assigned over the run's transport, with its token and keys; stages connect directly.
 """
 
@@ -37,22 +37,22 @@ from shoal.transports.addresses import free_port, interface_of, parse
 from shoal.worker.sender import ConnectionLostError
 
 ASK, FAILED = "stage", "stage-failed"
-"""What a machine says: may I have a place; and that it cannot do its part."""
+"""Messages of a machine: asks for a rank; reports that it cannot run its stage."""
 STAGES = "stages"
-"""Why a worker is refused here: this coordinator gives out places in a pipeline. Whoever joins then asks for one."""
+"""Reason for which a joining worker is refused: this coordinator assigns stages of a pipeline. The worker then asks for one."""
 _ASK_S, _SILENT_S = 1.0, 6.0
-"""How often a machine that waits asks, and after which silence it is taken for gone."""
+"""How often a waiting machine asks, and the silence after which it counts as gone."""
 _GRACE_S = 30.0
-"""When a machine was lost: how long the others wait for it before they go on without it."""
+"""How long the others wait for a lost machine before they continue without it."""
 _LOOK_S = 0.2
 _GOODBYE_S = 5.0
 _LARGEST = 8 << 20
 _MOST_WAITING = 1000
-"""Machines that are remembered at a time. Whoever asks beyond them waits, and is remembered when others have fallen silent."""
+"""The most machines that are remembered. Further ones wait until others have fallen silent."""
 
 
 class WaitingMachine(NamedTuple):
-    """A machine that wants a place."""
+    """A machine that asks for a rank."""
 
     name: str
     instance: str
@@ -63,12 +63,12 @@ class WaitingMachine(NamedTuple):
 
 
 Choose = Callable[[Sequence[WaitingMachine]], Mapping[str, int]]
-"""Says who of some machines has which stage, by instance; the coordinator's own is HERE. Raises ShoalError where a stage has nobody."""
+"""Assigns stages to machines, by instance; the coordinator's own is HERE. Raises ShoalError where no machine fits a stage."""
 HERE = ""
 
 
-class Rendezvous:
-    """Who is there, and who has which place. Time is passed in."""
+class PipelineRendezvous:
+    """The machines that wait, and the ranks and stages of those that take part. It does no I/O; time is passed in."""
 
     def __init__(self, expected: int, listed: Sequence[str], choose: Choose | None = None) -> None:
         """`expected`: machines besides the coordinator's; `listed`: their names, in the order of the stages, where they are known;
@@ -76,11 +76,11 @@ class Rendezvous:
         self.expected, self.listed, self.choose = expected, list(listed), choose
         self.members: dict[str, WaitingMachine] = {}
         self.places: dict[str, int] = {}
-        """The ranks of those who take part now."""
+        """By instance: the ranks of the machines that take part."""
         self.stages: dict[str, int] = {}
-        """The stages of those who take part now."""
+        """By instance: the stages of the machines that take part."""
         self.missing = ""
-        """Why those who are there cannot begin: a stage that fits none of them."""
+        """Why the machines cannot begin: a stage that fits none of them."""
         self.start = 0
         """How often they have begun."""
         self.running = False
@@ -91,7 +91,7 @@ class Rendezvous:
         return 1 + len(self.places)
 
     def ask(self, name: str, instance: str, last: int, now: float) -> int | None:
-        """A machine asks, which last took part in start number `last`; its rank, or None: it must wait."""
+        """A machine asks, which last took part in start number `last`. Return its rank, or None: it must wait."""
         if len(self.members) >= _MOST_WAITING and instance not in self.members:
             self.members = {one.instance: one for one in self.members.values() if one.is_there(now)}
         if len(self.members) < _MOST_WAITING or instance in self.members:
@@ -99,12 +99,12 @@ class Rendezvous:
         return self.places.get(instance) if self.running and last < self.start else None
 
     def present(self, now: float) -> list[WaitingMachine]:
-        """Who waits: those that are listed first, in that order, then in the order of coming."""
+        """The waiting machines: those that the settings list, in that order, then the others in the order of arrival."""
         there = [one for one in self.members.values() if one.is_there(now)]
         return sorted(there, key=lambda one: self.listed.index(one.name) if one.name in self.listed else len(self.listed))
 
     def begin(self, now: float) -> bool:
-        """Give out the places, if all are there, or if one was lost and has not come back for a while. Whether they begin."""
+        """Assign ranks, if all machines are present, or if a lost one has not returned in time. Return whether they begin."""
         present = self.present(now)
         late = self.start > 0 and present and now - self._lost_at > _GRACE_S
         if self.running or (len(present) < self.expected and not late):
@@ -118,7 +118,7 @@ class Rendezvous:
         return True
 
     def _chosen(self, present: Sequence[WaitingMachine]) -> Mapping[str, int]:
-        """Who has which stage; nobody where a scheduler finds that a stage fits none of them: it may fit one that joins later."""
+        """By instance: the stages. Empty where a stage fits no machine; one that joins later may fit."""
         if self.choose is None:
             return {HERE: 0} | {one.instance: number for number, one in enumerate(present[: self.expected], 1)}
         try:
@@ -128,7 +128,7 @@ class Rendezvous:
             return {}
 
     def lost(self, now: float) -> None:
-        """The processes have ended before their time: those who are still there will ask again."""
+        """The processes ended early: the machines that are still present will ask again."""
         self.running, self._lost_at = False, now
         self.members.clear()
 
@@ -158,7 +158,7 @@ class StagePlacer:
 
 
 class PipelineHost:
-    """The coordinator's machine: it answers the others, and its process has the first stage."""
+    """The coordinator's machine: answers the others, and runs one stage in a process."""
 
     def __init__(self, run: Run, hosts: tuple[str, ...], arguments: Sequence[str], tell: Callable[[str], None]) -> None:
         """`arguments`: those of `shoal train` for the process of the first stage."""
@@ -170,7 +170,7 @@ class PipelineHost:
         folder.mkdir(parents=True, exist_ok=True)
         expected = placing.expected if placing else run.cluster.num_workers or 1
         self.server, self.invitation = listen(run, run.transport, hosts, folder, _LARGEST, expected)
-        self.gathering = Rendezvous(expected, run.cluster.workers, placing.choose if placing else None)
+        self.gathering = PipelineRendezvous(expected, run.cluster.workers, placing.choose if placing else None)
         self.text = settings_text(run)
         self.process: forkserver.ChildProcess | None = None
         self.port, self.group = 0, secrets.token_hex(8)
@@ -237,7 +237,7 @@ class PipelineHost:
         self.process = forkserver.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
 
     def _place(self, address: str) -> RankPlace:
-        """This machine's own."""
+        """The rank of this machine's process."""
         group, stage = f"{self.group}-{self.gathering.start}", self.gathering.stages[HERE]
         return RankPlace(0, self.gathering.size, 0, 1, address=address, port=self.port, group=group, apart=True, stage=stage)
 
@@ -277,13 +277,13 @@ class PipelineHost:
         return {"kind": "place", "config": self.text, "digest": digest, "plugins": needed_by(self.run)} | place
 
     def _heard_of_failure(self, name: str, instance: str, reason: str) -> dict[str, Any]:
-        """A machine that takes part cannot do its part, so nobody can. Others are not asked."""
+        """A machine with a stage has failed, so the run fails. Reports of other machines are ignored."""
         if instance in self.gathering.places:
             self.failed = f"{name} cannot take part: {reason}"
         return {"kind": "noted"}
 
     def _say_goodbye(self) -> None:
-        """Tell the machines that it is over, for as long as some may still ask."""
+        """Answer that the run is over, until all machines have asked or the time is up."""
         self.over, until = True, time.monotonic() + _GOODBYE_S
         asked: set[str] = set()
         while time.monotonic() < until and not asked >= set(self.gathering.places):
@@ -314,7 +314,7 @@ def _speaking_at(address: str) -> dict[str, str]:
 
 
 class PipelineMember:
-    """A machine with a stage: it asks for a place, and looks after the process that has the stage."""
+    """A machine that joins: asks for a rank, and runs its stage in a process."""
 
     def __init__(self, invitation: Invitation, name: str, overrides: Sequence[Override], trusted: Sequence[str], patience_s: float) -> None:
         self.invitation, self.name, self.overrides, self.trusted = invitation, name[:LONGEST_NAME], overrides, trusted

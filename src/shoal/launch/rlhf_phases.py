@@ -90,7 +90,7 @@ def _of_pairs(task: str, learned: TrainedReward | FineTune, path: str) -> Iterat
 
 
 def _refuse_large(run: Run, command: str) -> None:
-    """Raise ShoalError where the base would take long to train: it is somebody's own decision."""
+    """Raises ShoalError where the base would take long to train: the user must decide that."""
     size = rough_size(run)
     if size > _SMALL:
         raise ShoalError(

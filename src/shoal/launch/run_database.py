@@ -1,4 +1,4 @@
-"""Where a run with workers takes place: a folder and a port, or a database, which is started here if nobody else runs it."""
+"""The folder and transport of a run with workers. A database of the run's own (`host: embedded`) is started here."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import to_tell
 from shoal.transports.private_files import write_private
 
-_LOOK_S = 0.5
-"""The role that students come with first: it can do nothing but make a role for each of them."""
+_CHECK_S = 0.5
 _TOKEN_FILE = "class_token"
 _MOST_BYTES = 512 << 20
-"""Memory that one connection of a student may take: many times what any of our statements needs."""
+"""Memory limit of a student's connection: many times what Shoal's statements need."""
 
 
 class RunLocation(NamedTuple):
-    """Where a run with workers takes place."""
+    """The folder and transport of a run with workers."""
 
     run_dir: str | None
     transport: Transport
     invitation: Invitation | None = None
-    """How workers of this machine join, where the coordinator's own way in is not for them."""
+    """How workers of this machine join, where they need another address than the coordinator itself."""
     outside: Invitation | None = None
-    """How workers of other machines join, where that is another way."""
+    """How workers of other machines join, where the address differs."""
     role: str = ""
-    """In a database that others look after: the role that workers connect as."""
+    """In a database that others administer: the role that workers connect as."""
     fresh: bool = False
-    """The run's folder was made for it, and holds nothing of anybody else."""
+    """Whether the folder was created for this run."""
 
 
 @contextmanager
 def run_location(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, ...], invite: bool) -> Iterator[RunLocation]:
-    """Until the end of the run. A database that the run asks for, and that nobody else runs, is started."""
+    """The location of a run. An embedded database runs until the context ends."""
     settings = run.transport
     if settings.kind == "in-process":
         yield RunLocation(run_dir, settings)
@@ -88,7 +87,7 @@ def _served(settings: Postgres, folder: Path, host: str) -> Iterator[RunLocation
 
 
 def _let_students_in(server: EmbeddedPostgres) -> str:
-    """Prepare the database for a class. Return the class's token: the same whenever the run goes on, and known to nobody before."""
+    """Prepare the database for a class. Return the class's token, which is random and stays the same when the run is resumed."""
     from shoal.transports.postgres import schema
     from shoal.transports.postgres.access import connect
 
@@ -104,12 +103,12 @@ def _let_students_in(server: EmbeddedPostgres) -> str:
 
 @contextmanager
 def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
-    """Start the database again if somebody kills it, and end connections of students that take too much memory: from a thread of its own,
-    since everybody else waits for the database then."""
+    """Restart a database that was killed, and end students' connections that use too much memory. It runs in its own thread, since all
+    others wait for the database then."""
     ending = threading.Event()
 
     def watch() -> None:
-        while not ending.wait(_LOOK_S):
+        while not ending.wait(_CHECK_S):
             with suppress(ShoalError):  # the run tells, when its patience is at an end
                 server.ensure()
                 _end_greedy(server)

@@ -1,9 +1,8 @@
 """The processes that torchrun started, as the workers of a run: the first one coordinates, and each starts a worker, or its part of one.
 
-Where an engine is one process, each of them is a worker; where it spans several, those of a machine are (or of as many machines as
-`launch.nodes` says). All they know of each other is what torchrun's variables say; the first process tells them the rest, in torchrun's
-own store. The count of torchrun's restarts differs between machines, so it is not used: each process asks under a random number of its own,
-and is answered under that number.
+Where an engine is one process, each is a worker; where it spans several, those of a machine (or of `launch.nodes` machines) form one.
+The first process publishes the coordinator's address in torchrun's store. torchrun's restart count differs between machines, so it is not
+used: each process asks under a random number, and is answered under that number.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
 
 _PATIENCE_S = 1800.0
-"""How long the others wait for the first one to begin and to end: it may have data and a model to load from far away, and much to judge."""
+"""How long the others wait for the first one to begin and to end: it may load data and a model, and evaluate for long."""
 _GOODBYE_S = 30.0
 _LEAVE_S = 5.0
 """How long a worker may go on when the run is over. One that has not found the coordinator would look for it much longer: a run that
@@ -41,7 +40,7 @@ _RUNS = itertools.count()
 
 
 class TorchrunGroup:
-    """This process among all of them."""
+    """This process and its place among all of them."""
 
     def __init__(self, run: Run, here: RankPlace) -> None:
         self.here, self.run = here, run
@@ -57,7 +56,7 @@ class TorchrunGroup:
         self.name = worker_names(self.workers, run.cluster.workers)[self.group]
         self.number = next(_RUNS)
         self.start = ""
-        """A name for this start of all processes, which tells it from earlier ones. The first process chooses it and the others hear it."""
+        """Name of this start of all processes, different from earlier ones. The first process chooses it."""
         self.meeting = Rendezvous(here._replace(group="fleet"))
 
     def _per_worker(self) -> int:
@@ -90,7 +89,7 @@ class TorchrunGroup:
         return self.meeting.word(f"begun {self.number}")
 
     def announce(self, invitation: Invitation, folder: Path) -> LocalWorkers:
-        """Tell the other processes whom to join, and where the run's folder is; the worker that this process itself starts."""
+        """Publish the coordinator's address and the run's folder. Return the worker that this process starts."""
         address, self.start = parse(invitation.address), secrets.token_hex(4)
         if self.machines > 1:
             address = address._replace(host=self.here.address)
@@ -100,7 +99,7 @@ class TorchrunGroup:
         return self._worker(invitation, folder)
 
     def _answer(self, answer: str) -> None:
-        """Answer every process that asks, until all have heard the answer. A process that was killed asks again."""
+        """Answer every process that asks, until all have the answer. A process that was killed asks again."""
         meeting, missing = Rendezvous(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
         while missing:
             for rank in tuple(missing):
@@ -114,7 +113,7 @@ class TorchrunGroup:
             time.sleep(_LOOK_S)
 
     def announce_end(self, summary: dict[str, Any]) -> None:
-        """Tell the other processes the run's summary, and wait a little until they have heard it."""
+        """Publish the run's summary, and wait until the other processes have read it."""
         self.meeting.say(f"summary {self.start}", json.dumps(summary))
         until = time.monotonic() + _GOODBYE_S
         while time.monotonic() < until and any(self.meeting.word(f"told {self.start} {rank}") is None for rank in range(1, self.here.size)):
@@ -134,13 +133,13 @@ class TorchrunGroup:
                 return folder, summary
 
     def ask(self) -> str:
-        """Ask the first process whom to join, under a number of this process's own; the number."""
+        """Ask the first process for the coordinator's address, under a random number. Return the number."""
         asked = secrets.token_hex(8)
         self.meeting.say(f"hello {self.number} {self.here.rank}", asked)
         return asked
 
     def answer_to(self, asked: str) -> tuple[Invitation, Path]:
-        """Whom to join, and where the run's folder is."""
+        """How to join the coordinator, and the run's folder."""
         self.start, address, token, key, folder = json.loads(self.meeting.hear(f"answer {asked}", _PATIENCE_S))
         self.meeting.say(f"heard {asked}", self.start)
         return Invitation(address, token, key), Path(folder)
@@ -157,7 +156,7 @@ class TorchrunGroup:
                     until = time.monotonic() + _LEAVE_S
 
     def renewed(self, asked: str) -> bool:
-        """Whether the answer is another one by now. One that torchrun was about to end may have given the one before."""
+        """Whether there is a newer answer: a first process that torchrun then restarted may have given the earlier one."""
         answer = self.meeting.word(f"answer {asked}")
         return answer is not None and json.loads(answer)[0] != self.start
 

@@ -24,7 +24,7 @@ from shoal.runs.build_run import RunParts, held_out_batches
 from shoal.runs.folder.checkpoint import Checkpoint, save_weights
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import complete_status
-from shoal.runs.monitoring.members import MemberTable
+from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.privacy_budget import PrivacyBudget
 from shoal.runs.monitoring.prometheus import shown_to_prometheus
 from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter
@@ -105,7 +105,7 @@ class CoordinatorLoop(RecordedLoop):
         )
         self.policies, self.coordinator, self.learner = policies, coordinator, learner
         self.server, self.store, self.board = storage.server, storage.store, storage.board
-        self.members = MemberTable(coordinator, storage.board, self.message)
+        self.members = MemberOverview(coordinator, storage.board, self.message)
         self.recorder.members, self.recorder.blackboard = self.members.members, storage.server
         self.traffic = TrafficTotals(storage.server.traffic, coordinator)
         self.privacy = PrivacyBudget(parts.run, coordinator, policies, length, storage.board)

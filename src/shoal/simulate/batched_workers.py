@@ -1,4 +1,4 @@
-"""What many virtual workers learn, computed in one call.
+"""Computes the gradients of many virtual workers in one call.
 
 A worker's gradient is needed when its step is over, and its weights stay as they are until then. So those who have begun a step wait, and
 when the first of them is done, the steps of all are computed together: `torch.func` maps the task's loss over a stack of weights and
@@ -132,7 +132,7 @@ class BatchedSteps:
             self._asked[engine] = PendingStep(feed, steps)
 
     def drop(self, engine: BatchedEngine) -> None:
-        """Nobody wants any more what this worker has begun."""
+        """Cancel the step that this worker has begun."""
         self._asked.pop(engine, None)
         engine.ready.clear()
 

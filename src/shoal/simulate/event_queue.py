@@ -1,4 +1,4 @@
-"""Virtual time: a heap of things that happen, one after the other."""
+"""The event queue of virtual time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Planned = tuple[float, float, Callable[..., None], tuple[Any, ...]]
 
 
 class EventQueue:
-    """Things happen in the order of their times, and those of the same time in the order in which they were planned."""
+    """Runs events in the order of their times; events of the same time in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ class EventQueue:
             self.stop()
 
     def run(self, until: float) -> None:
-        """Let things happen until this time, or until somebody says `stop`."""
+        """Let things happen until this time, or until `stop` is called."""
         heap, line, pop, take = self._heap, self._line, heapq.heappop, self._line.popleft
         self._stopped = False
         self._runs += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from shoal.worker.weights import WorkerWeights
 from shoal.worker.worker_state import NoWorkerCheckpoint
 
 STAND_IN = 10_000
-"""A larger model's update is simulated by so many numbers; the links are told how long it really is."""
+"""Most numbers in a simulated update; the links count the bytes of the real model."""
 _POOL = 16
 _FALSE = -10.0
 """What a false worker multiplies its update with."""
@@ -43,29 +43,6 @@ class EncodedUpdate(NamedTuple):
     base: int
     batches: int
     metrics: Mapping[str, float]
-
-
-class UpdateSource(Protocol):
-    """What a virtual worker thinks with."""
-
-    sync_delay: int
-    """Steps that it goes on while its last contribution is under way; 0: none."""
-
-    def sit(self, seat: int, epoch: int, position: int) -> None: ...
-    def place(self) -> tuple[int, int]:
-        """Epoch and batch that it has come to."""
-        ...
-
-    def begin(self, have: int) -> int:
-        """Begin with the next contribution, on this version of the weights; return the batches that it takes. The weights stay as they are
-        until it is made."""
-        ...
-
-    def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
-        """What was begun; or what was learned from a unit, at once."""
-        ...
-
-    def on_answer(self, news: RunNews, status: str | None) -> None: ...
 
 
 class PlainDescent:
@@ -93,7 +70,7 @@ class TimedUpdates:
         self.false = [codecs.encode(updates.codec, _FALSE * vector, None) for vector in vectors]
         self.update_bytes = self.scale * sum(map(len, self.honest[0]))
 
-    def mind(self, false: bool) -> UpdateSource:
+    def mind(self, false: bool) -> _TimedWorker:
         return _TimedWorker(self, false)
 
 
@@ -154,7 +131,7 @@ class LearnedUpdates:
         task = task_for(run, NO_LIVE_OBJECTS, players_for(run, NO_LIVE_OBJECTS, samples.info), samples.info)
         return BatchedEngine(run, task, self.parts.single.total_steps)
 
-    def mind(self, false: bool) -> UpdateSource:
+    def mind(self, false: bool) -> _LearningWorker:
         return _LearningWorker(self, false)
 
     def feed(self, seat: int, epoch: int, position: int) -> Any:
@@ -245,6 +222,9 @@ class _LearningWorker:
             self.weights.note_lag(news.header["version"] - self.weights.version - 1)
         self.weights.load(news)
         self.producer.on_answer(news, status)
+
+
+UpdateSource = _TimedWorker | _LearningWorker
 
 
 def seeded_generator(seed: int) -> random.Random:

@@ -20,7 +20,7 @@ _SETTINGS = {
     "max_connections": "200",  # a class with a few connections each
     "max_wal_size": "4GB",  # a contribution is tens of megabytes, and after each checkpoint every page that changes is logged whole
     "wal_compression": "off",  # gradients do not shrink, and to try takes longer than to write
-    "wal_level": "minimal",  # nobody replicates a run's database
+    "wal_level": "minimal",  # a run's database is not replicated
     "max_wal_senders": "0",
     "synchronous_commit": "on",  # a worker that was answered "accepted" can rely on it, even if the server is killed a moment later
     "jit": "off",  # all queries are short

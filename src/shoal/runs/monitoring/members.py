@@ -43,7 +43,7 @@ def _notices(names: frozenset[str], what: str) -> Iterator[str]:
     yield from (f"{name} {what}" for name in sorted(names))
 
 
-class MemberTable:
+class MemberOverview:
     """The workers of a run: those that lease units in a database, else the coordinator's members."""
 
     def __init__(self, coordinator: Coordinator, board: LeaseDatabase | None, tell: Callable[[str], None]) -> None:

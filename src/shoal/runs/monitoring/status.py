@@ -20,7 +20,7 @@ from shoal.coordinator.driver_interfaces import TrafficCounts
 from shoal.coordinator.members.table import Member
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.history import History
-from shoal.runs.monitoring.members import MemberTable
+from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.recorder import Recorder
 from shoal.strategies import RunLength
 
@@ -74,7 +74,7 @@ class StatusWriter:
     """Writes the status of one coordinator's run."""
 
     def __init__(
-        self, recorder: Recorder, coordinator: Coordinator, length: RunLength, members: MemberTable, traffic: TrafficTotals
+        self, recorder: Recorder, coordinator: Coordinator, length: RunLength, members: MemberOverview, traffic: TrafficTotals
     ) -> None:
         self.recorder, self.coordinator, self.length, self.members, self.traffic = recorder, coordinator, length, members, traffic
         self.run, self.directory, self.history = recorder.run, recorder.directory, History(recorder.directory.path)

@@ -85,7 +85,7 @@ def test_a_signal_reaches_it_and_its_end_is_told(folder: Path) -> None:
     process.stdin.close()
 
 
-def test_who_was_forked_asks_the_same_nursery(folder: Path) -> None:
+def test_a_forked_process_uses_the_same_fork_server(folder: Path) -> None:
     process = started(folder, "asks.py", str(folder))
     assert process.wait(300) == 7, (folder / "output").read_text()
     assert (folder / "output").read_text() == "inner\n"
@@ -93,7 +93,7 @@ def test_who_was_forked_asks_the_same_nursery(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_it_started_goes_on_without_a_nursery_and_the_next_start_makes_another(folder: Path) -> None:
+def test_children_outlive_the_fork_server_and_the_next_start_makes_another(folder: Path) -> None:
     first = started(folder, "waits.py")
     wait_for_output(folder, "here")
     parent = int(Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -107,7 +107,7 @@ def test_what_it_started_goes_on_without_a_nursery_and_the_next_start_makes_anot
     assert second.wait(300) == 0
 
 
-def test_a_nursery_has_no_threads_and_nothing_of_those_who_ask(folder: Path) -> None:
+def test_a_fork_server_has_no_threads_and_no_files_of_its_clients(folder: Path) -> None:
     process = started(folder, "waits.py")
     wait_for_output(folder, "here")
     parent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
