@@ -57,12 +57,12 @@ class Sides:
         self.model = model
         self.peer = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
         served = open_served([str(model.folder)], [parse_override("training.device=cpu")], lambda text: None)
-        self.stages = LocalBackend(served.model)
+        self.backend = LocalBackend(served.model)
         chance = torch.Generator().manual_seed(5)
         self.prompts = torch.randint(10, self.peer.config.vocab_size - 10, (STREAMS, PROMPT), generator=chance).tolist()
 
     def ours(self, streams: int, tokens: int | None = None) -> list[list[int]]:
-        engine = BatchingEngine(self.stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
+        engine = BatchingEngine(self.backend, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
         found = [list[int]() for _ in range(streams)]
         engine.submit(*(self.job(self.prompts[i], found[i], tokens) for i in range(streams)))
         while engine.busy:
@@ -152,7 +152,7 @@ def beside_llama_cpp(sides: Sides, file: Path) -> Iterator[Row]:
 
 def gap_beside_a_long_prompt(sides: Sides) -> Row:
     """The time between two tokens of answers that are written while a long prompt is read, against the time before."""
-    engine = BatchingEngine(sides.stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
+    engine = BatchingEngine(sides.backend, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
     came: list[float] = []
     watched = sides.job(sides.prompts[0], [], 4000, lambda: came.append(time.perf_counter()))
     numbers = engine.submit(watched, *(sides.job(prompt, [], 4000) for prompt in sides.prompts[1:4]))

@@ -53,7 +53,7 @@ def test_two_hundred_clients_that_hang_up_at_any_moment_leave_every_place_free()
         while service.engine.busy and time.monotonic() < until:
             time.sleep(0.05)
         assert not service.engine.busy
-        assert service.engine.stages.rows.requests == set(service.engine.prefixes.texts)
+        assert service.engine.backend.caches.requests == set(service.engine.prefixes.texts)
         answer = httpx.post(
             f"http://127.0.0.1:{service.ports[0]}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 3}, timeout=60
         )

@@ -18,7 +18,7 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.invitation import Invitation
-from shoal.runs.monitoring.prometheus import shown_to_prometheus
+from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.owner import write_owner_file
 from shoal.worker.session import SessionEndedError
 from tests.support.eventually import eventually
@@ -132,7 +132,7 @@ def test_prometheus_reads_a_coordinators_figures_and_from_elsewhere_needs_a_toke
 
     for host in ("127.0.0.1", "0.0.0.0"):
         settings = CoordinatorSettings(metrics_port=0, metrics_host=host)
-        with shown_to_prometheus(settings, tmp_path, status, told.append):
+        with metrics_page(settings, tmp_path, status, told.append):
             address = told[-1].split()[3]
             token = (tmp_path / "metrics-token").read_text() if host == "0.0.0.0" else ""
             assert f'shoal_samples_total{{run="{tmp_path.name}"}} 7' in read(address, token)
@@ -140,5 +140,5 @@ def test_prometheus_reads_a_coordinators_figures_and_from_elsewhere_needs_a_toke
                 with pytest.raises(HTTPError) as refused:
                     read(wrong)
                 assert refused.value.code == code
-    with shown_to_prometheus(CoordinatorSettings(), tmp_path, status, told.append):
+    with metrics_page(CoordinatorSettings(), tmp_path, status, told.append):
         assert len(told) == 2, "nothing is shown unless the settings say so"

@@ -16,14 +16,16 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from shoal.config.fields import Secret
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp
 from shoal.serve.api.completion import warp_for
-from shoal.serve.api.requests import RefusedError, read_chat, read_completion, read_json
+from shoal.serve.api.requests import ChatRequest, CompletionRequest, read_json
 from shoal.serve.backend import LocalBackend
 from shoal.serve.server import ModelServer, require_key
+from shoal.web.auth import RefusedError
 from tests.support.http_fuzzing import fuzz
 from tests.support.processes import HANG_S
 from tests.support.small_service import running, small_model, small_served
@@ -61,7 +63,7 @@ def free(service: ModelServer) -> bool:
 
 
 def _is_free(service: ModelServer) -> bool:
-    return not service.engine.busy and service.engine.stages.rows.requests == set(service.engine.prefixes.texts)
+    return not service.engine.busy and service.engine.backend.caches.requests == set(service.engine.prefixes.texts)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +169,7 @@ def test_a_stop_word_ends_the_text_before_it(service):
 
 def test_fields_of_a_request_replace_those_of_the_settings_one_by_one():
     served = small_served()
-    read = lambda **fields: warp_for(read_chat(ASK | fields), served)  # noqa: E731
+    read = lambda **fields: warp_for(ChatRequest.model_validate(ASK | fields), served)  # noqa: E731
     assert read() == Warp(1.0, 40, None, None)
     assert read(temperature=0.5) == Warp(0.5, 40, None, None)
     assert read(top_k=0, top_p=0.7, min_p=0.1) == Warp(1.0, None, 0.7, 0.1)
@@ -276,9 +278,9 @@ FIELDS = [
 @settings(max_examples=400)
 @given(st.dictionaries(st.sampled_from(FIELDS), anything, max_size=6), st.booleans())
 def test_any_body_is_read_or_refused(fields, whole):
-    for read in (read_chat, read_completion):
-        with contextlib.suppress(RefusedError):
-            read(read_json(json.dumps((ASK if whole else {}) | fields).encode()))
+    for model in (ChatRequest, CompletionRequest):
+        with contextlib.suppress(RefusedError, ValidationError):
+            model.model_validate(read_json(json.dumps((ASK if whole else {}) | fields).encode()))
 
 
 def test_a_client_that_hangs_up_frees_its_place(service):

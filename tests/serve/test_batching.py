@@ -113,7 +113,7 @@ def test_requests_that_come_and_go_give_the_text_they_give_alone(kind):
     finish(one)
     assert [listener.tokens for listener in heard] == [alone(model, p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert {listener.end for listener in heard} == {"length"}
-    assert one.stages.rows.empty
+    assert one.backend.caches.empty
 
 
 def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
@@ -128,8 +128,8 @@ def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
     assert left.end == "cancelled"
     assert len(left.tokens) == before
     finish(one)
-    assert kept.tokens == alone(one.stages.model, [3], 12)
-    assert one.stages.rows.empty
+    assert kept.tokens == alone(one.backend.model, [3], 12)
+    assert one.backend.caches.empty
 
 
 def test_a_long_prompt_is_read_in_pieces_beside_the_others():
@@ -144,7 +144,7 @@ def test_a_long_prompt_is_read_in_pieces_beside_the_others():
     assert len(first.tokens) == 3
     assert not second.tokens
     finish(one)
-    assert second.tokens == alone(one.stages.model, list(range(40)), 3)
+    assert second.tokens == alone(one.backend.model, list(range(40)), 3)
 
 
 class Priced(LocalBackend):
@@ -191,11 +191,11 @@ def test_where_many_prompts_wait_for_one_that_writes_each_counts_as_much_as_it()
 class TwoGroups(LocalBackend):
     """As many groups as two machines would want; one work after the other is finished."""
 
-    groups = 2
+    microbatches = 2
 
-    def finished(self):
-        self.sizes.append([len(work.requests) for work in self._started])
-        for found in super().finished():
+    def results(self):
+        self.sizes.append([len(work.requests) for work in self._pending])
+        for found in super().results():
             yield found
             return
 
@@ -229,13 +229,13 @@ def test_requests_stay_in_their_groups_and_their_caches_are_joined_once(monkeypa
 def test_prompts_of_one_length_that_come_together_are_read_together(kind):
     one, heard = engine(make_model(kind)), [Heard() for _ in range(4)]
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8], [7, 7, 7]]
-    started, start = [], one.stages.start
-    one.stages.start = lambda work: started.append(work.requests) or start(work)
+    started, start = [], one.backend.start
+    one.backend.start = lambda work: started.append(work.requests) or start(work)
     one.submit(*(job(prompt, own) for prompt, own in zip(prompts, heard, strict=True)))
     one.step()
     assert started == [(0, 1, 3), (2,)]
     finish(one)
-    assert [own.tokens for own in heard] == [alone(one.stages.model, prompt, 12) for prompt in prompts]
+    assert [own.tokens for own in heard] == [alone(one.backend.model, prompt, 12) for prompt in prompts]
     assert one.tokens_read == 11
 
 
@@ -324,8 +324,8 @@ def test_a_served_model_reads_what_it_reads_when_it_writes_alone(feature: str) -
         assert listener.tokens == [int(token) for token in wanted]
     plain = alone(model, prompts[0], 14) if beside else None
     assert heard[0].tokens != plain, "what it reads changes what it writes"
-    assert one.stages.rows.empty
-    assert not one.stages._readers
+    assert one.backend.caches.empty
+    assert not one.backend._readers
 
 
 def test_a_model_that_reads_is_not_spread_over_machines() -> None:

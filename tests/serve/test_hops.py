@@ -57,15 +57,15 @@ def three(*names: str) -> Iterator[tuple[BatchingEngine, Machines, torch.nn.Modu
     model, described = make("gpt")
     with layers_as_told() as loaded, spread(model, described, list(names), keys=new_keys()) as (engine, machines):
         even_stops(engine, 3)
-        eventually(lambda: {(stop.name, stop.place) for stop in engine.stages.fleet.current.stops} <= loaded)
+        eventually(lambda: {(stop.name, stop.place) for stop in engine.backend.fleet.current.stops} <= loaded)
         brought: Counter[str] = Counter()
-        send = engine.stages.fleet.send
+        send = engine.backend.fleet.send
 
         def noted(name: str, order: NodeCommand) -> None:
             brought[name] += order.kind == "read"
             send(name, order)
 
-        engine.stages.fleet.send = noted
+        engine.backend.fleet.send = noted
         yield engine, machines, model, brought
 
 
@@ -82,11 +82,11 @@ def listeners() -> list[Heard]:
 
 def names(engine: BatchingEngine) -> list[str]:
     """The machines in the order of their layers; which of them joined first is chance."""
-    return [stop.name for stop in engine.stages.fleet.current.stops]
+    return [stop.name for stop in engine.backend.fleet.current.stops]
 
 
 def straight(engine: BatchingEngine) -> bool:
-    return any(engine.stages.fleet.direct.values())
+    return any(engine.backend.fleet.direct.values())
 
 
 @pytest.mark.usefixtures("patient_hands")
@@ -96,7 +96,7 @@ def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keep
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert brought[names(engine)[1]] > 20
         assert brought[names(engine)[2]] == 0
-        eventually(lambda: not engine.stages._trailing and not engine.stages._trips)
+        eventually(lambda: not engine.backend._trailing and not engine.backend._trips)
 
 
 @pytest.mark.parametrize("end", [1, 2])
@@ -108,7 +108,7 @@ def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
 
         def pull() -> None:
             if lost in machines.running and len(heard[2].tokens) >= 8:
-                machines.unplug(lost, engine.stages.hub)
+                machines.unplug(lost, engine.backend.hub)
 
         assert write(engine, heard, pull) == alone(model, PROMPTS, LENGTHS)
         assert lost not in machines.running
@@ -127,7 +127,7 @@ def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(mon
     with three("pi1", "pi2") as (engine, _, model, brought):
         eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
-        assert taken["pass"] <= 5 + engine.stages.groups + 1, "after the first refusal nothing more is handed on"
+        assert taken["pass"] <= 5 + engine.backend.microbatches + 1, "after the first refusal nothing more is handed on"
         assert brought[names(engine)[2]] > 10
 
 
@@ -264,7 +264,7 @@ def test_the_server_survives_whatever_a_machine_says_it_has_done() -> None:
             else:
                 session = client.call(Message(enter), HANG_S).header["session"]
                 client.call(Message({"kind": "done", "session": session, "done": said}, (bytes(96),)), HANG_S)
-            engine.stages.hub.guests.clear()
+            engine.backend.hub.guests.clear()
         assert client.call(Message({"kind": "node"}), HANG_S).header["kind"] == "model"
         client.close()
 
@@ -273,7 +273,7 @@ def test_the_words_of_a_machine_cannot_steer_the_servers_terminal(monkeypatch: p
     model, described = make("gpt")
     words: list[str] = []
     with spread(model, described, [], expected=1) as (engine, machines):
-        hub = engine.stages.hub
+        hub = engine.backend.hub
         monkeypatch.setattr(hub, "tell", words.append)
         monkeypatch.setattr(hub.pipeline, "fail", lambda trip, why: words.append(why))
         monkeypatch.setattr(hub.pipeline, "unheld", lambda name, place, why: words.append(why))
@@ -310,7 +310,7 @@ def test_int8_travels_only_where_it_is_asked_for() -> None:
     for settings in ({}, {"hidden_states": "int8"}):
         with spread(model, described, ["pi1"], keys=new_keys(), **settings) as (engine, _):
             even_stops(engine, 2)
-            hub, take = engine.stages.hub, engine.stages.hub._take
+            hub, take = engine.backend.hub, engine.backend.hub._take
 
             def weighed(node, header, frames, hub=hub, take=take) -> None:
                 sizes[hub.int8] += sum(map(len, frames))  # and not the signs of life, which are more the longer it takes

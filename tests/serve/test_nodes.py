@@ -165,15 +165,15 @@ PROMPTS, LENGTHS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [8], list(range(30))], [12, 2
 def test_several_machines_write_the_tokens_of_one(kind, machines):
     model, described = make(kind)
     with spread(model, described, [f"pi{i}" for i in range(machines)]) as (engine, _):
-        assert sum(one.layers[1] - one.layers[0] + 1 for one in engine.stages.machines()) == 6
+        assert sum(one.layers[1] - one.layers[0] + 1 for one in engine.backend.machines()) == 6
         heard = [Heard() for _ in PROMPTS]
         for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
             engine.submit(job(prompt, one, length))
             engine.step()
         finish(engine)
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
-        assert not engine.stages._live
-        assert not engine.stages._trips
+        assert not engine.backend._live
+        assert not engine.backend._trips
 
 
 def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypatch, tmp_path):
@@ -200,7 +200,7 @@ original = RemoteWeights._receive
 
 def even_stops(engine: BatchingEngine, machines: int) -> None:
     """Machines of equal speed: a split that uses all of them, whatever was measured in this moment."""
-    stages = engine.stages
+    stages = engine.backend
     with stages._changed:
         for node in stages.fleet.nodes.values():
             node.layer_s, node.fixed_s = 1.0, 0.0
@@ -225,7 +225,7 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
     model, described = make("gpt")
     with spread(model, described, ["pi1", "pi2", "pi3"] if spare else ["pi1", "pi2"]) as (engine, machines):
         even_stops(engine, 3)
-        stages = engine.stages
+        stages = engine.backend
         lost = stages.fleet.current.stops[1].name
         wanted = {stop.place for stop in stages.fleet.current.stops if stop.name != HERE}
         reserves = [node.holds for node in spare_nodes(stages.fleet.current.stops, stages.fleet.alive())]
@@ -236,14 +236,14 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
 
         def pull() -> None:
             if lost in machines.running and len(heard[2].tokens) >= 8:
-                machines.unplug(lost, engine.stages.hub)
+                machines.unplug(lost, engine.backend.hub)
 
         finish(engine, pull)
         assert lost not in machines.running
-        assert len(engine.stages.fleet.current.stops) == (3 if spare else 2)
+        assert len(engine.backend.fleet.current.stops) == (3 if spare else 2)
         assert [one.end for one in heard] == ["length"] * 4
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
-        assert [one.alive for one in engine.stages.machines() if one.name == lost] == [False]
+        assert [one.alive for one in engine.backend.machines() if one.name == lost] == [False]
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_a_spare_machine_that_could_not_load_takes_nobodys_place(nothing_fits):
     model, described = make("gpt")
     with spread(model, described, ["pi1", "pi2"]) as (engine, machines):
         even_stops(engine, 3)
-        stages, heard = engine.stages, Heard()
+        stages, heard = engine.backend, Heard()
         nothing_fits.add("pi3")
         machines.join("pi3")
         eventually(lambda: holds_nothing(stages, "pi3"))
@@ -297,14 +297,14 @@ def test_layers_that_a_machine_cannot_load_go_to_others_and_a_request_waits_for_
         even_stops(engine, 2)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4]], [10]))
-        assert [stop.name for stop in engine.stages.fleet.current.stops] == [HERE if failing == "pi1" else "pi1"]
+        assert [stop.name for stop in engine.backend.fleet.current.stops] == [HERE if failing == "pi1" else "pi1"]
 
 
 def test_a_cache_that_cannot_be_cut_is_refilled_from_the_beginning_after_a_restart():
     model, described = make("mistral")  # whose attention has a window
     with spread(model, described, ["pi1", "pi2", "pi3"]) as (engine, machines):
         even_stops(engine, 3)
-        stages, heard = engine.stages, Heard()
+        stages, heard = engine.backend, Heard()
         engine.submit(job([3, 1, 4, 1, 5, 9, 2, 6], heard, 20))
         while len(heard.tokens) < 8:
             engine.step()
@@ -334,18 +334,18 @@ def test_all_machines_but_the_server_may_go_one_after_the_other():
         def pull() -> None:
             for name, tokens in (("pi2", 5), ("pi1", 15)):
                 if name in machines.running and len(heard.tokens) >= tokens:
-                    machines.unplug(name, engine.stages.hub)
+                    machines.unplug(name, engine.backend.hub)
 
         finish(engine, pull)
         assert [heard.tokens] == alone(model, [[3, 1]], [30])
-        assert [stop.name for stop in engine.stages.fleet.current.stops] == [HERE]
+        assert [stop.name for stop in engine.backend.fleet.current.stops] == [HERE]
 
 
 def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, machines):
         even_stops(engine, 2)
-        stages, heard = engine.stages, Heard()
+        stages, heard = engine.backend, Heard()
         stages.fleet.nodes[HERE].memory_bytes = 3.5 * max(stages.fleet.planner.layer_bytes)  # nobody has room for all layers
         engine.submit(job([3, 1], heard, 20))
         while len(heard.tokens) < 5:
@@ -361,15 +361,15 @@ def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
 def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (engine, machines):
-        engine.stages.fleet.nodes[HERE].layer_s = 1.0  # so slow that any other machine helps
+        engine.backend.fleet.nodes[HERE].layer_s = 1.0  # so slow that any other machine helps
         first, second = Heard(), Heard()
         engine.submit(job([3, 1], first, 40))
         for _ in range(3):
             engine.step()
         machines.join("pi1")
-        eventually(lambda: engine.stages.fleet.current.goes_through("pi1"))
-        assert [stop.name for stop in engine.stages.fleet.current.stops] == ["pi1"]
-        assert engine.stages.groups == 2, "the server embeds and chooses tokens meanwhile"
+        eventually(lambda: engine.backend.fleet.current.goes_through("pi1"))
+        assert [stop.name for stop in engine.backend.fleet.current.stops] == ["pi1"]
+        assert engine.backend.microbatches == 2, "the server embeds and chooses tokens meanwhile"
         engine.submit(job([4, 4], second, 5))
         finish(engine)
         assert [first.tokens, second.tokens] == alone(model, [[3, 1], [4, 4]], [40, 5])
@@ -381,7 +381,7 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
         even_stops(engine, 2)
-        stages, first, second = engine.stages, Heard(), Heard()
+        stages, first, second = engine.backend, Heard(), Heard()
         before, done = stages.fleet.current, stages.done
 
         def reported(name, number, y_BLD, seconds, handed_on=False):
@@ -405,7 +405,7 @@ def test_what_the_server_does_beside_its_layers_counts(monkeypatch: pytest.Monke
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
         even_stops(engine, 2)
-        stages, heard = engine.stages, Heard()
+        stages, heard = engine.backend, Heard()
         monkeypatch.setattr(stages, "_now_spent", iter([(0.0, 0.0, 0.0), (10.0, 9.0 * torch.get_num_threads(), 3.0)] * 100).__next__)
         stages._spent = stages._now_spent()
         engine.submit(job([3, 1], heard, 40))
@@ -425,15 +425,15 @@ def test_requests_that_end_early_are_forgotten_on_all_machines():
         finish(engine)
         assert (left.end, kept.end) == ("cancelled", "length")
         assert [kept.tokens] == alone(model, [[5]], [20])
-        own = engine.stages.layers
-        eventually(lambda: not own.node.orders and all(held.rows.empty for held in own.holder.held.values()))
+        own = engine.backend.layers
+        eventually(lambda: not own.node.orders and all(held.caches.empty for held in own.holder.held.values()))
 
 
 def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
         even_stops(engine, 2)
-        stages, heard = engine.stages, Heard()
+        stages, heard = engine.backend, Heard()
         original = stages.hub._take
 
         def short(node, header, frames):

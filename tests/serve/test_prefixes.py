@@ -58,7 +58,7 @@ def test_what_is_kept_is_bounded_and_all_else_is_freed() -> None:
     for first in range(6):
         asked(engine, [first, *BEGINNING], 5)
         assert engine.prefixes.tokens <= 60
-        assert engine.stages.rows.requests == set(engine.prefixes.texts)
+        assert engine.backend.caches.requests == set(engine.prefixes.texts)
     assert len(engine.prefixes.texts) == 2
 
 
@@ -69,14 +69,14 @@ def test_a_request_that_was_cancelled_keeps_nothing() -> None:
         engine.step()
     engine.cancel(numbers)
     finish(engine)
-    assert engine.stages.rows.empty
+    assert engine.backend.caches.empty
 
 
 @pytest.mark.parametrize("kind", ["lstm", "rotary"])
 def test_nothing_is_kept_of_a_model_that_cannot_forget_or_where_nobody_wants_it(kind: str) -> None:
     engine = keeping(make_model(kind), 200 if kind == "lstm" else 0)
     asked(engine, BEGINNING)
-    assert engine.stages.rows.empty
+    assert engine.backend.caches.empty
 
 
 def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
@@ -99,13 +99,13 @@ def test_several_machines_share_beginnings_also_after_one_was_lost(spare: bool, 
         engine.prefixes.most_tokens = 500
         first = asked(engine, BEGINNING)
         if lost is not None:
-            machines.unplug(engine.stages.fleet.current.stops[lost].name, engine.stages.hub)
-        longer, started, start = [*BEGINNING, *first, 7, 7], list[ForwardBatch](), engine.stages.start
-        engine.stages.start = lambda work: started.append(work) or start(work)
+            machines.unplug(engine.backend.fleet.current.stops[lost].name, engine.backend.hub)
+        longer, started, start = [*BEGINNING, *first, 7, 7], list[ForwardBatch](), engine.backend.start
+        engine.backend.start = lambda work: started.append(work) or start(work)
         assert [asked(engine, longer)] == alone_whole(model, [longer], [8])
         assert started[0].ids == ((first[-1], 7, 7),)
         assert engine.tokens_reused == len(BEGINNING) + len(first) - 1
-        assert not engine.stages._live
+        assert not engine.backend._live
 
 
 def test_a_beginning_that_was_shared_survives_the_loss_of_a_machine_in_mid_sentence() -> None:
@@ -114,12 +114,12 @@ def test_a_beginning_that_was_shared_survives_the_loss_of_a_machine_in_mid_sente
         even_stops(engine, 3)
         engine.prefixes.most_tokens = 500
         asked(engine, BEGINNING)
-        heard, longer, name = Heard(), [*BEGINNING, 7, 7], engine.stages.fleet.current.stops[1].name
+        heard, longer, name = Heard(), [*BEGINNING, 7, 7], engine.backend.fleet.current.stops[1].name
         engine.submit(job(longer, heard, 12))
         while engine.busy:
             engine.step()
             if name in machines.running and len(heard.tokens) >= 4:
-                machines.unplug(name, engine.stages.hub)
+                machines.unplug(name, engine.backend.hub)
         assert [heard.tokens] == alone_whole(model, [longer], [12])
 
 
@@ -129,7 +129,7 @@ def test_layers_that_are_dropped_take_the_kept_texts_with_them() -> None:
         even_stops(engine, 2)
         engine.prefixes.most_tokens = 500
         asked(engine, BEGINNING)
-        stages = engine.stages
+        stages = engine.backend
         with stages._changed:
             stages.fleet.nodes["pi1"].layer_s = 0.2
             stages.fleet.take(stages.fleet.planned())

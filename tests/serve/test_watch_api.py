@@ -20,7 +20,7 @@ from shoal.dashboard.server import GUARDED, require_token
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import write_join_command
-from shoal.runs.monitoring.prometheus import exposition
+from shoal.runs.monitoring.prometheus import exposition, run_metrics
 from shoal.web.auth import AuthMiddleware
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e"
@@ -186,7 +186,7 @@ def test_a_growing_ledger_is_checked_line_by_line(tmp_path: Path) -> None:
 def test_prometheus_reads_the_figures_and_no_name_ends_a_label(tmp_path: Path) -> None:
     row = {"worker": 'ann"} 1\nshoal_up{run="x', "state": "computing", "rate": 1.0, "lag": 0, "accepted": 1, "rejected": 0, "bytes": 10}
     folder = folder_with(tmp_path / "run", members=[row], contributions={"accepted": 5}, figures={"train": {"loss": 0.5}, "eval": {}})
-    text = exposition({"run": folder.status()})
+    text = exposition(run_metrics({"run": folder.status()}))
     assert 'shoal_contributions_total{run="run",outcome="accepted"} 5' in text
     assert 'shoal_figure{run="run",split="train",figure="loss"} 0.5' in text
     assert 'shoal_up{run="run"} 1' in text

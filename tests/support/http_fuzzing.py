@@ -38,7 +38,7 @@ async def _fuzzed(seed: int, bodies: int) -> Counter[int]:
     faults: list[str] = []
     driver = EngineThread(engine, faults.append)
     driver.start()
-    app: Any = AuthMiddleware(make_app(small_served(engine.stages.model, max_new_tokens=4), engine), None)
+    app: Any = AuthMiddleware(make_app(small_served(engine.backend.model, max_new_tokens=4), engine), None)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             for _ in range(bodies):
@@ -51,7 +51,7 @@ async def _fuzzed(seed: int, bodies: int) -> Counter[int]:
     finally:
         driver.stop()
     assert not faults
-    assert engine.stages.rows.empty
+    assert engine.backend.caches.empty
     return seen
 
 

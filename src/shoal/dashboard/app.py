@@ -21,8 +21,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from shoal.dashboard.runs import StreamPosition, WatchedRun, WatchedRuns
 from shoal.errors import ShoalError
-from shoal.runs.monitoring.prometheus import exposition
+from shoal.runs.monitoring.prometheus import exposition, run_metrics
 from shoal.runs.owner import read_owner_file, send_command
+from shoal.transports.metrics_page import CONTENT_TYPE
 from shoal.web.pages import show_page
 
 _LOOK_EVERY_S = 1.0
@@ -107,8 +108,8 @@ class Dashboard:
 
     async def metrics(self) -> Response:
         await self._look()
-        text = exposition({run.folder.name: run.status for run in self.watch.runs})
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        text = exposition(run_metrics({run.folder.name: run.status for run in self.watch.runs}))
+        return PlainTextResponse(text, headers={"content-type": CONTENT_TYPE})
 
 
 class OwnerRoutes:

@@ -15,7 +15,8 @@ from shoal.dashboard.app import make_dashboard_app
 from shoal.dashboard.runs import WatchedRuns
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
-from shoal.web.auth import AuthMiddleware, is_loopback, listening_socket
+from shoal.transports.addresses import is_loopback
+from shoal.web.auth import AuthMiddleware, listening_socket
 from shoal.web.connection_limits import bounded_server
 
 GUARDED = ("/api", "/metrics")

@@ -26,7 +26,7 @@ from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.privacy_budget import PrivacyBudget
-from shoal.runs.monitoring.prometheus import shown_to_prometheus
+from shoal.runs.monitoring.prometheus import metrics_page
 from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter
 from shoal.runs.monitoring.status import StatusWriter, TrafficTotals
 from shoal.runs.relay import Relay
@@ -150,7 +150,7 @@ class CoordinatorLoop(RecordedLoop):
 
     def _work(self) -> None:
         try:
-            with shown_to_prometheus(self.run.coordinator, self.directory.path, lambda: complete_status(self.status.latest), self.message):
+            with metrics_page(self.run.coordinator, self.directory.path, lambda: complete_status(self.status.latest), self.message):
                 self._coordinate()
         finally:
             self.driver.close()

@@ -1,35 +1,123 @@
-"""Many requests through one model: all that run get a token in each step, and a new prompt is read in pieces beside them.
+"""Continuous batching: in each step every running request gets a token, and a part of a new prompt is read beside them (chunked prefill).
 
-The engine has no thread, clock or socket of its own. `step` does what is to be done now; `server.py` calls it. Requests come and go from
-other threads, through `submit` and `cancel`.
+The engine has no thread, clock or socket of its own. `step` does what can be done now; `server.py` calls it. Requests are added and
+cancelled by other threads, through `submit` and `cancel`.
+
+Shapes: B batch, V vocabulary.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, TokenDraws, Warp, apply_penalties, choose
-from shoal.serve.backend import Backend, ForwardBatch, moving_average
 from shoal.serve.prefix_cache import PrefixCache
 
-_SMALLEST_PIECE = 8
-"""Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4 tokens in 0.21 s, and 8 in 0.26 s."""
-_SHARE = 0.75
-"""Time for reading beside writing, of the time for writing: a token then takes 1.75 times as long on the mean, and twice is the goal. Where
-more prompts wait than requests write, each prompt counts as much as a request: else many would wait long so that a few are never slower."""
-_MOST_CROWD = 4.0
-"""So many prompts at most count for each request that writes: a crowd makes its tokens slower, and never stops it."""
-_MOST_OWED = 4.0
-"""Tokens' time for which no prompt is read after a piece that took longer than expected."""
-_LARGEST_PIECE = 512
-"""Tokens of a prompt that are read at once where nobody waits for a token meanwhile."""
+_SMALLEST_CHUNK = 8
+"""Tokens of a prompt. Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4 tokens in 0.21 s, and 8 in 0.26 s."""
+_PREFILL_SHARE = 0.75
+"""Prefill budget per decode step, as a share of decode time: a token then takes 1.75 times as long on the mean; twice is the goal. Where
+more prompts wait than requests decode, each prompt counts as much as a request; else many would wait long for the sake of a few."""
+_MOST_PROMPTS_PER_DECODER = 4.0
+"""Waiting prompts that count for each request that decodes: they make its tokens slower, and never stop them."""
+_MOST_DEBT = 4.0
+"""Tokens' time for which no prompt is read after a chunk that took longer than expected."""
+_LARGEST_CHUNK = 512
+"""Tokens of a prompt that are read at once where no request waits for a token meanwhile."""
+
+
+class ForwardBatch(NamedTuple):
+    """Tokens for one forward pass: a chunk of one request's prompt, whole prompts of one length, or one token of each of several
+    requests."""
+
+    requests: tuple[int, ...]
+    ids: tuple[tuple[int, ...], ...]
+    """Of each request; the same number of each."""
+    needs_logits: bool = True
+    """False: more of this prompt follows, so the next token is not chosen yet."""
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token of each request, not a chunk of a prompt."""
+        return len(self.ids[0]) == 1
+
+
+class MachineStatus(NamedTuple):
+    """One machine that holds layers of the model."""
+
+    name: str
+    parameters: int
+    layers: tuple[int, int] | None = None
+    """The first and the last; None: all of them."""
+    alive: bool = True
+    weight_bytes: int = 0
+    memory_bytes: int = 0
+    """Free memory when it joined; 0: unknown."""
+    token_s: float = 0.0
+    """Seconds that its layers take for one token; 0: none was read yet."""
+    tokens: int = 0
+    """Tokens that it has read."""
+    has_ends: bool = True
+    """Whether it embeds tokens and has the output matrix."""
+
+
+class Backend(Protocol):
+    """A language model that keeps a KV cache for each request, by number: on one machine (`backend.py`) or on several (`nodes/`)."""
+
+    longest: int
+    """Tokens that one request may have, prompt and answer together."""
+    vocab_size: int
+
+    @property
+    def microbatches(self) -> int:
+        """Batches under way that keep all machines busy."""
+        ...
+
+    def start(self, batch: ForwardBatch) -> None:
+        """Begin a forward pass. Batches of one request are read in the order in which they were started."""
+        ...
+
+    def results(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
+        """Batches that were read, with the logits [B, V] of the next tokens where the batch needs them. Waits a moment where none is
+        done."""
+        ...
+
+    def retain(self, request: int) -> bool:
+        """Keep the caches of a request that has ended, for prompts that begin like it. False: the caches of this model cannot be shared,
+        and the request is to be released."""
+        ...
+
+    def copy_prefix(self, request: int, retained: int, length: int) -> bool:
+        """Begin a new request with a copy of the first tokens of a retained one. False: its caches are gone."""
+        ...
+
+    def release(self, request: int) -> None:
+        """Free the caches of a request."""
+        ...
+
+    def discard_pending(self) -> None:
+        """Forget all batches that were started and are not finished."""
+        ...
+
+    def machines(self) -> list[MachineStatus]:
+        """Which machine holds which layers."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect from other machines."""
+        ...
+
+
+def moving_average(before: float, now: float) -> float:
+    """An exponential moving average of durations; `before` 0: there was none."""
+    return now if not before else 0.7 * before + 0.3 * now
 
 
 class TokenLogprob(NamedTuple):
@@ -44,16 +132,18 @@ class GeneratedToken(NamedTuple):
 
     token: int
     logprob: float | None = None
-    """Null where the request did not ask."""
+    """None where the request did not ask for it."""
     others: tuple[TokenLogprob, ...] = ()
-    """The most likely tokens at this place."""
+    """The most likely tokens at this position."""
+
+
+EndReason = Literal["stop", "length", "timeout", "cancelled", "failed"]
 
 
 class Finished(NamedTuple):
-    """The last thing a request hears."""
+    """The last event of a job."""
 
-    reason: str
-    """`stop`, `length`, `timeout`, `cancelled` or `failed`."""
+    reason: EndReason
 
 
 JobEvent = GeneratedToken | Finished
@@ -61,44 +151,44 @@ JobEvent = GeneratedToken | Finished
 
 @dataclass
 class GenerationJob:
-    """One answer that is asked for. `hear` is called in the engine's thread; it returns true when the text is to end."""
+    """One answer to generate. `on_event` is called in the engine's thread; it returns true when the text is to end."""
 
     prompt_ids: Sequence[int]
     max_tokens: int
     draws: TokenDraws
-    hear: Callable[[JobEvent], bool]
+    on_event: Callable[[JobEvent], bool]
     warp: Warp
     penalties: LogitPenalties = NO_PENALTIES
     eos_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
-    """How many of the most likely tokens are told with each token; null: no probabilities at all."""
+    """How many likely tokens are reported beside each token; None: no probabilities at all."""
     deadline: float = float("inf")
     number: int = -1
     read: int = 0
     """Tokens of the prompt that the model has read, or is reading."""
     reused: int = 0
-    """Tokens of the prompt that came from a kept text."""
+    """Tokens of the prompt that came from the prefix cache."""
     cached: int = 0
     """Tokens that the caches of this job hold for certain."""
-    under_way: int = 0
-    """Works of this job that were started and are not finished."""
+    pending: int = 0
+    """Batches of this job that were started and are not finished."""
     reading: int = 0
     """Tokens of the prompt that the model is reading."""
     group: int = -1
-    """The requests that it is decoded with; −1: none yet."""
+    """The microbatch in which it is decoded; −1: none yet."""
     written: list[int] = field(default_factory=list)
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 class BatchingEngine:
-    """Requests in the order they came: some run, the others wait."""
+    """Requests in order of arrival: some run, the others wait."""
 
-    def __init__(self, stages: Backend, *, most_running: int, most_waiting: int, clock: Callable[[], float], kept_tokens: int = 0) -> None:
-        """`kept_tokens`: how many tokens of ended requests stay in the caches for prompts that begin like them."""
-        self.stages, self.most_running, self.most_waiting, self.clock = stages, most_running, most_waiting, clock
+    def __init__(self, backend: Backend, *, most_running: int, most_waiting: int, clock: Callable[[], float], kept_tokens: int = 0) -> None:
+        """`kept_tokens`: how many tokens of ended requests stay in the prefix cache."""
+        self.backend, self.most_running, self.most_waiting, self.clock = backend, most_running, most_waiting, clock
         self.arrived = threading.Condition()
         self.waiting: deque[GenerationJob] = deque()
         self.running: list[GenerationJob] = []
@@ -108,12 +198,12 @@ class BatchingEngine:
         self.tokens_read = 0
         self.tokens_reused = 0
         self.prefixes = PrefixCache(kept_tokens)
-        self._gone: set[int] = set()
+        self._cancelled: set[int] = set()
         self._next_number = 0
-        self._pace = _PrefillBudget()
+        self._prefill_budget = _PrefillBudget()
 
     def submit(self, *jobs: GenerationJob) -> list[int]:
-        """Take in the choices of one request, all or none. Raises FullError."""
+        """Add the choices of one request, all or none. Raises QueueFullError."""
         with self.arrived:
             if len(self.waiting) + len(jobs) > self.most_waiting + max(0, self.most_running - len(self.running)):
                 raise QueueFullError
@@ -124,108 +214,109 @@ class BatchingEngine:
         return [job.number for job in jobs]
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Nobody wants these answers any more: they end before the next token."""
+        """End these jobs before their next token."""
         with self.arrived:
-            self._gone |= set(numbers)
+            self._cancelled |= set(numbers)
             self.arrived.notify_all()
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running or self._gone)
+        return bool(self.waiting or self.running or self._cancelled)
 
     def step(self) -> None:
-        """Start what can be started: a token for every request that waits for none, and a piece of the first prompt that is not read yet.
-        Then take what is finished."""
-        self._end_those_gone()
+        """Start what can be started: a token for every request that waits for none, and a chunk of the first prompt that is not read yet.
+        Then take the results."""
+        self._end_cancelled()
         with self.arrived:
             while self.waiting and len(self.running) < self.most_running:
                 self.running.append(self.waiting.popleft())
                 self._reuse(self.running[-1])
         self._start()
         start = self.clock()
-        for work, logits_BV in self.stages.finished():
-            self._finish(work, logits_BV, start)
+        for batch, logits_BV in self.backend.results():
+            self._finish(batch, logits_BV, start)
             start = self.clock()
 
     def _reuse(self, job: GenerationJob) -> None:
-        """What a kept text has of the prompt's beginning is not read again."""
+        """Take the beginning of the prompt from the prefix cache."""
         found = self.prefixes.longest(job.prompt_ids)
         if found is None:
             return
-        resting, length = found
-        if self.stages.share(job.number, resting, length):
+        retained, length = found
+        if self.backend.copy_prefix(job.number, retained, length):
             job.read = job.cached = job.reused = length
             self.tokens_reused += length
         else:
-            self.prefixes.forget(resting)
+            self.prefixes.forget(retained)
 
     def _start(self) -> None:
-        """Every group of requests whose last tokens are there gets the next ones. Beside those that write, so much of prompts is read as
-        they can bear; where nobody writes, as much as keeps all machines busy."""
-        writing = [job for job in self.running if job.read == len(job.prompt_ids) and job.written]
-        for group in _grouped(writing, self.stages.groups):
-            if not any(job.under_way for job in group):
+        """Every microbatch whose last tokens are known gets the next ones. Beside requests that decode, the prefill budget bounds how much
+        of the prompts is read; where none decodes, as much is read as keeps all machines busy."""
+        decoding = [job for job in self.running if job.read == len(job.prompt_ids) and job.written]
+        for group in _grouped(decoding, self.backend.microbatches):
+            if not any(job.pending for job in group):
                 self._begin(ForwardBatch(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
-        self._pace.weigh(sum(job.read < len(job.prompt_ids) for job in self.running), len(writing))
-        room = self._pace.piece() if writing else _LARGEST_PIECE * self.stages.groups
-        room -= sum(job.reading for job in self.running)
+        self._prefill_budget.set_load(sum(job.read < len(job.prompt_ids) for job in self.running), len(decoding))
+        budget = self._prefill_budget.tokens() if decoding else _LARGEST_CHUNK * self.backend.microbatches
+        budget -= sum(job.reading for job in self.running)
         for job in self.running:
-            while room > 0 and job.read < len(job.prompt_ids):
-                room -= self._read(job, min(room, _LARGEST_PIECE))
+            while budget > 0 and job.read < len(job.prompt_ids):
+                budget -= self._read(job, min(budget, _LARGEST_CHUNK))
 
-    def _read(self, job: GenerationJob, room: int) -> int:
-        """Start to read so much of a prompt, and whole prompts of the same length beside it, such as those of a request's other choices."""
-        piece, fresh = job.prompt_ids[job.read : job.read + room], job.read == 0
-        whole = len(job.prompt_ids) == len(piece)
-        beside = [one for one in self.running if fresh and whole and one is not job and not one.read and len(one.prompt_ids) == len(piece)]
-        jobs = [job, *beside[: room // len(piece) - 1]]
+    def _read(self, job: GenerationJob, budget: int) -> int:
+        """Start to read at most `budget` tokens of a prompt, with whole prompts of the same length, such as those of a request's other
+        choices. Return how many tokens that are."""
+        chunk, fresh = job.prompt_ids[job.read : job.read + budget], job.read == 0
+        whole = len(job.prompt_ids) == len(chunk)
+        beside = [one for one in self.running if fresh and whole and one is not job and not one.read and len(one.prompt_ids) == len(chunk)]
+        jobs = [job, *beside[: budget // len(chunk) - 1]]
         for one in jobs:
-            one.read += len(piece)
-            one.reading += len(piece)
-        ids = tuple(tuple(one.prompt_ids[one.read - len(piece) : one.read]) for one in jobs)
+            one.read += len(chunk)
+            one.reading += len(chunk)
+        ids = tuple(tuple(one.prompt_ids[one.read - len(chunk) : one.read]) for one in jobs)
         self._begin(ForwardBatch(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids)), jobs)
-        return len(piece) * len(jobs)
+        return len(chunk) * len(jobs)
 
-    def _begin(self, work: ForwardBatch, jobs: list[GenerationJob]) -> None:
+    def _begin(self, batch: ForwardBatch, jobs: list[GenerationJob]) -> None:
         for job in jobs:
-            job.under_way += 1
-        self.stages.start(work)
+            job.pending += 1
+        self.backend.start(batch)
 
-    def _finish(self, work: ForwardBatch, logits_BV: Tensor | None, start: float) -> None:
+    def _finish(self, batch: ForwardBatch, logits_BV: Tensor | None, start: float) -> None:
         by_number = {job.number: job for job in self.running}
-        rows = [(by_number[number], row) for row, number in enumerate(work.requests) if number in by_number]
+        rows = [(by_number[number], row) for row, number in enumerate(batch.requests) if number in by_number]
         reads = any(job.reading for job, _ in rows)
         for job, _ in rows:
-            job.under_way -= 1
-            job.cached += len(work.ids[0])
-            job.reading -= len(work.ids[0]) if reads else 0
+            job.pending -= 1
+            job.cached += len(batch.ids[0])
+            job.reading -= len(batch.ids[0]) if reads else 0
         if reads:
-            self.tokens_read += sum(map(len, work.ids))
-        if logits_BV is not None and work.ends and rows:
-            whole = len(rows) == len(work.requests)
+            self.tokens_read += sum(map(len, batch.ids))
+        if logits_BV is not None and batch.needs_logits and rows:
+            whole = len(rows) == len(batch.requests)
             self._choose([job for job, _ in rows], logits_BV if whole else logits_BV[[row for _, row in rows]])
         if reads:
-            self._pace.read(sum(map(len, work.ids)), self.clock() - start)
+            self._prefill_budget.add_prefill(sum(map(len, batch.ids)), self.clock() - start)
         else:
-            self._pace.wrote(self.clock() - start)
+            self._prefill_budget.add_decode(self.clock() - start)
 
     def fail(self) -> None:
-        """Something broke in the middle of a step: end every request that it touched."""
-        self.stages.drop()
+        """End all running requests after an error in the middle of a step."""
+        self.backend.discard_pending()
         for job in list(self.running):
             self._end(job, "failed")
 
-    def _end_those_gone(self) -> None:
+    def _end_cancelled(self) -> None:
         now = self.clock()
         with self.arrived:
-            gone, self._gone = self._gone, set()
-            dropped = [job for job in self.waiting if job.number in gone or job.deadline < now]
+            cancelled, self._cancelled = self._cancelled, set()
+            dropped = [job for job in self.waiting if job.number in cancelled or job.deadline < now]
             self.waiting = deque(job for job in self.waiting if job not in dropped)
         for job in dropped:
-            job.hear(Finished("cancelled" if job.number in gone else "timeout"))
+            job.on_event(Finished("cancelled" if job.number in cancelled else "timeout"))
         for job in list(self.running):
-            if job.number in gone or job.deadline < now:
-                self._end(job, "cancelled" if job.number in gone else "timeout")
+            if job.number in cancelled or job.deadline < now:
+                self._end(job, "cancelled" if job.number in cancelled else "timeout")
 
     @torch.inference_mode()
     def _choose(self, jobs: list[GenerationJob], logits_BV: Tensor) -> None:
@@ -244,41 +335,41 @@ class BatchingEngine:
             self._end(job, "stop")
             return
         job.written.append(token)
-        if job.hear(_written(logits_V, token, job.top_logprobs)):
+        if job.on_event(_with_logprobs(logits_V, token, job.top_logprobs)):
             self._end(job, "stop")
         elif len(job.written) >= job.max_tokens:
             self._end(job, "length")
 
-    def _end(self, job: GenerationJob, reason: str) -> None:
+    def _end(self, job: GenerationJob, reason: EndReason) -> None:
         self.running.remove(job)
-        self._keep(job, reason)
-        job.hear(Finished(reason))
+        self._retain(job, reason)
+        job.on_event(Finished(reason))
 
-    def _keep(self, job: GenerationJob, reason: str) -> None:
-        """Keep the caches of a request that ended in order, as far as there is room; those of others are forgotten."""
-        gone = [job.number]
-        if reason in ("stop", "length") and not job.under_way and self.prefixes.most_tokens and self.stages.rest(job.number):
-            gone = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached])
-        for number in gone:
-            self.stages.release(number)
+    def _retain(self, job: GenerationJob, reason: EndReason) -> None:
+        """Keep the caches of a request that ended in order, as far as the prefix cache has room; release those of others."""
+        unused = [job.number]
+        if reason in ("stop", "length") and not job.pending and self.prefixes.most_tokens and self.backend.retain(job.number):
+            unused = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached])
+        for number in unused:
+            self.backend.release(number)
 
 
-def _grouped(writing: list[GenerationJob], count: int) -> list[list[GenerationJob]]:
-    """Requests in as many groups as keep all machines busy, of about the same size. A request stays in its group, so that the joined caches
-    of the groups stay as they are."""
-    sizes = [sum(job.group == group for job in writing) for group in range(count)]
-    for job in writing:
+def _grouped(decoding: list[GenerationJob], count: int) -> list[list[GenerationJob]]:
+    """The requests in `count` microbatches of about the same size. A request stays in its microbatch, so that the joined caches stay as
+    they are."""
+    sizes = [sum(job.group == group for job in decoding) for group in range(count)]
+    for job in decoding:
         least, has_one = sizes.index(min(sizes)), 0 <= job.group < count
-        if not job.under_way and not (has_one and sizes[job.group] <= sizes[least] + 1):
+        if not job.pending and not (has_one and sizes[job.group] <= sizes[least] + 1):
             if has_one:
                 sizes[job.group] -= 1
             sizes[least] += 1
             job.group = least
-    groups = [[job for job in writing if job.group == group] for group in range(count)]
+    groups = [[job for job in decoding if job.group == group] for group in range(count)]
     return [group for group in groups if group]
 
 
-def _written(logits_V: Tensor, token: int, count: int | None) -> GeneratedToken:
+def _with_logprobs(logits_V: Tensor, token: int, count: int | None) -> GeneratedToken:
     if count is None:
         return GeneratedToken(token)
     logprobs_V = logits_V.double().log_softmax(-1)
@@ -288,35 +379,37 @@ def _written(logits_V: Tensor, token: int, count: int | None) -> GeneratedToken:
 
 
 class _PrefillBudget:
-    """How much of prompts is read beside those that write: on the mean, so much as takes `_SHARE` of the time for their tokens.
+    """How much of the prompts is read beside requests that decode: on the mean, `_PREFILL_SHARE` of the time for their tokens.
 
-    Whatever its size, a piece costs the time to go through all weights: so it takes about as long as a token, and not every token has one.
+    A chunk of any size costs the time to go through all weights: so it takes about as long as a token, and not every token has one.
     """
 
     def __init__(self) -> None:
-        self.token_s = 0.0
-        self.reading_s = 0.0
+        self.decode_s = 0.0
+        """For one step of decoding."""
+        self.prefill_s = 0.0
         """For one token of a prompt."""
         self.credit_s = 0.0
-        """How much longer prompts may be read. What was written adds to it, and what was read takes from it."""
-        self._crowd = 1.0
-        """How many prompts wait for each request that writes; from 1 to `_MOST_CROWD`."""
+        """How much longer prompts may be read. Decoding adds to it, and prefill takes from it."""
+        self._prompts_per_decoder = 1.0
+        """From 1 to `_MOST_PROMPTS_PER_DECODER`."""
 
-    def weigh(self, unread: int, writing: int) -> None:
-        self._crowd = min(_MOST_CROWD, max(1.0, unread / max(1, writing)))
+    def set_load(self, unread: int, decoding: int) -> None:
+        self._prompts_per_decoder = min(_MOST_PROMPTS_PER_DECODER, max(1.0, unread / max(1, decoding)))
 
-    def piece(self) -> int:
+    def tokens(self) -> int:
+        """Tokens of prompts that may be read beside the next step."""
         if self.credit_s < 0:
             return 0
-        if not self.token_s or not self.reading_s:
-            return _SMALLEST_PIECE
-        return int(min(_LARGEST_PIECE, max(_SMALLEST_PIECE, self._crowd * self.token_s / self.reading_s)))
+        if not self.decode_s or not self.prefill_s:
+            return _SMALLEST_CHUNK
+        return int(min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, self._prompts_per_decoder * self.decode_s / self.prefill_s)))
 
-    def read(self, tokens: int, seconds: float) -> None:
-        self.credit_s = max(self.credit_s - seconds, -_MOST_OWED * self._crowd * self.token_s)
-        if tokens >= _SMALLEST_PIECE:
-            self.reading_s = moving_average(self.reading_s, seconds / tokens)
+    def add_prefill(self, tokens: int, seconds: float) -> None:
+        self.credit_s = max(self.credit_s - seconds, -_MOST_DEBT * self._prompts_per_decoder * self.decode_s)
+        if tokens >= _SMALLEST_CHUNK:
+            self.prefill_s = moving_average(self.prefill_s, seconds / tokens)
 
-    def wrote(self, seconds: float) -> None:
-        self.credit_s = min(self.credit_s, 0.0) + _SHARE * self._crowd * seconds
-        self.token_s = moving_average(self.token_s, seconds)
+    def add_decode(self, seconds: float) -> None:
+        self.credit_s = min(self.credit_s, 0.0) + _PREFILL_SHARE * self._prompts_per_decoder * seconds
+        self.decode_s = moving_average(self.decode_s, seconds)

@@ -67,7 +67,7 @@ class KvCaches:
             self._own(request).crop(length)
             self._lengths[request] = length
 
-    def share(self, request: int, other: int, length: int) -> None:
+    def copy_prefix(self, request: int, other: int, length: int) -> None:
         """A request begins with a copy of the first tokens of another one, whose cache stays as it is."""
         held = self._lengths[other]
         view = self._row(other).row(0, held)

@@ -9,10 +9,11 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.serve.api.app import make_app
-from shoal.serve.backend import Backend, LocalBackend
-from shoal.serve.batching import BatchingEngine
+from shoal.serve.backend import LocalBackend
+from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.load_model import ServedModel
-from shoal.web.auth import AuthMiddleware, is_loopback, listening_socket
+from shoal.transports.addresses import is_loopback
+from shoal.web.auth import AuthMiddleware, listening_socket
 from shoal.web.connection_limits import bounded_server
 
 
@@ -83,7 +84,7 @@ class ModelServer:
             self.server.run(self.sockets)
         finally:
             self.driver.stop()
-            self.engine.stages.close()
+            self.engine.backend.close()
             for one in self.sockets:
                 one.close()
 

@@ -12,6 +12,8 @@ from shoal.transports.http_server import LimitedHandler, LimitedHttpServer
 
 _MOST_CONNECTIONS = 32
 _IDLE_S = 10.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of Prometheus' text format."""
 
 
 class MetricsPage:
@@ -58,4 +60,4 @@ class _MetricsHandler(LimitedHandler):
             self._respond(200, self.server.text())
 
     def _respond(self, status: int, text: str, **headers: str) -> None:
-        self.respond(status, "text/plain; version=0.0.4; charset=utf-8", text.encode(), **headers)
+        self.respond(status, CONTENT_TYPE, text.encode(), **headers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -76,14 +75,6 @@ class AuthMiddleware:
         if hmac.compare_digest(given, b"Bearer " + self.key.encode()):
             return None
         return RefusedError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -1,27 +1,29 @@
-"""Pages of the servers: one head and one style sheet for all of them; each page is a folder with a body, a style and scripts."""
+"""Pages of the servers. All have one head and one style sheet (`look/`); each page is a folder with a body, a style sheet and scripts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 _LOOK = Path(__file__).parent / "look"
 
 
-def show_page(app: FastAPI, folder: Path) -> None:
-    """Let an app show the page in `folder`. It takes every path that no other route has: call this last."""
+def show_page(app: FastAPI, folder: Path, at: str = "") -> None:
+    """Show the page in `folder` at a path such as `/docs`. The page at the root takes all paths that no other route has: add it last."""
     text = (_LOOK / "head.html").read_text(encoding="utf-8") + (folder / "body.html").read_text(encoding="utf-8")
 
     async def page() -> Response:
         return HTMLResponse(text, headers={"cache-control": "no-cache"})
 
-    def shared(file: str) -> None:
-        app.get(f"/{file}")(lambda: FileResponse(_LOOK / file))
+    def share(file: str) -> None:
+        app.get(f"{at}/{file}", include_in_schema=False)(lambda: FileResponse(_LOOK / file))
 
-    app.get("/")(page)
+    app.get(f"{at}/", include_in_schema=False)(page)
+    if at:  # the page refers to its files by relative addresses
+        app.get(at, include_in_schema=False)(lambda: RedirectResponse(f"{at}/"))
     for file in ("look.css", "icon.svg"):
-        shared(file)
-    app.mount("/", StaticFiles(directory=folder))
+        share(file)
+    app.mount(at or "/", StaticFiles(directory=folder))

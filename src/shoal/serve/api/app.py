@@ -1,34 +1,40 @@
-"""The HTTP API: OpenAI's chat completions and completions, health, figures, and the chat page."""
+"""The HTTP API: OpenAI's chat completions and completions, health, metrics, their documentation, and the chat page."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from shoal.models.generation.decoding import TokenDraws, Warp
-from shoal.serve.api.completion import Answer, prompts_of
-from shoal.serve.api.requests import Asked, read_chat, read_completion, read_json
-from shoal.serve.api.responses import Form, event
+from shoal.runs.monitoring.prometheus import Metric, Sample, exposition
+from shoal.serve.api import responses as schema
+from shoal.serve.api.completion import Generation, TextDelta, prompt_ids
+from shoal.serve.api.openapi import describe, generated_responses
+from shoal.serve.api.requests import ChatRequest, CompletionRequest, GenerationRequest, JsonRoute, refusal_of
 from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent, QueueFullError
 from shoal.serve.load_model import ServedModel
+from shoal.transports.metrics_page import CONTENT_TYPE
+from shoal.version import __version__
 from shoal.web.auth import RefusedError
 from shoal.web.pages import show_page
 
-_LARGEST_BODY = 4 * 2**20
 _READY_S = 10.0
-"""How long a token that went through the model says that it works."""
+"""For this long after a token was generated, the model counts as working."""
+_PAGES = Path(__file__).parents[1]
 
 
 class Metrics:
-    """Requests by status, beside what the engine knows itself, in the form that Prometheus reads."""
+    """Requests by status, beside the engine's own counters, for Prometheus."""
 
     def __init__(self, engine: BatchingEngine) -> None:
         self.engine = engine
@@ -36,23 +42,22 @@ class Metrics:
 
     def text(self) -> str:
         engine = self.engine
-        lines = ["# TYPE shoal_requests_total counter"]
-        lines += [f'shoal_requests_total{{status="{status}"}} {count}' for status, count in sorted(self.answered.items())]
-        for name, kind, value in (
-            ("shoal_prompt_tokens_total", "counter", engine.tokens_read),
-            ("shoal_reused_tokens_total", "counter", engine.tokens_reused),
-            ("shoal_kept_tokens", "gauge", engine.prefixes.tokens),
-            ("shoal_written_tokens_total", "counter", engine.tokens_written),
-            ("shoal_requests_running", "gauge", len(engine.running)),
-            ("shoal_requests_waiting", "gauge", len(engine.waiting)),
-            ("shoal_places", "gauge", engine.most_running),
-        ):
-            lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
-        return "\n".join(lines) + "\n"
+        by_status = [Sample(count, {"status": str(status)}) for status, count in sorted(self.answered.items())]
+        counters = (
+            ("shoal_prompt_tokens_total", "counter", "Tokens of prompts that the model has read.", engine.tokens_read),
+            ("shoal_reused_tokens_total", "counter", "Tokens of prompts from the prefix cache.", engine.tokens_reused),
+            ("shoal_kept_tokens", "gauge", "Tokens in the prefix cache.", engine.prefixes.tokens),
+            ("shoal_written_tokens_total", "counter", "Tokens that were generated.", engine.tokens_written),
+            ("shoal_requests_running", "gauge", "Answers that are being generated.", len(engine.running)),
+            ("shoal_requests_waiting", "gauge", "Answers that wait to be generated.", len(engine.waiting)),
+            ("shoal_places", "gauge", "Answers that can be generated at once.", engine.most_running),
+        )
+        metrics = [Metric(name, kind, help, [Sample(value)]) for name, kind, help, value in counters]
+        return exposition([Metric("shoal_requests_total", "counter", "Requests by HTTP status.", by_status), *metrics])
 
 
 class Api:
-    """What the routes share."""
+    """The routes' handlers, and what they share."""
 
     def __init__(self, served: ServedModel, engine: BatchingEngine) -> None:
         self.served, self.engine = served, engine
@@ -60,45 +65,46 @@ class Api:
         self.created = int(time.time())
         self._probing: asyncio.Task[bool] | None = None
 
-    async def models(self) -> Response:
-        entry = {"id": self.served.name, "object": "model", "created": self.created, "owned_by": "shoal"}
-        return JSONResponse({"object": "list", "data": [entry]})
+    async def models(self) -> schema.ModelList:
+        """The model that is served."""
+        return schema.ModelList(data=[schema.ModelEntry(id=self.served.name, created=self.created)])
 
-    async def status(self) -> Response:
-        """What the chat page shows of the machines and of what they do."""
+    async def status(self) -> schema.Status:
+        """The machines that hold the model, and how busy they are. The chat page shows this."""
         engine = self.engine
-        machines = [one._asdict() for one in engine.stages.machines()]
-        figures = {"running": len(engine.running), "waiting": len(engine.waiting), "tokens": engine.tokens_written}
-        return JSONResponse({"model": self.served.name, "machines": machines, **figures})
+        machines = [schema.MachineEntry(**one._asdict()) for one in engine.backend.machines()]
+        running, waiting = len(engine.running), len(engine.waiting)
+        return schema.Status(model=self.served.name, machines=machines, running=running, waiting=waiting, tokens=engine.tokens_written)
 
-    async def health(self) -> Response:
-        return JSONResponse({"status": "ok", "model": self.served.name})
+    async def health(self) -> schema.Health:
+        """Whether the process answers."""
+        return schema.Health(model=self.served.name)
 
     async def ready(self) -> Response:
-        """Ready is a server through which a token really went a moment ago."""
-        if self.engine.clock() - self.engine.wrote_at > _READY_S and not await self._probed():
-            return JSONResponse({"status": "not ready"}, 503)
-        return JSONResponse({"status": "ready", "running": len(self.engine.running), "waiting": len(self.engine.waiting)})
+        """Whether the model works: a token was generated in the last ten seconds, or is now."""
+        is_ready = self.engine.clock() - self.engine.wrote_at <= _READY_S or await self._probed()
+        running, waiting = len(self.engine.running), len(self.engine.waiting)
+        body = schema.Readiness(status="ready" if is_ready else "not ready", running=running, waiting=waiting)
+        return JSONResponse(body.model_dump(), 200 if is_ready else 503)
 
     async def _probed(self) -> bool:
-        """However many ask at once, and without a key: one token goes through the model for all of them."""
+        """One token goes through the model for all clients that ask at the same time: they need no key."""
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe())
         return await asyncio.shield(self._probing)
 
     async def _probe(self) -> bool:
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        heard: list[JobEvent] = []
+        events: list[JobEvent] = []
 
-        def hear(one: JobEvent) -> bool:
-            heard.append(one)
+        def on_event(event: JobEvent) -> bool:
+            events.append(event)
             loop.call_soon_threadsafe(done.set)
             return True
 
+        job = GenerationJob([0], 1, TokenDraws(0, [0]), on_event, Warp(0.0), deadline=self.engine.clock() + _READY_S)
         try:
-            numbers = self.engine.submit(
-                GenerationJob([0], 1, TokenDraws(0, [0]), hear, Warp(0.0), deadline=self.engine.clock() + _READY_S)
-            )
+            numbers = self.engine.submit(job)
         except QueueFullError:
             return False
         try:
@@ -106,106 +112,121 @@ class Api:
         except TimeoutError:
             self.engine.cancel(numbers)
             return False
-        return not isinstance(heard[0], Finished) or heard[0].reason == "stop"
+        return not isinstance(events[0], Finished) or events[0].reason == "stop"
 
-    async def answer(self, request: Request, read: Callable[[dict[str, Any]], Asked]) -> Response:
-        asked = read(read_json(await _body(request)))
-        if asked.model != self.served.name:
-            message = f"there is no model {asked.model[:100]!r} here; this is {self.served.name!r}"
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Continue a conversation."""
+        return await self._generate(body, request)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue a text."""
+        return await self._generate(body, request)
+
+    async def _generate(self, body: GenerationRequest, request: Request) -> Response:
+        if body.model != self.served.name:
+            message = f"there is no model {body.model[:100]!r} here; this is {self.served.name!r}"
             raise RefusedError(404, message, param="model", code="model_not_found")
-        prompts = await asyncio.to_thread(prompts_of, asked, self.served, self.engine.stages.vocab_size)
-        answer = Answer(self.engine, self.served, asked, prompts)
-        answer.begin()
-        form = Form(answer, self.served.name, self.served.tokenizer)
-        if asked.stream:
-            return StreamingResponse(_stream(answer, form), media_type="text/event-stream", headers={"cache-control": "no-store"})
-        return await _whole(request, answer, form)
+        prompts = await asyncio.to_thread(prompt_ids, body, self.served, self.engine.backend.vocab_size)
+        generation = Generation(self.engine, self.served, body, prompts)
+        generation.start()
+        writer = schema.ResponseWriter(generation, self.served.name, self.served.tokenizer)
+        if body.stream:
+            response: Response = StreamingResponse(
+                _stream(generation, writer), media_type="text/event-stream", headers={"cache-control": "no-store"}
+            )
+        else:
+            response = await _whole(request, generation, writer)
+        self.metrics.answered[response.status_code] += 1
+        return response
 
 
-async def _body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # A form of some stranger's page can be sent without asking; JSON cannot
-        raise RefusedError(415, "the body must be application/json")
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > _LARGEST_BODY:
-            raise RefusedError(413, f"the body may have {_LARGEST_BODY} bytes at most")
-    return b"".join(parts)
-
-
-async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
-    begun: set[int] = set()
+async def _stream(generation: Generation, writer: schema.ResponseWriter) -> AsyncIterator[str]:
     try:
-        async for piece in answer.pieces():
-            if piece.text or piece.reason or piece.choice not in begun or answer.asked.top_logprobs is not None:
-                yield form.chunk(piece, piece.choice not in begun)
-                begun.add(piece.choice)
-        if answer.asked.include_usage:
-            yield form.usage_chunk()
+        async for delta in generation.deltas():
+            if (chunk := writer.chunk(delta)) is not None:
+                yield chunk
+        if generation.request.include_usage:
+            yield writer.usage_chunk()
         yield "data: [DONE]\n\n"
     except RefusedError as refused:
-        yield event(refused.body())
+        yield schema.error_event(refused)
     finally:
-        answer.leave()
+        generation.cancel()
 
 
-async def _whole(request: Request, answer: Answer, form: Form) -> Response:
-    async def collect() -> list[Any]:
-        return [piece async for piece in answer.pieces()]
+async def _whole(request: Request, generation: Generation, writer: schema.ResponseWriter) -> Response:
+    async def collect() -> list[TextDelta]:
+        return [delta async for delta in generation.deltas()]
 
-    collecting, hanging_up = asyncio.create_task(collect()), asyncio.create_task(_hang_up(request))
+    collecting, disconnecting = asyncio.create_task(collect()), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({collecting, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({collecting, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
             return Response(status_code=499)
-        return JSONResponse(form.whole(collecting.result()))
+        return Response(writer.whole(collecting.result()), media_type="application/json")
     finally:
-        answer.leave()
-        for task in (collecting, hanging_up):
+        generation.cancel()
+        for task in (collecting, disconnecting):
             task.cancel()
 
 
-async def _hang_up(request: Request) -> None:
-    """Return when the client is gone."""
+async def _disconnected(request: Request) -> None:
+    """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def make_app(served: ServedModel, engine: BatchingEngine) -> FastAPI:
-    """All routes. FastAPI's own documentation pages are off: they load scripts from elsewhere."""
+    """All routes. `/docs` is a page of our own, made from `/openapi.json`: FastAPI's pages load scripts from other servers."""
     api = Api(served, engine)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    description = "A language model that Shoal serves, in OpenAI's form."
+    app = FastAPI(title="Shoal", version=__version__, description=description, docs_url=None, redoc_url=None)
+    _add_routes(app, api, needs_key=served.settings.api_key is not None)
+    _add_error_handlers(app, api.metrics)
+    document = describe(app, schema.ChatCompletionChunk)
+    app.openapi = lambda: document  # type: ignore[method-assign]
+    show_page(app, _PAGES / "api_page", at="/docs")
+    show_page(app, _PAGES / "page")
+    return app
+
+
+def _add_routes(app: FastAPI, api: Api, needs_key: bool) -> None:
+    """`needs_key` only describes: `AuthMiddleware` checks the key before a request comes here."""
+    bearer = HTTPBearer(auto_error=False, scheme_name="key", description="The key of `serving.api_key` or SHOAL_API_KEY.")
+    secured: dict[str, Any] = {"dependencies": [Depends(bearer)]} if needs_key else {}
+    generating = APIRouter(route_class=JsonRoute)
+    chats = generated_responses(schema.ChatCompletion, schema.ChatCompletionChunk)
+    texts = generated_responses(schema.TextCompletion, schema.TextCompletion)
+    generating.post("/v1/chat/completions", response_class=Response, responses=chats, **secured)(api.chat)
+    generating.post("/v1/completions", response_class=Response, responses=texts, **secured)(api.complete)
+    app.include_router(generating)
+    app.get("/v1/models", **secured)(api.models)
+    app.get("/v1/status", **secured)(api.status)
+    app.get("/health")(api.health)
+    app.get("/ready", responses={200: {"model": schema.Readiness}, 503: {"model": schema.Readiness}})(api.ready)
+
+    @app.get("/metrics", response_class=PlainTextResponse, **secured)
+    async def metrics() -> Response:
+        """Counters for Prometheus."""
+        return PlainTextResponse(api.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+    """Every error is answered in OpenAI's form."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RefusedError)
-        api.metrics.answered[error.status] += 1
+        metrics.answered[error.status] += 1
         return JSONResponse(error.body(), error.status, {"retry-after": "1"} if error.status == 429 else None)
+
+    async def refuse_body(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await refuse(request, refusal_of(error.errors()))
 
     async def not_found(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return await refuse(request, RefusedError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}"))
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return counted(await api.answer(request, read_chat))
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return counted(await api.answer(request, read_completion))
-
-    def counted(response: Response) -> Response:
-        api.metrics.answered[response.status_code] += 1
-        return response
-
-    app.get("/v1/models")(api.models)
-    app.get("/v1/status")(api.status)
-    app.get("/health")(api.health)
-    app.get("/ready")(api.ready)
-    app.get("/metrics")(lambda: PlainTextResponse(api.metrics.text(), media_type="text/plain; version=0.0.4"))
     app.add_exception_handler(RefusedError, refuse)
+    app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(HTTPException, not_found)
-    show_page(app, Path(__file__).parents[1] / "page")
-    return app

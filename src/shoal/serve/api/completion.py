@@ -1,4 +1,4 @@
-"""From a request that was checked to the pieces of its answer."""
+"""Generation of the answer to one request: its prompts as token ids, its jobs in the engine, and the text that they produce."""
 
 from __future__ import annotations
 
@@ -8,105 +8,107 @@ from typing import NamedTuple
 
 from shoal import data
 from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
-from shoal.serve.api.requests import Asked
-from shoal.serve.batching import BatchingEngine, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
+from shoal.serve.api.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from shoal.serve.batching import BatchingEngine, EndReason, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
 from shoal.serve.load_model import ServedModel
 from shoal.web.auth import RefusedError
 
-_LEAST_SHARE = 1e-9
+_LEAST_TOP_P = 1e-9
 """A request may say top_p 0, and means the most likely token."""
 
 
-class Piece(NamedTuple):
-    """Some text of one choice; the last piece has a reason why it is the last."""
+class TextDelta(NamedTuple):
+    """New text of one choice."""
 
     choice: int
     text: str
-    written: GeneratedToken | None
-    reason: str | None = None
+    token: GeneratedToken | None
+    finish_reason: EndReason | None = None
+    """Set in the last delta of a choice."""
 
 
-class Stops:
-    """Lets text through up to the first stop word. What may be the beginning of one waits until that is clear."""
+class StopWordFilter:
+    """Passes text on up to the first stop word. Text that may be the beginning of one is held back until that is clear."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = [word for word in words if word]
-        self._waiting = ""
+        self._held_back = ""
         self.found = False
 
     def add(self, text: str) -> str:
         """The part of the text so far that is certain not to belong to a stop word."""
-        self._waiting += text
-        starts = [at for word in self._words if (at := self._waiting.find(word)) >= 0]
+        self._held_back += text
+        starts = [at for word in self._words if (at := self._held_back.find(word)) >= 0]
         if starts:
             self.found = True
             return self._take(min(starts))
-        return self._take(len(self._waiting) - self._beginning())
+        return self._take(len(self._held_back) - self._partial_word())
 
     def finish(self) -> str:
-        """What waited for the rest of a stop word that never came."""
-        return "" if self.found else self._take(len(self._waiting))
+        """Text that was held back for the rest of a stop word that did not come."""
+        return "" if self.found else self._take(len(self._held_back))
 
-    def _beginning(self) -> int:
+    def _partial_word(self) -> int:
         """How many of the last letters may begin a stop word."""
-        longest = min(len(self._waiting), max((len(word) - 1 for word in self._words), default=0))
-        return next((n for n in range(longest, 0, -1) if any(word.startswith(self._waiting[-n:]) for word in self._words)), 0)
+        longest = min(len(self._held_back), max((len(word) - 1 for word in self._words), default=0))
+        return next((n for n in range(longest, 0, -1) if any(word.startswith(self._held_back[-n:]) for word in self._words)), 0)
 
     def _take(self, count: int) -> str:
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        taken, self._held_back = self._held_back[:count], self._held_back[count:]
         return taken
 
 
-class Listener:
-    """Turns a choice's tokens into text, in the engine's thread, and says when a stop word has come."""
+class ChoiceDecoder:
+    """Turns the tokens of one choice into text, in the engine's thread; true when a stop word has ended it."""
 
-    def __init__(self, choice: int, text: data.StreamedText, stops: Stops, deliver: Callable[[Piece], None]) -> None:
+    def __init__(self, choice: int, text: data.StreamedText, stops: StopWordFilter, deliver: Callable[[TextDelta], None]) -> None:
         self.choice, self.text, self.stops, self.deliver = choice, text, stops, deliver
 
-    def __call__(self, heard: JobEvent) -> bool:
-        if isinstance(heard, Finished):
+    def __call__(self, event: JobEvent) -> bool:
+        if isinstance(event, Finished):
             rest = "" if self.stops.found else self.stops.add(self.text.finish()) + self.stops.finish()
-            self.deliver(Piece(self.choice, rest, None, heard.reason))
+            self.deliver(TextDelta(self.choice, rest, None, event.reason))
             return True
-        self.deliver(Piece(self.choice, self.stops.add(self.text.add(heard.token)), heard))
+        self.deliver(TextDelta(self.choice, self.stops.add(self.text.add(event.token)), event))
         return self.stops.found
 
 
-class Answer:
-    """All choices of one request. Whoever leaves it, whatever the reason, frees their places in the engine."""
+class Generation:
+    """All choices of one request. `cancel` must be called at the end, whatever the reason: it frees their places in the engine."""
 
-    def __init__(self, engine: BatchingEngine, served: ServedModel, asked: Asked, prompts: Sequence[list[int]]) -> None:
-        self.engine, self.served, self.asked, self.prompts = engine, served, asked, prompts
+    def __init__(self, engine: BatchingEngine, served: ServedModel, request: GenerationRequest, prompts: Sequence[list[int]]) -> None:
+        self.engine, self.served, self.request, self.prompts = engine, served, request, prompts
         self.tokens = 0
-        self.open = len(prompts) * asked.n
+        self.unfinished = len(prompts) * request.n
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._deltas: asyncio.Queue[TextDelta] = asyncio.Queue()
         self._jobs: list[GenerationJob] = []
 
-    def begin(self) -> None:
-        """Raises RefusedError where too many wait."""
-        count = self.asked.n
+    def start(self) -> None:
+        """Raises RefusedError where too many requests wait."""
+        count = self.request.n
         self._jobs = [self._job(i * count + choice, choice, ids) for i, ids in enumerate(self.prompts) for choice in range(count)]
         try:
             self.engine.submit(*self._jobs)
         except QueueFullError:
             raise RefusedError(429, "too many requests wait already; try again soon", kind="rate_limit_error", code="queue_full") from None
 
-    def leave(self) -> None:
-        if self.open:
+    def cancel(self) -> None:
+        if self.unfinished:
             self.engine.cancel([job.number for job in self._jobs])
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Pieces of all choices as they come. Raises RefusedError where an answer ended before its end."""
-        while self.open:
-            piece = await self._pieces.get()
-            self.tokens += piece.written is not None
-            self.open -= piece.reason is not None
-            if piece.reason == "timeout":
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """The text of all choices as it comes. Raises RefusedError where an answer could not be completed."""
+        while self.unfinished:
+            delta = await self._deltas.get()
+            self.tokens += delta.token is not None
+            self.unfinished -= delta.finish_reason is not None
+            if delta.finish_reason == "timeout":
                 raise RefusedError(504, "the answer took longer than serving.request_timeout_s", kind="server_error", code="timeout")
-            if piece.reason in ("cancelled", "failed"):
-                raise RefusedError(503, "the server could not finish this answer; try again", kind="server_error", code=piece.reason)
-            yield piece
+            if delta.finish_reason in ("cancelled", "failed"):
+                message = "the server could not finish this answer; try again"
+                raise RefusedError(503, message, kind="server_error", code=delta.finish_reason)
+            yield delta
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,76 +116,78 @@ class Answer:
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the prompts that were not read again: each prompt's first choice tells."""
-        return sum(job.reused for job in self._jobs[:: self.asked.n])
+        """Tokens of the prompts that were in the prefix cache: the number is that of each prompt's first choice."""
+        return sum(job.reused for job in self._jobs[:: self.request.n])
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, delta: TextDelta) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
-        except RuntimeError:  # the server has ended, and nobody waits for this any more
-            self.open = 0
+            self._loop.call_soon_threadsafe(self._deltas.put_nowait, delta)
+        except RuntimeError:  # the server has ended
+            self.unfinished = 0
 
     def _job(self, index: int, choice: int, ids: list[int]) -> GenerationJob:
-        asked, settings = self.asked, self.served.settings
-        words = [*asked.stop, *(self.served.template.stop_words if asked.messages is not None else ())]
+        request, settings = self.request, self.served.settings
+        words = [*request.stop, *(self.served.template.stop_words if request.is_chat else ())]
+        repetition = request.repetition_penalty
         return GenerationJob(
             ids,
-            answer_length(asked, settings.max_new_tokens, len(ids), self.engine.stages.longest),
-            TokenDraws(asked.seed, ids, choice),
-            Listener(index, data.StreamedText(self.served.tokenizer, ids), Stops(words), self._deliver),
-            warp_for(asked, self.served),
+            answer_length(request, settings.max_new_tokens, len(ids), self.engine.backend.longest),
+            TokenDraws(request.seed, ids, choice),
+            ChoiceDecoder(index, data.StreamedText(self.served.tokenizer, ids), StopWordFilter(words), self._deliver),
+            warp_for(request, self.served),
             LogitPenalties(
-                settings.decoding.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty,
-                asked.presence_penalty,
-                asked.frequency_penalty,
-                asked.logit_bias,
+                settings.decoding.repetition_penalty if repetition is None else repetition,
+                request.presence_penalty,
+                request.frequency_penalty,
+                request.logit_bias,
             ),
             self.served.eos_ids,
-            asked.top_logprobs,
+            request.logprob_count,
             self.engine.clock() + settings.request_timeout_s,
         )
 
 
-def warp_for(asked: Asked, served: ServedModel) -> Warp:
-    """The file's way of decoding, each of its values replaced where the request has one."""
+def warp_for(request: GenerationRequest, served: ServedModel) -> Warp:
+    """The decoding of the server's settings, each value replaced where the request has one."""
     decoding = served.settings.decoding
-    warp = warp_of(decoding if asked.strategy is None else decoding.replace(active=asked.strategy))
+    warp = warp_of(decoding if request.strategy is None else decoding.replace(active=request.strategy))
     changes: dict[str, float | int | None] = {}
-    if asked.temperature is not None:
-        changes["temperature"] = asked.temperature
-    if asked.top_p is not None:
-        changes["top_p"] = max(asked.top_p, _LEAST_SHARE)
-    if asked.top_k is not None:
-        changes["top_k"] = asked.top_k if asked.top_k > 0 else None
-    if asked.min_p is not None:
-        changes["min_p"] = asked.min_p
+    if request.temperature is not None:
+        changes["temperature"] = request.temperature
+    if request.top_p is not None:
+        changes["top_p"] = max(request.top_p, _LEAST_TOP_P)
+    if request.top_k is not None:
+        changes["top_k"] = request.top_k if request.top_k > 0 else None
+    if request.min_p is not None:
+        changes["min_p"] = request.min_p
     return warp._replace(**changes)  # type: ignore[arg-type]
 
 
-def answer_length(asked: Asked, usual: int, prompt: int, longest: int) -> int:
-    """Tokens that the answer may have. Raises RefusedError where the model has no room for them."""
-    wanted = asked.max_tokens or 1
+def answer_length(request: GenerationRequest, usual: int, prompt: int, longest: int) -> int:
+    """Tokens that the answer may have. Raises RefusedError where the model's context is too short for them."""
+    wanted = request.token_limit or 1
     if prompt + wanted > longest:
         message = f"this model's context is {longest} tokens; the prompt has {prompt}, and the answer may have {wanted}"
-        raise RefusedError(400, message, param="messages" if asked.messages is not None else "prompt", code="context_length_exceeded")
-    return asked.max_tokens or min(usual, longest - prompt)
+        raise RefusedError(400, message, param="messages" if request.is_chat else "prompt", code="context_length_exceeded")
+    return request.token_limit or min(usual, longest - prompt)
 
 
-def prompts_of(asked: Asked, served: ServedModel, vocab_size: int) -> list[list[int]]:
-    """The ids of the request's prompts. Raises RefusedError."""
-    for token in asked.logit_bias:
+def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int) -> list[list[int]]:
+    """The token ids of the request's prompts. Raises RefusedError."""
+    for token in request.logit_bias:
         if token >= vocab_size:
             raise RefusedError(400, f"token {token} is not in the vocabulary of {vocab_size}", param="logit_bias")
-    if asked.messages is not None:
-        try:
-            text = served.template.prompt(asked.messages)
-        except Exception as error:
-            raise RefusedError(400, str(error), param="messages") from None
-        return [served.tokenizer.encode(text)]
-    return [_ids(prompt, served, vocab_size) for prompt in asked.prompts or []]
+    if isinstance(request, CompletionRequest):
+        return [_encode(prompt, served, vocab_size) for prompt in request.prompt]
+    assert isinstance(request, ChatRequest)
+    try:
+        text = served.template.prompt([{"role": one.role, "content": one.content} for one in request.messages])
+    except Exception as error:
+        raise RefusedError(400, str(error), param="messages") from None
+    return [served.tokenizer.encode(text)]
 
 
-def _ids(prompt: str | list[int], served: ServedModel, vocab_size: int) -> list[int]:
+def _encode(prompt: Prompt, served: ServedModel, vocab_size: int) -> list[int]:
     if isinstance(prompt, list):
         if not all(0 <= token < vocab_size for token in prompt):
             raise RefusedError(400, f"prompt has a token that is not in the vocabulary of {vocab_size}", param="prompt")

@@ -1,234 +1,273 @@
-"""What a client may ask for, checked field by field. Every fault names its parameter, in OpenAI's form."""
+"""Request bodies of the HTTP API, as pydantic models. Every refusal names its parameter, in OpenAI's form."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from starlette.responses import Response
 
 from shoal.web.auth import RefusedError
 
 MOST_CHOICES = 8
 MOST_STOPS = 4
 MOST_BIASES = 300
+_LARGEST_BODY = 4 * 2**20
 _LARGEST_SEED = 2**63
-_IGNORABLE = frozenset({"user", "metadata", "safety_identifier"})
-"""Words about the request that change nothing in an answer, here or at OpenAI's."""
+_MOST_TOKENS = 10**9
 _ROLES = ("system", "developer", "user", "assistant")
-STRATEGIES = ("greedy", "sampling", "top_k", "top_p", "top_k_top_p")
 
 
-class Asked(NamedTuple):
-    """A request whose every field is good. Null: the server's own setting."""
+class StrictModel(BaseModel):
+    """A value of the wrong type is refused and never converted; so is a field that is not declared."""
 
-    model: str
-    messages: list[dict[str, str]] | None
-    prompts: list[str | list[int]] | None
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    strategy: str | None
-    repetition_penalty: float | None
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: dict[int, float]
-    n: int
-    stop: list[str]
-    seed: int | None
-    top_logprobs: int | None
-    echo: bool
-    stream: bool
-    include_usage: bool
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+def _joined_parts(value: Any) -> Any:
+    if not isinstance(value, list) or not value:
+        return value
+    if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in value):
+        raise ValueError("this server reads parts of type text only")
+    return "".join(part["text"] for part in value)
+
+
+class ChatMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart])]
+    name: str | None = Field(default=None, description="Accepted and not used.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Clients send an assistant's answer back with fields that are null, such as `refusal` and `tool_calls`."""
+        if not isinstance(value, Mapping) or value.get("role") not in _ROLES:
+            raise ValueError(f"a message must have a role: one of {', '.join(_ROLES)}")
+        return {name: one for name, one in value.items() if one is not None}
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = Field(default=None, description="Send the token counts in a last chunk.")
+    include_obfuscation: bool | None = Field(default=None, description="Accepted and not used.")
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopWord = Annotated[str, Field(min_length=1, max_length=256)]
+StopWords = Annotated[list[StopWord], Field(max_length=MOST_STOPS)]
+TokenId = Annotated[int, Field(strict=False, ge=0, lt=10**9)]
+"""In JSON the key of an object is a string, so here a number is read from one."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class GenerationRequest(StrictModel):
+    """Fields that chats and completions have in common. Where one is absent or null, the server's setting applies."""
+
+    is_chat: ClassVar[bool]
+
+    model: str = Field(min_length=1, description="The name that GET /v1/models lists.")
+    max_tokens: int | None = Field(default=None, ge=1, le=_MOST_TOKENS, description="The most tokens that an answer may have.")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 chooses the most likely token.")
+    top_p: float | None = Field(default=None, ge=0, le=1, description="Draw from the likeliest tokens that have this share together.")
+    top_k: int | None = Field(default=None, ge=-1, le=10**9, description="Draw from this many tokens; 0 or -1: from all.")
+    min_p: float | None = Field(default=None, ge=0, le=1, description="Leave out tokens below this share of the likeliest one's.")
+    strategy: Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"] | None = Field(
+        default=None, description="One of the decoding strategies of `serving.decoding`."
+    )
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100, description="Weakens tokens that occurred; 1: off.")
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="Subtracted from the logits of tokens that were generated.")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="The same, times how often the token was generated.")
+    logit_bias: dict[TokenId, Bias] = Field(default={}, max_length=MOST_BIASES, description="Added to the logits of these token ids.")
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES, description="Answers to write for each prompt.")
+    stop: Annotated[StopWords, BeforeValidator(_as_list, json_schema_input_type=StopWord | StopWords)] = Field(
+        default=[], description="Texts that end an answer. They are not part of it."
+    )
+    seed: int | None = Field(default=None, ge=-_LARGEST_SEED, lt=_LARGEST_SEED, description="The same seed and request give the same text.")
+    stream: bool = Field(default=False, description="Send the answer as server-sent events while it is written.")
+    stream_options: StreamOptions = Field(default=StreamOptions(), description="Only with `stream`.")
+    user: Any = Field(default=None, description="Accepted and not used.")
+    metadata: Any = Field(default=None, description="Accepted and not used.")
+    safety_identifier: Any = Field(default=None, description="Accepted and not used.")
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def logprob_count(self) -> int | None:
+        """How many likely tokens are reported beside each token; None: no probabilities."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options.include_usage is True
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return False
+
+
+class ChatRequest(GenerationRequest):
+    is_chat = True
+
+    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=_MOST_TOKENS, description="The same as max_tokens, and taken before it."
+    )
+    logprobs: bool = Field(default=False, description="Report the log probability of each token.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Likely tokens to report beside each token.")
+    response_format: TextFormat | None = Field(default=None, description="Text is the only format.")
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value is not None and not others.data.get("logprobs"):
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return value
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def logprob_count(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Prompt = str | Annotated[list[int], Field(min_length=1)]
+"""A text, or its token ids."""
+Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MOST_CHOICES)]
+
+
+def _as_prompts(value: Any) -> Any:
+    is_one = not isinstance(value, list) or (value and all(type(one) is int for one in value))
+    return [value] if is_one else value
+
+
+class CompletionRequest(GenerationRequest):
+    is_chat = False
+
+    prompt: Annotated[Prompts, BeforeValidator(_as_prompts, json_schema_input_type=Prompt | Prompts)] = Field(
+        description="One prompt or several; each is a text, or a list of token ids."
+    )
+    logprobs: int | None = Field(default=None, ge=0, le=5, description="Likely tokens to report beside each token.")
+    echo: bool = Field(default=False, description="Begin each answer with its prompt.")
+    best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES, description="Must equal n.")
+
+    @field_validator("best_of")
+    @classmethod
+    def _equals_n(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value is not None and value != others.data.get("n"):
+            raise ValueError("best_of is not offered: it must equal n")
+        return value
+
+    @property
+    def logprob_count(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return self.echo
+
+
+_FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ChatMessage.model_fields}
+
+
+def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
+    """What the client is answered for the first of pydantic's errors."""
+    error = errors[0]
+    param, kind = _param(error["loc"]), error["type"]
+    if kind == "missing":
+        return RefusedError(400, f"you must provide {param}", param=param)
+    if kind == "extra_forbidden":
+        name = str(error["loc"][-1])[:100]
+        return RefusedError(400, f"{name} is not offered by this server", param=param or name, code="unsupported_parameter")
+    text = str(error["msg"]).removeprefix("Value error, ")
+    return RefusedError(400, text if text.startswith(param) else f"{param}: {text[:1].lower()}{text[1:]}", param=param)
+
+
+def _param(place: Sequence[str | int]) -> str:
+    """The place of an error as a client would write it, such as `messages[0].content`; unions and dictionaries add parts of their own."""
+    found = ""
+    for part in place[1:]:  # the first is "body"
+        if isinstance(part, int):
+            found += f"[{part}]"
+        elif part in _FIELDS:
+            found += f".{part}" if found else part
+        else:
+            break
+    return found
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """The body of a request. Raises RefusedError."""
+    """The body of a request, without its fields that are null. Raises RefusedError."""
 
     def no_constant(word: str) -> None:
         raise ValueError(f"{word} is no number of JSON")
 
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=no_constant)
+        if b"\\u" in raw:  # an escape can write half of a character, which has no encoding
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise RefusedError(400, "the body has half of a character (a lone surrogate)") from None
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RefusedError(400, "the body must be a JSON object")
-    return {str(name): value for name, value in body.items() if value is not None}
+    return {name: value for name, value in body.items() if value is not None}
 
 
-def read_chat(body: dict[str, Any]) -> Asked:
-    """`POST /v1/chat/completions`. Raises RefusedError."""
-    fields = _Fields(body)
-    wants, count = fields.flag("logprobs"), fields.whole("top_logprobs", 0, 20)
-    if count is not None and not wants:
-        raise RefusedError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    both = fields.whole("max_tokens", 1, 10**9), fields.whole("max_completion_tokens", 1, 10**9)
-    if fields.values.get("response_format") == {"type": "text"}:
-        fields.values.pop("response_format")
-    return _asked(
-        fields,
-        messages=_messages(fields.take("messages")),
-        prompts=None,
-        max_tokens=both[0] if both[1] is None else both[1],
-        top_logprobs=(count or 0) if wants else None,
-        echo=False,
-    )
+class _ReadRequest(Request):
+    """A request whose body has been read and parsed."""
+
+    def __init__(self, request: Request, raw: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self._raw, self._parsed = raw, read_json(raw)
+
+    async def body(self) -> bytes:
+        return self._raw
+
+    async def json(self) -> Any:
+        return self._parsed
 
 
-def read_completion(body: dict[str, Any]) -> Asked:
-    """`POST /v1/completions`. Raises RefusedError."""
-    fields = _Fields(body)
-    best_of = fields.whole("best_of", 1, MOST_CHOICES)
-    if best_of is not None and best_of != (body.get("n") or 1):
-        raise RefusedError(400, "best_of is not offered: it must equal n", param="best_of")
-    return _asked(
-        fields,
-        messages=None,
-        prompts=_prompts(fields.take("prompt")),
-        max_tokens=fields.whole("max_tokens", 1, 10**9),
-        top_logprobs=fields.whole("logprobs", 0, 5),
-        echo=fields.flag("echo"),
-    )
+class JsonRoute(APIRoute):
+    """A route with a JSON body. FastAPI would read a body of any size, and accept NaN."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            return await handle(_ReadRequest(request, await _read_body(request)))
+
+        return checked
 
 
-def _asked(fields: _Fields, **own: Any) -> Asked:
-    """The fields that both kinds of request have. What is left over is refused by name."""
-    common: dict[str, Any] = {
-        "model": fields.text("model"),
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1),
-        "top_k": fields.whole("top_k", -1, 10**9),
-        "min_p": fields.number("min_p", 0, 1),
-        "strategy": fields.choice("strategy", STRATEGIES),
-        "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
-        "presence_penalty": fields.number("presence_penalty", -2, 2) or 0.0,
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2) or 0.0,
-        "logit_bias": _biases(fields.values.pop("logit_bias", {})),
-        "n": fields.whole("n", 1, MOST_CHOICES) or 1,
-        "stop": _stops(fields.values.pop("stop", [])),
-        "seed": fields.whole("seed", -_LARGEST_SEED, _LARGEST_SEED - 1),
-        "stream": fields.flag("stream"),
-    }
-    options = fields.values.pop("stream_options", {})
-    if not isinstance(options, dict) or not set(options) <= {"include_usage", "include_obfuscation"}:
-        raise RefusedError(400, "stream_options takes include_usage", param="stream_options")
-    fields.refuse_others()
-    return Asked(**common, include_usage=options.get("include_usage") is True, **own)
-
-
-class _Fields:
-    """The fields of a body that nobody has taken yet."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.values = {name: value for name, value in body.items() if name not in _IGNORABLE}
-
-    def take(self, name: str) -> Any:
-        if name not in self.values:
-            raise RefusedError(400, f"you must provide {name}", param=name)
-        return self.values.pop(name)
-
-    def text(self, name: str) -> str:
-        value = self.take(name)
-        if not isinstance(value, str) or not value:
-            raise RefusedError(400, f"{name} must be text", param=name)
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.values.pop(name, False)
-        if not isinstance(value, bool):
-            raise RefusedError(400, f"{name} must be true or false", param=name)
-        return value
-
-    def choice(self, name: str, choices: tuple[str, ...]) -> str | None:
-        value: str | None = self.values.pop(name, None)
-        if value is not None and value not in choices:
-            raise RefusedError(400, f"{name} must be one of {', '.join(choices)}", param=name)
-        return value
-
-    def whole(self, name: str, least: int, most: int) -> int | None:
-        value: int | None = self.values.pop(name, None)
-        good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        if value is not None and not good:
-            raise RefusedError(400, f"{name} must be a whole number from {least} to {most}", param=name)
-        return value
-
-    def number(self, name: str, least: float, most: float) -> float | None:
-        value = self.values.pop(name, None)
-        if value is None:
-            return None
-        return _number(value, name, least, most)
-
-    def refuse_others(self) -> None:
-        for name in self.values:
-            raise RefusedError(400, f"{name} is not offered by this server", param=name, code="unsupported_parameter")
-
-
-def _number(value: Any, name: str, least: float, most: float) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and least <= value <= most
-    if not good:
-        raise RefusedError(400, f"{name} must be a number from {least} to {most}", param=name)
-    return float(value)
-
-
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise RefusedError(400, "messages must be a list of at least one message", param="messages")
-    return [_message(one, f"messages[{i}]") for i, one in enumerate(value)]
-
-
-def _message(value: Any, place: str) -> dict[str, str]:
-    if not isinstance(value, dict) or value.get("role") not in _ROLES:
-        raise RefusedError(400, f"{place} must have a role: one of {', '.join(_ROLES)}", param=place)
-    strange = {name for name, one in value.items() if one is not None} - {"role", "content", "name"}
-    if strange:
-        raise RefusedError(400, f"{place}: {sorted(map(str, strange))[0]} is not offered by this server", param=place)
-    return {"role": value["role"], "content": _content(value.get("content"), f"{place}.content")}
-
-
-def _content(value: Any, place: str) -> str:
-    """Text, or a list of parts that are text."""
-    if isinstance(value, list) and value:
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-            raise RefusedError(400, f"{place}: this server reads parts of type text only", param=place)
-        return "".join(_encodable(part.get("text"), place) for part in value)
-    return _encodable(value, place)
-
-
-def _encodable(value: Any, place: str) -> str:
-    """Text that has an encoding: JSON can write halves of characters, too."""
-    if not isinstance(value, str):
-        raise RefusedError(400, f"{place} must be text", param=place)
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RefusedError(400, f"{place} has half of a character (a lone surrogate)", param=place) from None
-    return value
-
-
-def _prompts(value: Any) -> list[str | list[int]]:
-    """One prompt or several; each is text, or ids."""
-    several = value if isinstance(value, list) and value and not _is_ids(value) else [value]
-    if len(several) > MOST_CHOICES:
-        raise RefusedError(400, f"prompt may have {MOST_CHOICES} prompts at most", param="prompt")
-    return [one if _is_ids(one) else _encodable(one, "prompt") for one in several]
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
-
-
-def _stops(value: Any) -> list[str]:
-    words = [value] if isinstance(value, str) else value
-    if not isinstance(words, list) or len(words) > MOST_STOPS or not all(isinstance(word, str) and 0 < len(word) <= 256 for word in words):
-        raise RefusedError(400, f"stop must be a text of up to 256 letters, or a list of up to {MOST_STOPS}", param="stop")
-    return words
-
-
-def _biases(value: Any) -> dict[int, float]:
-    check: Callable[[Any], bool] = lambda key: isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10  # noqa: E731
-    if not isinstance(value, Mapping) or len(value) > MOST_BIASES or not all(map(check, value)):
-        raise RefusedError(400, f"logit_bias must map up to {MOST_BIASES} token ids to numbers", param="logit_bias")
-    return {int(token): _number(bias, "logit_bias", -100, 100) for token, bias in value.items()}
+async def _read_body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A browser sends a form of another site's page without asking this server first; JSON it does not
+        raise RefusedError(415, "the body must be application/json")
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > _LARGEST_BODY:
+            raise RefusedError(413, f"the body may have {_LARGEST_BODY} bytes at most")
+    return b"".join(parts)

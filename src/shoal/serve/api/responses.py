@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form."""
+"""Responses of the HTTP API in OpenAI's form, as pydantic models. A field that is not set is left out of the JSON."""
 
 from __future__ import annotations
 
@@ -8,103 +8,286 @@ import secrets
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel
 
 from shoal.data import Tokenizer
-from shoal.serve.api.completion import Answer, Piece
+from shoal.serve.api.completion import Generation, TextDelta
 from shoal.serve.batching import GeneratedToken
+from shoal.web.auth import RefusedError
+
+FinishReason = Literal["stop", "length"]
 
 
-class Form:
-    """One answer's shape: a chat's or a completion's."""
+class LikelyToken(BaseModel):
+    token: str
+    logprob: float | None
+    bytes: list[int]
 
-    def __init__(self, answer: Answer, model: str, tokenizer: Tokenizer) -> None:
-        self.answer, self.model, self.tokenizer = answer, model, tokenizer
-        self.chat = answer.asked.messages is not None
-        self.prefix = "chat.completion" if self.chat else "text_completion"
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self.created = int(time.time())
-        self._told: dict[int, int] = {}
-        """Of each choice, how many characters the words have that were told with their probabilities, the echoed prompt before them."""
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+class TokenWithLogprobs(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenWithLogprobs]
+    refusal: None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class AssistantDelta(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: AssistantDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class _Response(BaseModel):
+    id: str
+    created: int
+    model: str
+
+
+class ChatCompletion(_Response):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(_Response):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class TextCompletion(_Response):
+    """An answer, or a chunk of one."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelEntry(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["shoal"] = "shoal"
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]
+
+
+class MachineEntry(BaseModel):
+    """A machine that holds layers of the model."""
+
+    name: str
+    parameters: int
+    layers: tuple[int, int] | None
+    alive: bool
+    weight_bytes: int
+    memory_bytes: int
+    token_s: float
+    tokens: int
+    has_ends: bool
+
+
+class Status(BaseModel):
+    model: str
+    machines: list[MachineEntry]
+    running: int
+    waiting: int
+    tokens: int
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+    model: str
+
+
+class Readiness(BaseModel):
+    status: Literal["ready", "not ready"]
+    running: int
+    waiting: int
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+class ResponseWriter:
+    """Writes one answer: a chat's or a completion's, whole or in chunks."""
+
+    def __init__(self, generation: Generation, model: str, tokenizer: Tokenizer) -> None:
+        self.generation, self.request, self.tokenizer = generation, generation.request, tokenizer
+        id = f"{'chatcmpl' if self.request.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
+        self._text_lengths: dict[int, int] = {}
+        """By choice: characters of the tokens whose probabilities were written, and of the echoed prompt before them."""
+        self._begun: set[int] = set()
+        """Choices of which a chunk was written."""
+
+    def whole(self, deltas: Sequence[TextDelta]) -> str:
         """The answer to a request that does not stream."""
-        count = len(self.answer.prompts) * self.answer.asked.n
-        choices = [self._choice(i, [piece for piece in pieces if piece.choice == i]) for i in range(count)]
-        return {**self._head(self.prefix), "choices": choices, "usage": self.usage()}
+        count = len(self.generation.prompts) * self.request.n
+        by_choice = [[delta for delta in deltas if delta.choice == i] for i in range(count)]
+        usage = self._usage()
+        if self.request.is_chat:
+            choices = [self._chat_choice(i, parts) for i, parts in enumerate(by_choice)]
+            return _json(ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage))
+        texts = [self._text_choice(i, parts, self._echo(i)) for i, parts in enumerate(by_choice)]
+        return _json(TextCompletion(**self._head, object="text_completion", choices=texts, usage=usage))
 
-    def chunk(self, piece: Piece, first: bool) -> str:
-        """One event of a stream."""
-        if self.chat:
-            delta = ({"role": "assistant"} if first else {}) | ({"content": piece.text} if piece.text or first else {})
-            body: dict[str, Any] = {"delta": delta}
-        else:
-            body = {"text": self._echo(piece.choice) + piece.text if first else piece.text}
-        written = [piece.written] if piece.written is not None else []
-        choice = {"index": piece.choice, **body, "logprobs": self._logprobs(piece.choice, written), "finish_reason": piece.reason}
-        usage = {"usage": None} if self.answer.asked.include_usage else {}
-        return event({**self._chunk_head(), "choices": [choice], **usage})
+    def chunk(self, delta: TextDelta) -> str | None:
+        """One event of a stream; None where the delta says nothing to the client."""
+        is_first = delta.choice not in self._begun
+        if not (delta.text or delta.finish_reason or is_first or self.request.logprob_count is not None):
+            return None
+        self._begun.add(delta.choice)
+        usage: dict[str, Any] = {"usage": None} if self.request.include_usage else {}
+        if self.request.is_chat:
+            choices = [self._chat_chunk_choice(delta, is_first)]
+            return _event(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **usage))
+        texts = [self._text_choice(delta.choice, [delta], self._echo(delta.choice) if is_first else "")]
+        return _event(TextCompletion(**self._head, object="text_completion", choices=texts, **usage))
 
     def usage_chunk(self) -> str:
-        return event({**self._chunk_head(), "choices": [], "usage": self.usage()})
+        if self.request.is_chat:
+            return _event(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], usage=self._usage()))
+        return _event(TextCompletion(**self._head, object="text_completion", choices=[], usage=self._usage()))
 
-    def usage(self) -> dict[str, Any]:
-        read, written = self.answer.prompt_tokens, self.answer.tokens
-        details = {"cached_tokens": self.answer.reused_tokens}
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written, "prompt_tokens_details": details}
+    def _usage(self) -> Usage:
+        prompt, written = self.generation.prompt_tokens, self.generation.tokens
+        details = PromptTokensDetails(cached_tokens=self.generation.reused_tokens)
+        return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written, prompt_tokens_details=details)
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def _chat_choice(self, index: int, deltas: Sequence[TextDelta]) -> ChatChoice:
+        message = AssistantMessage(role="assistant", content="".join(delta.text for delta in deltas), refusal=None)
+        return ChatChoice(index=index, message=message, logprobs=self._chat_logprobs(deltas), finish_reason=_reason(deltas[-1]))
 
-    def _chunk_head(self) -> dict[str, Any]:
-        return self._head("chat.completion.chunk" if self.chat else self.prefix)
+    def _chat_chunk_choice(self, delta: TextDelta, is_first: bool) -> ChatChunkChoice:
+        role = {"role": "assistant"} if is_first else {}
+        content = {"content": delta.text} if delta.text or is_first else {}
+        said = AssistantDelta.model_validate(role | content)
+        return ChatChunkChoice(index=delta.choice, delta=said, logprobs=self._chat_logprobs([delta]), finish_reason=_reason(delta))
 
-    def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        text = "".join(piece.text for piece in pieces)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        said: dict[str, Any] = {"message": message} if self.chat else {"text": self._echo(index) + text}
-        written = [piece.written for piece in pieces if piece.written is not None]
-        return {"index": index, **said, "logprobs": self._logprobs(index, written), "finish_reason": pieces[-1].reason}
+    def _text_choice(self, index: int, deltas: Sequence[TextDelta], echo: str) -> CompletionChoice:
+        text, reason = echo + "".join(delta.text for delta in deltas), _reason(deltas[-1])
+        return CompletionChoice(index=index, text=text, logprobs=self._text_logprobs(index, deltas), finish_reason=reason)
 
     def _echo(self, index: int) -> str:
-        if not self.answer.asked.echo:
-            return ""
-        return self.tokenizer.decode(self.answer.prompts[index // self.answer.asked.n])
+        return self.tokenizer.decode(self.generation.prompts[index // self.request.n]) if self.request.echoes_prompt else ""
 
-    def _logprobs(self, index: int, written: Sequence[GeneratedToken]) -> dict[str, Any] | None:
-        if self.answer.asked.top_logprobs is None:
+    def _chat_logprobs(self, deltas: Sequence[TextDelta]) -> ChatLogprobs | None:
+        if self.request.logprob_count is None:
             return None
-        if self.chat:
-            content = [self._named(one.token, one.logprob) | {"top_logprobs": self._others(one)} for one in written]
-            return {"content": content, "refusal": None}
-        words, begun = [self._word(one.token) for one in written], self._told.get(index)
-        offsets = [*accumulate(map(len, words), initial=len(self._echo(index)) if begun is None else begun)]
-        self._told[index] = offsets[-1]
-        return {
-            "tokens": words,
-            "token_logprobs": [one.logprob for one in written],
-            "top_logprobs": [self._by_word(one) for one in written],
-            "text_offset": offsets[:-1],
-        }
+        content = [
+            TokenWithLogprobs(
+                **self._likely(token.token, token.logprob).model_dump(),
+                top_logprobs=[self._likely(other.token, other.logprob) for other in token.others],
+            )
+            for token in _tokens(deltas)
+        ]
+        return ChatLogprobs(content=content, refusal=None)
 
-    def _by_word(self, written: GeneratedToken) -> dict[str, float]:
-        """Tokens that show as the same word, such as parts of a character, are one entry, with the probability of the likelier one."""
+    def _text_logprobs(self, index: int, deltas: Sequence[TextDelta]) -> CompletionLogprobs | None:
+        if self.request.logprob_count is None:
+            return None
+        tokens = _tokens(deltas)
+        words, before = [self._text_of(one.token) for one in tokens], self._text_lengths.get(index)
+        offsets = [*accumulate(map(len, words), initial=len(self._echo(index)) if before is None else before)]
+        self._text_lengths[index] = offsets[-1]
+        return CompletionLogprobs(
+            tokens=words,
+            token_logprobs=[one.logprob for one in tokens],
+            top_logprobs=[self._by_text(one) for one in tokens],
+            text_offset=offsets[:-1],
+        )
+
+    def _by_text(self, token: GeneratedToken) -> dict[str, float]:
+        """Tokens with the same text, such as parts of a character, are one entry, with the probability of the likelier one."""
         found: dict[str, float] = {}
-        for other in written.others:
-            word = self._word(other.token)
-            found[word] = max(other.logprob, found.get(word, -math.inf))
+        for other in token.others:
+            text = self._text_of(other.token)
+            found[text] = max(other.logprob, found.get(text, -math.inf))
         return found
 
-    def _others(self, written: GeneratedToken) -> list[dict[str, Any]]:
-        return [self._named(other.token, other.logprob) for other in written.others]
+    def _likely(self, token: int, logprob: float | None) -> LikelyToken:
+        text = self._text_of(token)
+        return LikelyToken(token=text, logprob=logprob, bytes=list(text.encode("utf-8")))
 
-    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
-        word = self._word(token)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode("utf-8"))}
-
-    def _word(self, token: int) -> str:
+    def _text_of(self, token: int) -> str:
         return self.tokenizer.decode([token])
 
 
-def event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+def _tokens(deltas: Sequence[TextDelta]) -> list[GeneratedToken]:
+    return [delta.token for delta in deltas if delta.token is not None]
+
+
+def _reason(delta: TextDelta) -> FinishReason | None:
+    """`Generation.deltas` raises where an answer ended for any other reason."""
+    return cast(FinishReason | None, delta.finish_reason)
+
+
+def _json(response: BaseModel) -> str:
+    return response.model_dump_json(exclude_unset=True)
+
+
+def error_event(error: RefusedError) -> str:
+    return f"data: {json.dumps(error.body(), ensure_ascii=False)}\n\n"
+
+
+def _event(response: BaseModel) -> str:
+    return f"data: {_json(response)}\n\n"

@@ -19,7 +19,8 @@ from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.models.split_model import layer_parameters, make_ends
 from shoal.models.stages import load_tensors, required_tensors
 from shoal.runs.invitation import Invitation, listen
-from shoal.serve.backend import LONGEST_UNBOUNDED, moving_average, reads_beside, refuse_unserved
+from shoal.serve.backend import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
+from shoal.serve.batching import moving_average
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, free_memory
 from shoal.serve.nodes.node import FRAME_BYTES

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.serve.backend import ForwardBatch
+from shoal.serve.batching import ForwardBatch
 from shoal.serve.nodes.layer_host import TokenBatch
 from shoal.serve.nodes.routes import Route
 
@@ -48,9 +48,9 @@ class ActiveRequest:
 
 @dataclass
 class PendingForward:
-    """A work of the engine's, and the logits of its requests so far."""
+    """A batch that the engine waits for, and the logits of its requests so far."""
 
-    work: ForwardBatch
+    batch: ForwardBatch
     logits: dict[int, Tensor] = field(default_factory=dict)
 
 

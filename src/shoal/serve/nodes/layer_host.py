@@ -33,7 +33,7 @@ class LoadedLayers(NamedTuple):
     """Layers that are here, and the caches of their requests."""
 
     stage: ModelStage
-    rows: KvCaches
+    caches: KvCaches
 
 
 class TokenBatch(NamedTuple):
@@ -84,17 +84,17 @@ class LayerHost:
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     @torch.inference_mode()
-    def share(self, place: LayerRange, request: int, other: int, length: int) -> None:
+    def copy_prefix(self, place: LayerRange, request: int, other: int, length: int) -> None:
         """A request begins with the first tokens of another's cache. Raises ShoalError where they are not here."""
-        rows = self.held[place].rows
-        if rows.length(other) < length:
-            raise ShoalError(f"request {request} begins with {length} tokens of {other}, and the caches here hold {rows.length(other)}")
-        rows.share(request, other, length)
+        caches = self.held[place].caches
+        if caches.length(other) < length:
+            raise ShoalError(f"request {request} begins with {length} tokens of {other}, and the caches here hold {caches.length(other)}")
+        caches.copy_prefix(request, other, length)
 
     def release(self, requests: Sequence[int]) -> None:
         for held in self.held.values():
             for request in requests:
-                held.rows.release(request)
+                held.caches.release(request)
 
     @torch.inference_mode()
     def read(self, place: LayerRange, reading: TokenBatch, x_BLD: Tensor) -> Tensor:
@@ -102,9 +102,9 @@ class LayerHost:
         start = time.perf_counter()
         held = self.held[place]
         for request, position in zip(reading.requests, reading.positions, strict=True):
-            if held.rows.length(request) < position:
-                raise ShoalError(f"request {request} is at token {position}, and the caches here hold {held.rows.length(request)}")
-            held.rows.rewind(request, position)
+            if held.caches.length(request) < position:
+                raise ShoalError(f"request {request} is at token {position}, and the caches here hold {held.caches.length(request)}")
+            held.caches.rewind(request, position)
         y_BLD = self._through(held, reading, x_BLD.to(self.device))
         if self.slowdown > 1:
             time.sleep((self.slowdown - 1) * (time.perf_counter() - start))
@@ -112,13 +112,13 @@ class LayerHost:
 
     def _through(self, held: LoadedLayers, reading: TokenBatch, x_BLD: Tensor) -> Tensor:
         ids_BL = torch.tensor(reading.ids, device=self.device)
-        if len(reading.requests) > 1 and held.rows.joins:
-            cache, mask_BS = held.rows.of_several(reading.requests, ids_BL.shape[1])
+        if len(reading.requests) > 1 and held.caches.joins:
+            cache, mask_BS = held.caches.of_several(reading.requests, ids_BL.shape[1])
             joined: Tensor = held.stage(x_BLD, ids_BL, cache=cache, attention_mask=mask_BS)
             return joined
         rows = []
         for i, request in enumerate(reading.requests):
-            cache = held.rows.of_one(request, ids_BL.shape[1])
+            cache = held.caches.of_one(request, ids_BL.shape[1])
             rows.append(held.stage(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
         return torch.cat(rows)
 

@@ -123,7 +123,7 @@ def execute(holder: LayerHost, order: NodeCommand) -> tuple[Tensor, float] | Non
         holder.drop(order.place)
     elif order.kind == "share":
         request, other = order.requests
-        holder.share(order.place, request, other, order.length)
+        holder.copy_prefix(order.place, request, other, order.length)
     elif order.kind == "release":
         holder.release(order.requests)
     elif order.reading is not None and order.x_BLD is not None:

@@ -56,7 +56,7 @@ class ReadHistory:
         if held is None or order.reading is None or any(request in self._ended for request in order.reading.requests):
             return False
         pairs = zip(order.reading.requests, order.reading.positions, strict=True)
-        return all(held.rows.length(request) >= position for request, position in pairs)
+        return all(held.caches.length(request) >= position for request, position in pairs)
 
 
 class PeerSender:

@@ -23,7 +23,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.stages import ModelEnds
-from shoal.serve.backend import LONGEST_UNBOUNDED, ForwardBatch, MachineStatus
+from shoal.serve.backend import LONGEST_UNBOUNDED
+from shoal.serve.batching import ForwardBatch, MachineStatus
 from shoal.serve.nodes.in_flight import ActiveRequest, InFlightBatch, PendingForward, select_rows
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.placement import NodePlacement
@@ -73,19 +74,19 @@ class Pipeline:
     # --- what the engine asks ------------------------------------------------------------------------
 
     @property
-    def groups(self) -> int:
+    def microbatches(self) -> int:
         """One for each machine that computes; the server does, at the ends, even where it has no stop. With more, machines would wait less
         for each other, but smaller products cost almost as much as large ones."""
         route = self.fleet.current
         return 1 if route is None else len(route.stops) + (not route.goes_through(HERE))
 
     @torch.inference_mode()
-    def start(self, work: ForwardBatch) -> None:
+    def start(self, batch: ForwardBatch) -> None:
         with self._changed:
-            started = PendingForward(work)
+            started = PendingForward(batch)
             self._works.append(started)
             by_route: dict[int, list[tuple[int, tuple[int, ...], int]]] = {}
-            for request, ids in zip(work.requests, work.ids, strict=True):
+            for request, ids in zip(batch.requests, batch.ids, strict=True):
                 live = self._live.setdefault(request, ActiveRequest(self.fleet.current))
                 by_route.setdefault(live.route.number if live.route else 0, []).append((request, ids, len(live.ids)))
                 live.ids += ids
@@ -95,7 +96,7 @@ class Pipeline:
                     InFlightBatch(next(self._numbers), started, self._route_of(requests[0]), TokenBatch(requests, positions, ids_of))
                 )
 
-    def finished(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
+    def results(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._failed, _WAIT_S)
             if self._failed:
@@ -105,17 +106,17 @@ class Pipeline:
             trip, y_BLD = arrived
             started = trip.started
             assert started is not None
-            if not started.work.ends:
+            if not started.batch.needs_logits:
                 if self._forget(started):
-                    yield started.work, None
+                    yield started.batch, None
                 continue
             logits_BV = self._completed(trip, started, y_BLD)
             if logits_BV is not None and self._forget(started):
-                yield started.work, logits_BV
+                yield started.batch, logits_BV
 
     def _completed(self, trip: InFlightBatch, started: PendingForward, y_BLD: Tensor | None) -> Tensor | None:
         """The logits of a work, where this was the last trip that it waited for."""
-        requests = started.work.requests
+        requests = started.batch.requests
         if y_BLD is not None:
             logits_BV = self._logits(y_BLD)
             if not trip.route.goes_through(HERE):
@@ -147,7 +148,7 @@ class Pipeline:
                 self._release(live, request)
                 self._retire()
 
-    def rest(self, request: int) -> bool:
+    def retain(self, request: int) -> bool:
         with self._changed:
             if self.forgets and request in self._live:
                 self._resting[request] = self._live.pop(request)
@@ -155,7 +156,7 @@ class Pipeline:
             return request in self._resting
 
     @torch.inference_mode()
-    def share(self, request: int, resting: int, length: int) -> bool:
+    def copy_prefix(self, request: int, resting: int, length: int) -> bool:
         """Machines that hold the kept text's caches copy them. Where a machine was lost meanwhile, the one in its place reads what was
         kept for it, as for a request that runs."""
         with self._changed:
@@ -169,7 +170,7 @@ class Pipeline:
                 self._restore(request, live, current, length)
             return True
 
-    def drop(self) -> None:
+    def discard_pending(self) -> None:
         with self._changed:
             self._trips.clear()
             self._trailing.clear()
