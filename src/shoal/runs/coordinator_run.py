@@ -273,7 +273,7 @@ class CoordinatorLoop(RecordedLoop):
 
     def _restore(self, saved: SavedState) -> None:
         self.recorder.restore(saved)
-        self.learner.load_state_dict(saved.state["learner"])
+        self.learner.load_state_dict(saved.state.get("learner", {}))  # a run alone has none
 
     def recover(self, snapshot: SavedState) -> None:
         """Restore the coordinator from its last snapshot and the journal since then."""
