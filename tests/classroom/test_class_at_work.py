@@ -448,7 +448,7 @@ def test_a_students_plain_log_says_how_it_goes(school: School, monkeypatch: pyte
     coordinating, told = school.coordinate(workers=1), list[str]()
 
     def listen(worker: JoinedWorker) -> None:
-        worker.courier.tell = told.append
+        worker.courier.report = told.append
         assert worker.worker is not None
         wanted = worker.worker.wanted
 
