@@ -177,7 +177,7 @@ class Cluster:
     def _ask(self, seat: int) -> None:
         """Ask what the worker has to ask. All who wait for a round hear of it with the question that closes it."""
         self.clock += 0.001
-        question = self.protocols[seat].question(self.clock)
+        question = self.protocols[seat].next_request(self.clock)
         assert question is not None
         called = RequestReceived(seat, question.asked, question.frames, f"s{seat}")
         for effect in self.coordinator.handle(called, self.clock):

@@ -262,7 +262,7 @@ class WorkerDouble:
         line = TransportConnection(invitation["address"], invitation["token"], invitation["key"])
         self.courier = WorkerDouble(line, self.protocol, lambda text: print(text, file=sys.stderr))
         self.protocol.ready = True
-        self.courier.converse()  # joins, and pulls
+        self.courier.exchange()  # joins, and pulls
         self.size: int = self.protocol.welcome["size"]
         self.frame = frame_of((1e-4 * torch.randn(self.size)).numpy())
 
@@ -271,7 +271,7 @@ class WorkerDouble:
         base, position = self.protocol.newest, self.protocol.seq + 1
         made = Contribute("", 0, 0, base, 0, 32.0, 32, 0, position, 1, -1, {"loss": 1.0})
         self.protocol.contribute(made, (self.frame,), pulls=self.weights)
-        statuses = [event.status for event in self.courier.converse() if isinstance(event, ContributionReceipt)]
+        statuses = [event.status for event in self.courier.exchange() if isinstance(event, ContributionReceipt)]
         if statuses != ["accepted"]:
             raise RuntimeError(f"not accepted: {statuses}")
 

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from shoal.data.text.documents import InMemoryDocuments as Documents
     from shoal.data.text.documents import TextPart as TextPart
     from shoal.engines.base import Engine as DistributedEngine
-    from shoal.engines.base import StepResult as StepResult
     from shoal.engines.single import SingleEngine as SingleEngine
     from shoal.engines.world import World as World
     from shoal.models.data_shapes import DataShapes as DataShapes
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from shoal.strategies.run_length import in_updates as in_updates
     from shoal.tasks.base import Batch as Batch
     from shoal.tasks.base import Loss as Loss
+    from shoal.tasks.base import StepResult as StepResult
     from shoal.tasks.base import Task as TrainingTask
     from shoal.tasks.base import TaskInfo as TaskInfo
     from shoal.tasks.classification import Classification as ClassificationTask
@@ -195,7 +195,7 @@ _IMPORTED_ON_USE = {
     "Score": "shoal.runs.rlhf.rewards.interface.Score",
     "Server": "shoal.transports.interface.Server",
     "SingleEngine": "shoal.engines.single.SingleEngine",
-    "StepResult": "shoal.engines.base.StepResult",
+    "StepResult": "shoal.tasks.base.StepResult",
     "TaskInfo": "shoal.tasks.base.TaskInfo",
     "TextPart": "shoal.data.text.documents.TextPart",
     "TrainingTask": "shoal.tasks.base.Task",

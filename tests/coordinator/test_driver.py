@@ -144,7 +144,7 @@ class Walker:
         world.at(0.0, self.speak)
 
     def speak(self) -> None:
-        question = self.protocol.question(self.world.now)
+        question = self.protocol.next_request(self.world.now)
         if question is None:
             return self.world.at(self.step_s * self.world.random.uniform(0.8, 1.2), self.compute) if not self.protocol.done else None
         self.asked += 1
@@ -154,13 +154,13 @@ class Walker:
 
     def give_up(self, number: int) -> None:
         if number == self.asked:
-            self.world.at(self.protocol.lost(self.world.now, "silence").pause_s, self.speak)
+            self.world.at(self.protocol.on_no_answer(self.world.now, "silence").pause_s, self.speak)
 
     def hear(self, number: int, message: Message) -> None:
         if number != self.asked:
             return
         self.asked += 1
-        for event in self.protocol.hear(message.header, message.frames):
+        for event in self.protocol.on_answer(message.header, message.frames):
             if isinstance(event, SeatAssigned):
                 self.place = event[1:]
             elif isinstance(event, LeasedUnit):

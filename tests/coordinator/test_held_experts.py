@@ -42,7 +42,7 @@ def mixture() -> Mixture:
 
 def holder(cluster: Mixture, name: str, *experts: int) -> FakeWorker:
     worker = cluster.join(name, pull=False)
-    worker.protocol.hear(cluster.hold(worker, *experts))
+    worker.protocol.on_answer(cluster.hold(worker, *experts))
     cluster.pull(worker)
     return worker
 
@@ -61,7 +61,7 @@ def test_what_is_pulled_is_as_long_as_what_is_held() -> None:
     worker = cluster.join("a", pull=False)
     answer = cluster.hold(worker, 1)
     assert answer["size"] == 3
-    worker.protocol.hear(answer)
+    worker.protocol.on_answer(answer)
     call = cluster.say(worker)
     assert sum(len(bytes(frame)) for frame in cluster.frames[call]) == 3 * 4
 

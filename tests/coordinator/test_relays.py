@@ -159,7 +159,7 @@ class Relay:
     def speak(self, life: int) -> None:
         if life != self.life:
             return
-        question = self.protocol.question(self.now)
+        question = self.protocol.next_request(self.now)
         if question is None:
             return
         self.asked += 1
@@ -175,13 +175,13 @@ class Relay:
 
     def give_up(self, life: int, number: int) -> None:
         if life == self.life and number == self.asked:
-            self.at(self.protocol.lost(self.now, "silence").pause_s, lambda: self.speak(life))
+            self.at(self.protocol.on_no_answer(self.now, "silence").pause_s, lambda: self.speak(life))
 
     def hear(self, life: int, number: int, message: Message) -> None:
         if life != self.life or number != self.asked:
             return
         self.asked += 1
-        answered = self.climber.hear(self.protocol.hear(message.header, message.frames))
+        answered = self.climber.hear(self.protocol.on_answer(message.header, message.frames))
         if self.driver is None and self.climber.version >= 0:
             self.begin(resume=False)
         if answered is not None:

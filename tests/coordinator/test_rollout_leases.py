@@ -89,7 +89,7 @@ class Room(Cluster):
         call = self.say(worker)
         if call not in self.answers:
             return None
-        events = worker.protocol.hear(self.answers[call], self.frames[call])
+        events = worker.protocol.on_answer(self.answers[call], self.frames[call])
         return next((event for event in events if isinstance(event, LeasedUnit)), None)
 
     def send(self, worker: FakeWorker, unit: LeasedUnit, frames: list[memoryview]) -> str | None:

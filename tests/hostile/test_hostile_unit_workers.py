@@ -59,7 +59,7 @@ def lease(cluster: Cluster, worker: FakeWorker) -> LeasedUnit | None:
     call = cluster.say(worker)
     if call not in cluster.answers:
         cluster.pass_time(10.0)
-    events = worker.protocol.hear(cluster.answers[call], cluster.frames[call])
+    events = worker.protocol.on_answer(cluster.answers[call], cluster.frames[call])
     return next((event for event in events if isinstance(event, LeasedUnit)), None)
 
 
@@ -237,8 +237,8 @@ def test_units_that_a_crowd_holds_back_go_to_idle_workers_with_a_message() -> No
     assert cluster.coordinator.state.version == 32
     assert any("eve0 has held unit 0 for" in note and "ada has nothing to do" in note for note in cluster.notes)
     assert cluster.coordinator.members.by_name["eve0"].failed == 1, "it counts with whoever held the unit"
-    eves[0].protocol.hear_pulse(cluster.beat(eves[0]))
-    assert "given this worker's unit to another one: it was held for longer than others need" in eves[0].protocol.word
+    eves[0].protocol.on_heartbeat_answer(cluster.beat(eves[0]))
+    assert "given this worker's unit to another one: it was held for longer than others need" in eves[0].protocol.notice
     assert "word" not in cluster.beat(eves[0])
 
 

@@ -102,7 +102,7 @@ def test_the_coordinator_hears_why_a_worker_cannot_go_on(tmp_path: Path) -> None
         poisoned = JoinedWorker(JoinOptions(*coordinator.invitation, name="anna"), lambda text: None)
         poisoned.prepare()
         assert poisoned.worker is not None
-        poisoned.worker.outgoing.limit = lambda vector: _not_finite()  # type: ignore[method-assign]
+        poisoned.worker.encoder.limit = lambda vector: _not_finite()  # type: ignore[method-assign]
         with pytest.raises(ShoalError, match="not finite"):
             poisoned.work()
         eventually(lambda: sum(" left: " in text for text in coordinator.heard.texts) == 2, f"both reasons: {coordinator.heard.texts}")

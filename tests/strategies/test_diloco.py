@@ -213,7 +213,7 @@ def test_a_poisoned_round_is_not_sent_and_does_not_poison_the_next(cluster: Call
 
     together = cluster(SMALL, DILOCO, workers=1, change=poison)
     assert together.loop.step == 4
-    assert together.workers[0].worker.outgoing.poisoned == 1
+    assert together.workers[0].worker.encoder.poisoned == 1
     assert bool(torch.isfinite(vector_of(together)).all())
 
 

@@ -276,7 +276,7 @@ def test_a_poisoned_batch_is_never_sent(cluster: Callable[..., Any]) -> None:
 
     outcome = cluster(SMALL, STRATEGIES["syncps"], workers=2, change=poison)
     assert outcome.loop.step == 8
-    assert all(worker.worker.outgoing.poisoned >= 3 for worker in outcome.workers)
+    assert all(worker.worker.encoder.poisoned >= 3 for worker in outcome.workers)
     assert all(bool(torch.isfinite(value).all()) for value in outcome.weights.values())
 
 

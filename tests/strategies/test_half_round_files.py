@@ -37,13 +37,13 @@ def keepsakes_of(engine: SingleEngine, folder: Path, told: list[str], shape: str
 
 def test_a_half_round_holds_all_that_steps_leave_behind(tmp_path: Path) -> None:
     engine, told = engine_of(3), list[str]()
-    assert [keepsakes_of(engine, tmp_path, told).until_half(step) for step in (3, 4, 5)] == [3, 2, 1]
-    keepsakes_of(engine, tmp_path, told).save_half(HALF, torch.arange(3.0))
+    assert [keepsakes_of(engine, tmp_path, told).steps_until_save(step) for step in (3, 4, 5)] == [3, 2, 1]
+    keepsakes_of(engine, tmp_path, told).save_partial_round(HALF, torch.arange(3.0))
     drawn = torch.rand(2)
     another, residual = engine_of(0), torch.zeros(3)
     keepsakes = keepsakes_of(another, tmp_path, told)
-    assert keepsakes.half_round(BEGAN) == HALF
-    keepsakes.resume_half(residual, within=True)
+    assert keepsakes.find_partial_round(BEGAN) == HALF
+    keepsakes.resume_partial_round(residual, within=True)
     assert torch.equal(torch.rand(2), drawn), "random numbers go on where they were"
     assert residual.tolist() == [0, 1, 2]
     assert torch.equal(another.vector, engine.vector)
@@ -67,8 +67,8 @@ def test_a_half_round_holds_all_that_steps_leave_behind(tmp_path: Path) -> None:
 )
 def test_a_half_round_of_anything_else_is_deleted_with_a_word(tmp_path: Path, change: dict[str, Any], shape: str, why: str) -> None:
     engine, told = engine_of(0), list[str]()
-    keepsakes_of(engine, tmp_path, told).save_half(HALF, None)
-    assert keepsakes_of(engine, tmp_path, told, shape).half_round(BEGAN._replace(**change)) is None
+    keepsakes_of(engine, tmp_path, told).save_partial_round(HALF, None)
+    assert keepsakes_of(engine, tmp_path, told, shape).find_partial_round(BEGAN._replace(**change)) is None
     assert told == [f"the half round that this worker kept (3 of 4 steps of round 3) is of no use any more: {why}; it is deleted"]
     assert not (tmp_path / "half-round").exists()
 
@@ -76,15 +76,15 @@ def test_a_half_round_of_anything_else_is_deleted_with_a_word(tmp_path: Path, ch
 def test_a_round_that_was_finished_and_taken_lends_its_optimizer_to_the_next(tmp_path: Path) -> None:
     engine, told = engine_of(3), list[str]()
     whole = HALF._replace(steps=4)
-    keepsakes_of(engine, tmp_path, told).save_half(whole, None)
+    keepsakes_of(engine, tmp_path, told).save_partial_round(whole, None)
     another = engine_of(0)
     weights, keepsakes = another.vector.clone(), keepsakes_of(another, tmp_path, told)
-    assert keepsakes.half_round(RoundStart(5, 99, HALF.place)) == whole
-    keepsakes.resume_half(None, within=False)
+    assert keepsakes.find_partial_round(RoundStart(5, 99, HALF.place)) == whole
+    keepsakes.resume_partial_round(None, within=False)
     assert torch.equal(another.vector, weights), "the coordinator's weights are newer"
     assert torch.equal(_moments(another), _moments(engine))
     assert not torch.equal(another.take_report(), engine.take_report()), "what it reported is not reported twice"
-    assert keepsakes.half_round(RoundStart(1, 17, HALF.place)) is None, "no run goes back"
+    assert keepsakes.find_partial_round(RoundStart(1, 17, HALF.place)) is None, "no run goes back"
 
 
 def _moments(engine: SingleEngine) -> torch.Tensor:
@@ -98,9 +98,9 @@ def test_only_the_newest_half_round_is_kept_beside_the_rounds(tmp_path: Path) ->
     keepsakes = keepsakes_of(engine, tmp_path, told)
     keepsakes.save(2, None)
     for engine.step_count in (3, 6):
-        keepsakes.save_half(HALF, None)
+        keepsakes.save_partial_round(HALF, None)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("step-*")) == ["half-round/step-00000006", "step-00000002"]
     assert [path.name for path in keepsakes.places[0].all()] == ["step-00000002"], "it is not taken for a whole round"
-    keepsakes.forget_half()
-    assert keepsakes.half_round(BEGAN) is None
+    keepsakes.delete_partial_round()
+    assert keepsakes.find_partial_round(BEGAN) is None
     assert not told

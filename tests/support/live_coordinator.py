@@ -134,9 +134,9 @@ class Honest:
         self.say_all()
 
     def say_all(self) -> None:
-        while (question := self.protocol.question(time.monotonic())) is not None:
+        while (question := self.protocol.next_request(time.monotonic())) is not None:
             answer = self.client.call(Message(header_of(question.asked), tuple(question.frames)), PATIENCE_S)
-            for event in self.protocol.hear(answer.header, answer.frames):
+            for event in self.protocol.on_answer(answer.header, answer.frames):
                 if isinstance(event, SeatAssigned):
                     self.place = event[1:]
                 elif isinstance(event, ContributionReceipt):

@@ -220,7 +220,7 @@ class World:
 
     def send(self, worker: Traveller) -> None:
         """Put the protocol's question on its way; an earlier one may still be."""
-        question = worker.protocol.question(self.now)
+        question = worker.protocol.next_request(self.now)
         if question is not None:
             self.calls += 1
             worker.call, worker.answer = self.calls, None
@@ -232,7 +232,7 @@ class World:
         else:
             assert header.get("version", worker.seen) >= worker.seen, "versions never go back, whatever crashed"
             worker.seen = header.get("version", worker.seen)
-        for event in worker.protocol.hear(header, frames):
+        for event in worker.protocol.on_answer(header, frames):
             if isinstance(event, SeatAssigned):
                 worker.seat, worker.epoch, worker.position = event
             elif isinstance(event, LeasedUnit):
@@ -317,7 +317,7 @@ class World:
         elif kind == "lose" and letter:
             self.letters.remove(letter)
         elif kind == "again" and worker.call >= 0:  # no answer came in time
-            worker.protocol.lost(self.now, "a test")
+            worker.protocol.on_no_answer(self.now, "a test")
             self.send(worker)
         elif kind == "die":
             self.die(worker)

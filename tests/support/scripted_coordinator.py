@@ -40,7 +40,7 @@ class Line:
     def answer(self, timeout_s: float) -> CoordinatorAnswer:
         raise AssertionError("nothing was posted")
 
-    def wanted(self, unit: int) -> bool:
+    def still_wanted(self, unit: int) -> bool:
         return unit not in self.unwanted
 
     def wake(self) -> None:
@@ -148,7 +148,7 @@ def worker_of(
 ) -> Worker:
     """A worker that has joined."""
     courier = courier_of(line, tell, clock=stopped)
-    courier.converse()
+    courier.exchange()
     policies = WorkerPolicies(
         LeasedUnitPolicy() if leased else ShardFeedPolicy(),
         contribution or (UnitGradientContribution() if leased else GradientContribution()),

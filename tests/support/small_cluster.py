@@ -161,14 +161,14 @@ class Cluster:
 
     def say(self, worker: FakeWorker, **other: Any) -> int:
         """What the worker's protocol has to say; the number of the call. `other`: fields that a worker of ours would not send."""
-        question = worker.protocol.question(self.now)
+        question = worker.protocol.next_request(self.now)
         assert question is not None
         asked: Any = question.asked
         return self.ask(asked._replace(**other), question.frames)
 
     def hear(self, worker: FakeWorker, call: int) -> Mapping[str, Any]:
         answer = self.answers[call]
-        worker.protocol.hear(answer, self.frames[call])
+        worker.protocol.on_answer(answer, self.frames[call])
         return answer
 
     def pass_time(self, seconds: float) -> None:

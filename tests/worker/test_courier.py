@@ -42,9 +42,9 @@ class Posting(Line):
 
 def joined(line: Line) -> Any:
     courier = courier_of(line, pytest.fail)
-    assert courier.converse() == [SeatAssigned(0, 0, 0)]
+    assert courier.exchange() == [SeatAssigned(0, 0, 0)]
     courier.protocol.ready = True
-    (news,) = courier.converse()
+    (news,) = courier.exchange()
     assert isinstance(news, RunNews)
     return courier
 
@@ -86,7 +86,7 @@ def test_what_has_time_is_carried_by_a_thread_and_its_errors_come_back() -> None
 def test_a_short_patience_is_short() -> None:
     courier = courier_of(Line(scripted(iter(()))), patience_s=0.2)
     with pytest.raises(ShoalError, match="has not answered"):
-        courier.converse()
+        courier.exchange()
 
 
 def test_a_sign_of_life_goes_its_own_way() -> None:
@@ -102,7 +102,7 @@ def test_a_sign_of_life_goes_its_own_way() -> None:
         )
     )
     for expected in (False, True, True):  # the third is lost, and says nothing
-        courier.beat(pulse, "computing", {"samples": 1.0})
+        courier.send_heartbeat(pulse, "computing", {"samples": 1.0})
         assert courier.protocol.done == expected
     assert [header["number"] for header in pulse.log] == [1, 2, 3]
     courier.close()
@@ -111,11 +111,11 @@ def test_a_sign_of_life_goes_its_own_way() -> None:
 def test_a_message_in_a_heartbeat_answer_is_shown_once_and_steers_no_terminal() -> None:
     told: list[str] = []
     courier = courier_of(Line(scripted(iter([CoordinatorAnswer(WELCOME, ())]))), told.append)
-    courier.converse()
+    courier.exchange()
     answers = [{"kind": "pulse", "word": "your unit\x1b[2J was given to another one"}, {"kind": "pulse"}]
     pulse = Line(scripted(iter([CoordinatorAnswer(answer, ()) for answer in answers])))
     for _ in answers:
-        courier.beat(pulse, "computing", {})
+        courier.send_heartbeat(pulse, "computing", {})
     assert told == ["warning: your unit?[2J was given to another one"]
     courier.close()
 

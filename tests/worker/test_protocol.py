@@ -17,7 +17,7 @@ MADE = Contribute("", 0, 0, 3, 0, 1.0, 2, 1, 5, 1, -1, {})
 
 
 def asked(protocol: WorkerSession, now: float = 0.0) -> Any:
-    question = protocol.question(now)
+    question = protocol.next_request(now)
     return None if question is None else question.asked
 
 
@@ -26,15 +26,15 @@ def joined(**welcome: Any) -> WorkerSession:
     protocol = WorkerSession(None, {}, PROTOCOL, "i", patience_s=100.0)
     key = protocol.identity.key
     assert asked(protocol) == Join(None, PROTOCOL, {}, "i", key)
-    assert protocol.hear({"kind": "challenge", "nonce": "n"}) == []
+    assert protocol.on_answer({"kind": "challenge", "nonce": "n"}) == []
     proved = asked(protocol)
     assert is_proved(key, "join", "", "n", proved.proof)
     assert proved == Join(None, PROTOCOL, {}, "i", key, "n", proved.proof)
-    assert protocol.hear(WELCOME | welcome) == [SeatAssigned(2, 1, 4)]
+    assert protocol.on_answer(WELCOME | welcome) == [SeatAssigned(2, 1, 4)]
     assert asked(protocol) is None, "it prepares itself"
     protocol.ready = True
     assert asked(protocol) == Pull("s", 1, -1)
-    (news,) = protocol.hear({"kind": "weights", "weights": "full"} | STANDS)
+    (news,) = protocol.on_answer({"kind": "weights", "weights": "full"} | STANDS)
     assert isinstance(news, RunNews)
     assert news.afresh
     return protocol
@@ -47,11 +47,11 @@ def receipt(status: str, **more: Any) -> dict[str, Any]:
 def test_a_contribution_is_numbered_and_its_answer_settles_it() -> None:
     protocol = joined()
     protocol.contribute(MADE, (b"x",), pulls=True)
-    question = protocol.question(0.0)
+    question = protocol.next_request(0.0)
     assert question is not None
     assert question.asked == MADE._replace(session="s", number=2, seq=7, round=3, have=3)
     assert question.frames == (b"x",)
-    first, second = protocol.hear(receipt("accepted", version=4, round=4))
+    first, second = protocol.on_answer(receipt("accepted", version=4, round=4))
     assert isinstance(first, ContributionReceipt)
     assert first[1:] == ("accepted", 4, 7, "", "")
     assert isinstance(second, RunNews)
@@ -64,34 +64,34 @@ def test_what_was_not_answered_is_asked_again_under_a_new_number() -> None:
     protocol.contribute(MADE, (b"x",), pulls=False)
     numbers = [asked(protocol).number]
     for pause in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0):
-        retry = protocol.lost(1.0, "gone")
+        retry = protocol.on_no_answer(1.0, "gone")
         assert retry.pause_s == pause
-        assert bool(retry.word) == (pause >= 0.4)
+        assert bool(retry.message) == (pause >= 0.4)
         numbers.append(asked(protocol).number)
     assert numbers == sorted(set(numbers))
-    protocol.hear(receipt("accepted"))
+    protocol.on_answer(receipt("accepted"))
     protocol.contribute(MADE, (), pulls=False)
     asked(protocol)
-    assert protocol.lost(1.0, "gone").pause_s == 0.1, "an answer came in between"
+    assert protocol.on_no_answer(1.0, "gone").pause_s == 0.1, "an answer came in between"
 
 
 def test_patience_ends() -> None:
     protocol = joined()
     protocol.contribute(MADE, (), pulls=False)
-    protocol.question(5.0)
-    protocol.lost(50.0, "gone")
+    protocol.next_request(5.0)
+    protocol.on_no_answer(50.0, "gone")
     with pytest.raises(ShoalError, match="has not answered for 101 s: gone"):
-        protocol.lost(106.0, "gone")
+        protocol.on_no_answer(106.0, "gone")
 
 
 def test_a_worker_that_is_asked_to_stop_does_not_wait_for_a_coordinator_that_is_gone() -> None:
     protocol = joined()
     protocol.contribute(MADE, (), pulls=False)
-    protocol.question(0.0)
+    protocol.next_request(0.0)
     protocol.stop()
-    protocol.lost(1.0, "gone")
+    protocol.on_no_answer(1.0, "gone")
     assert isinstance(asked(protocol, 1.0), Contribute)
-    protocol.lost(6.0, "gone")
+    protocol.on_no_answer(6.0, "gone")
     assert asked(protocol, 6.0) is None
     assert protocol.left
 
@@ -99,10 +99,10 @@ def test_a_worker_that_is_asked_to_stop_does_not_wait_for_a_coordinator_that_is_
 def test_all_weights_have_time_to_come_over_a_slow_link() -> None:
     protocol = joined(size=10_000_000)
     protocol.contribute(MADE, (bytes(1000),), pulls=True)
-    question = protocol.question(0.0)
+    question = protocol.next_request(0.0)
     assert question is not None
     assert question.timeout_s > 4 * 10_000_000 / (10e6 / 8)  # 10 Mbit/s
-    fresh = WorkerSession(None, {}, PROTOCOL, "i", patience_s=0.2).question(0.0)
+    fresh = WorkerSession(None, {}, PROTOCOL, "i", patience_s=0.2).next_request(0.0)
     assert fresh is not None
     assert fresh.timeout_s == 0.2 < ANSWER_S, "nothing large comes with a welcome, and a short patience is short"
 
@@ -111,13 +111,13 @@ def test_a_coordinator_that_forgot_the_session_is_joined_again_and_sent_the_rest
     protocol = joined()
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
-    assert protocol.hear({"kind": "refused", "reason": "unknown-session"}) == []
+    assert protocol.on_answer({"kind": "refused", "reason": "unknown-session"}) == []
     assert asked(protocol) == Join("w", PROTOCOL, {}, "i", protocol.identity.key)
-    assert protocol.hear(WELCOME | {"session": "t", "epoch": 1, "position": 4}) == []
+    assert protocol.on_answer(WELCOME | {"session": "t", "epoch": 1, "position": 4}) == []
     assert asked(protocol) == Pull("t", 3, -1)
-    (news,) = protocol.hear({"kind": "weights", "weights": "full"} | STANDS | {"version": 9})
+    (news,) = protocol.on_answer({"kind": "weights", "weights": "full"} | STANDS | {"version": 9})
     assert isinstance(news, RunNews)
-    again = protocol.question(0.0)
+    again = protocol.next_request(0.0)
     assert again is not None
     assert (again.asked.seq, again.asked.have, again.frames) == (7, 9, (b"x",))  # type: ignore[union-attr]
 
@@ -126,10 +126,10 @@ def test_what_it_had_taken_is_asked_for_without_being_sent_again() -> None:
     protocol = joined()
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
-    protocol.hear({"kind": "refused", "reason": "unknown-session"})
+    protocol.on_answer({"kind": "refused", "reason": "unknown-session"})
     asked(protocol)
-    assert protocol.hear(WELCOME | {"session": "t", "last_seq": 7, "position": 5}) == []
-    question = protocol.question(0.0)
+    assert protocol.on_answer(WELCOME | {"session": "t", "last_seq": 7, "position": 5}) == []
+    question = protocol.next_request(0.0)
     assert question is not None
     assert isinstance(question.asked, Contribute)
     assert question.frames == ()
@@ -139,16 +139,16 @@ def test_a_coordinator_that_comes_back_without_what_its_seal_confirmed_is_told_o
     protocol = joined()
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
-    first, _ = protocol.hear(receipt("accepted", round=4, digest="d", seal="s"))
+    first, _ = protocol.on_answer(receipt("accepted", round=4, digest="d", seal="s"))
     assert isinstance(first, ContributionReceipt)
     assert (first.digest, first.seal) == ("d", "s")
     protocol.session = ""
     asked(protocol)
-    protocol.hear(WELCOME | {"session": "t", "last_seq": 7})
+    protocol.on_answer(WELCOME | {"session": "t", "last_seq": 7})
     assert protocol.forgotten == ""
     protocol.session = ""
     asked(protocol)
-    protocol.hear(WELCOME | {"session": "u", "last_seq": 6})
+    protocol.on_answer(WELCOME | {"session": "u", "last_seq": 6})
     assert "confirmed contribution 7 of w, and has come back without it" in protocol.forgotten
 
 
@@ -157,12 +157,12 @@ def test_what_others_learned_from_meanwhile_is_not_sent(welcome: dict[str, int])
     protocol = joined()
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
-    protocol.hear({"kind": "refused", "reason": "unknown-session"})
+    protocol.on_answer({"kind": "refused", "reason": "unknown-session"})
     asked(protocol)
     told = WELCOME | {"session": "t"} | welcome
-    assert protocol.hear(told) == [SeatAssigned(told["seat"], told["epoch"], told["position"])]
+    assert protocol.on_answer(told) == [SeatAssigned(told["seat"], told["epoch"], told["position"])]
     assert isinstance(asked(protocol), Pull)
-    protocol.hear({"kind": "weights", "weights": "full"} | STANDS)
+    protocol.on_answer({"kind": "weights", "weights": "full"} | STANDS)
     assert asked(protocol) is None
     assert protocol.seq == 8, "its number is not used again"
 
@@ -171,12 +171,12 @@ def test_a_worker_waits_for_its_round_without_sending_again_unless_it_is_to_stop
     protocol = joined()
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
-    assert protocol.hear(receipt("wait")) == []
-    question = protocol.question(0.0)
+    assert protocol.on_answer(receipt("wait")) == []
+    question = protocol.next_request(0.0)
     assert question is not None
     assert (question.asked.seq, question.frames) == (7, ())  # type: ignore[union-attr]
     protocol.stop()
-    first, _ = protocol.hear(receipt("wait"))
+    first, _ = protocol.on_answer(receipt("wait"))
     assert isinstance(first, ContributionReceipt)
     assert first.status == "accepted"
 
@@ -186,7 +186,7 @@ def test_the_next_round_follows_the_last_one_taken_and_is_never_a_closed_one() -
         protocol = joined()
         protocol.contribute(MADE, (), pulls=True)
         asked(protocol)
-        protocol.hear(receipt(status, round=open_round))
+        protocol.on_answer(receipt(status, round=open_round))
         assert protocol.round == expected, status
 
 
@@ -195,33 +195,33 @@ def test_refusals_that_will_not_change_end_the_conversation() -> None:
         protocol = joined()
         protocol.contribute(MADE, (), pulls=True)
         asked(protocol)
-        assert protocol.hear({"kind": "refused", "reason": reason}) == []
+        assert protocol.on_answer({"kind": "refused", "reason": reason}) == []
         assert isinstance(asked(protocol), Contribute)
     with pytest.raises(SessionEndedError, match="you sent nonsense"):
-        protocol.hear({"kind": "refused", "reason": "malformed", "detail": "you sent nonsense"})
+        protocol.on_answer({"kind": "refused", "reason": "malformed", "detail": "you sent nonsense"})
 
 
 def test_a_unit_is_claimed_and_returned_before_anything_else_is_said() -> None:
     protocol = joined()
     protocol.claim()
     assert asked(protocol) == Claim("s", 2, 3)
-    (news,) = protocol.hear({"kind": "lease", "unit": -1, "weights": "same"} | STANDS)
+    (news,) = protocol.on_answer({"kind": "lease", "unit": -1, "weights": "same"} | STANDS)
     assert isinstance(news, RunNews)
     assert asked(protocol) is None, "the worker looks at the news first"
     protocol.claim()
     assert asked(protocol) == Claim("s", 3, 3)
-    _, unit = protocol.hear({"kind": "lease", "unit": 8, "epoch": 1, "start": 4, "batches": 2, "weights": "same"} | STANDS)
+    _, unit = protocol.on_answer({"kind": "lease", "unit": 8, "epoch": 1, "start": 4, "batches": 2, "weights": "same"} | STANDS)
     assert unit == LeasedUnit(8, 3, 1, 4, 2)
     assert asked(protocol) is None
     protocol.give_back(8)
     protocol.fail(9, "x" * 1000)
     protocol.leave()
     assert asked(protocol) == GiveBack("s", 4, 8)
-    protocol.hear({"kind": "noted"})
+    protocol.on_answer({"kind": "noted"})
     assert asked(protocol) == Fail("s", 5, 9, "x" * 500)
-    protocol.hear({"kind": "noted"})
+    protocol.on_answer({"kind": "noted"})
     assert asked(protocol) == Leave("s", 6)
-    protocol.hear({"kind": "goodbye"})
+    protocol.on_answer({"kind": "goodbye"})
     assert asked(protocol) is None
 
 
@@ -232,9 +232,9 @@ def test_a_sign_of_life_tells_whether_the_run_is_over_and_how_far_it_is() -> Non
         ("s", 1, "computing", {"samples": 3}),
         ("s", 2, "computing", {"samples": 3}),
     ]
-    protocol.hear_pulse({"kind": "refused", "reason": "unknown-session"})
+    protocol.on_heartbeat_answer({"kind": "refused", "reason": "unknown-session"})
     assert (protocol.done, protocol.newest) == (False, 3)
-    protocol.hear_pulse({"kind": "pulse", "done": True, "version": 8})
+    protocol.on_heartbeat_answer({"kind": "pulse", "done": True, "version": 8})
     assert (protocol.done, protocol.newest) == (True, 8)
 
 
@@ -242,7 +242,7 @@ def test_a_goodbye_that_is_lost_is_not_said_again() -> None:
     protocol = joined()
     protocol.leave()
     asked(protocol)
-    assert protocol.lost(1.0, "gone").pause_s == 0.0
+    assert protocol.on_no_answer(1.0, "gone").pause_s == 0.0
     assert asked(protocol) is None
 
 
@@ -252,7 +252,7 @@ def test_a_worker_that_gives_up_asks_nothing_more() -> None:
     asked(protocol)
     assert protocol.waits
     protocol.give_up()
-    assert protocol.lost(1.0, "gone").pause_s == 0.0
+    assert protocol.on_no_answer(1.0, "gone").pause_s == 0.0
     assert asked(protocol) is None
 
 
@@ -260,7 +260,7 @@ def test_a_worker_that_cannot_go_on_says_why_and_waits_no_longer_than_for_a_word
     protocol = joined()
     protocol.welcome["size"] = 10**9
     protocol.leave("x" * 1000)
-    question = protocol.question(0.0)
+    question = protocol.next_request(0.0)
     assert question is not None
     assert question.asked == Leave("s", 2, "x" * 500)
     assert question.timeout_s == ANSWER_S
@@ -272,6 +272,6 @@ def test_a_worker_that_is_asked_to_stop_does_not_join_a_coordinator_that_came_ba
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
     protocol.stop()
-    protocol.hear({"kind": "refused", "reason": "unknown-session"})
+    protocol.on_answer({"kind": "refused", "reason": "unknown-session"})
     assert protocol.left
-    assert protocol.question(0.0) is None
+    assert protocol.next_request(0.0) is None

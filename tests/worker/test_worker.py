@@ -242,7 +242,7 @@ def test_a_gradient_that_is_not_finite_never_overwrites_one_that_is_under_way() 
         ranks=1,
         server_step=0.0,
         weights=SimpleNamespace(version=0),
-        outgoing=UpdateEncoder(engine, Updates()),  # type: ignore[arg-type]
+        encoder=UpdateEncoder(engine, Updates()),  # type: ignore[arg-type]
     )
     producer = GradientProducer(surroundings, own_steps=True)
     first = producer.make()

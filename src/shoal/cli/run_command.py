@@ -23,9 +23,9 @@ from shoal.launch.start import Arguments, headline, preload_libraries, start_run
 from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 
 if TYPE_CHECKING:
+    from shoal.engines import World
     from shoal.runs.coordinator_run import CoordinatorLoop
     from shoal.runs.training.loop import TrainingLoop
-    from shoal.worker.interfaces import World
 
 
 def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions) -> StartPlan:

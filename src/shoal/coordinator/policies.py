@@ -18,8 +18,8 @@ class ContributionPolicy(Protocol):
     """What the coordinator must know of the contributions that workers send."""
 
     @property
-    def steps(self) -> int:
-        """Steps of a worker per contribution."""
+    def inner_steps(self) -> int:
+        """Steps of a worker that make one contribution."""
         ...
 
     @property
@@ -28,18 +28,18 @@ class ContributionPolicy(Protocol):
         ...
 
     @property
-    def alone(self) -> bool:
-        """Whether workers take inner steps between contributions, whose number the coordinator sets."""
+    def takes_inner_steps(self) -> bool:
+        """Whether workers take inner steps with an optimizer of their own, so that the coordinator says how many."""
         ...
 
     @property
-    def balanced(self) -> bool:
+    def balances_speeds(self) -> bool:
         """Whether slower workers take fewer inner steps."""
         ...
 
     @property
-    def averages(self) -> bool:
-        """Whether workers send weights, whose mean are the new ones, instead of updates."""
+    def sends_weights(self) -> bool:
+        """Whether workers send their weights, whose mean are the new ones, in place of the pseudo-gradient."""
         ...
 
 

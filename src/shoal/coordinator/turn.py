@@ -73,7 +73,7 @@ class Replies:
         most_lag = self.policies.admission.most_lag(self.members.speed(worker))
         version, step = turn.state.version, turn.replayed.step
         header = {**header, "version": version, "step": step, "done": self.completion.finished, "most_lag": most_lag, **fields}
-        if self.policies.contribution.alone and have > NO_WEIGHTS:
+        if self.policies.contribution.takes_inner_steps and have > NO_WEIGHTS:
             worker.began_at = turn.now
             steps = steps_for(self.policies, self.plan, version, worker, self.members, turn.now)
             header["inner_steps"] = min(steps, turn.state.upstream.get("inner_steps", steps))

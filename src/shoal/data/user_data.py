@@ -18,7 +18,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class UserSamples(Samples):
-    """Somebody's data set, each of whose samples has a number."""
+    """A user's map-style data set."""
 
     def __init__(self, samples: Any, collate: Callable[[Sequence[Any]], Batch]) -> None:
         self.samples, self._collate = samples, collate

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from shoal.config import Run
-from shoal.engines.base import Engine, StepResult
+from shoal.engines.base import Engine
 from shoal.engines.single import SingleEngine, choose_device
 from shoal.engines.world import Rendezvous, World, enter
-from shoal.tasks import Task
+from shoal.tasks import StepResult, Task
 
 __all__ = ["Engine", "Rendezvous", "SingleEngine", "StepResult", "World", "build", "choose_device", "enter"]
 

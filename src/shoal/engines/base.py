@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +21,11 @@ from shoal.engines.precision.emulation import lower
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.step_state import step_states
-from shoal.tasks import Batch, Loss, Task
+from shoal.tasks import Batch, Loss, StepResult, Task
 from shoal.updates.layout import ParameterLayout
 
 if TYPE_CHECKING:
     from shoal.engines.precision.fp8 import ScaleHistory
-
-
-class StepResult(NamedTuple):
-    """Figures of a step. Tensors stay on the device until somebody reads them; of several processes each has its part of their sum."""
-
-    metrics: dict[str, Tensor]
-    weight: int
-    """Samples or tokens that counted."""
-    samples: int
-
-
-class Source(Protocol):
-    """Batches, one after the other."""
-
-    def __next__(self) -> Batch: ...
 
 
 class Engine(ABC):
@@ -242,8 +227,8 @@ class Engine(ABC):
         self._move_state()
         return StepResult(metrics, weighing.total, weighing.samples)
 
-    def walk(self, feed: Source, accumulation: int, most: int) -> tuple[StepResult, int]:
-        """Some steps, at most so many, and how many they were: the figures of all of them."""
+    def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
+        """Take at least one step and at most `most`: the figures of all of them together, and their number."""
         return self.step([next(feed) for _ in range(accumulation)]), 1
 
     def apply_own(self, step: float) -> dict[str, Tensor]:

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.config import Run
-from shoal.engines.base import StepResult
 from shoal.engines.batch_weights import length
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.tasks import Batch, Task
+from shoal.tasks import Batch, StepResult, Task
 
 
 class CollectivesEngine(SingleEngine):

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.config import Run
-from shoal.engines.base import StepResult
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
-from shoal.tasks import Batch, Task
+from shoal.tasks import Batch, StepResult, Task
 from shoal.updates.layout import FlatNetwork
 
 _FIRST_BYTES, _PIECE_BYTES = 1 << 20, 25 << 20

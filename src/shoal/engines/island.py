@@ -13,20 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.engines.base import Engine, Source, StepResult
+from shoal.data import Feed
+from shoal.engines.base import Engine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.tasks import Batch
+from shoal.tasks import Batch, StepResult
 
 _STRIDE_S = 1.0
-
-
-class Feed(Protocol):
-    """A process's part of the batches of a seat."""
-
-    def __next__(self) -> Batch: ...
-    def close(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
 
 
 class IslandCheckpoint(Protocol):
@@ -35,14 +28,14 @@ class IslandCheckpoint(Protocol):
     def due(self, version: int) -> bool: ...
     def save(self, version: int, residual: Tensor | None) -> None: ...
     def restore(self, version: int, residual: Tensor | None) -> None: ...
-    def until_half(self, step: int) -> int: ...
-    def save_half(self, half: Any, residual: Tensor | None) -> None: ...
-    def half_round(self, begins: Any) -> Any: ...
+    def steps_until_save(self, step: int) -> int: ...
+    def save_partial_round(self, half: Any, residual: Tensor | None) -> None: ...
+    def find_partial_round(self, begins: Any) -> Any: ...
     @property
-    def half_step(self) -> int: ...
-    def has_half(self, step: int) -> bool: ...
-    def resume_half(self, residual: Tensor | None, within: bool) -> None: ...
-    def forget_half(self) -> None: ...
+    def partial_round_step(self) -> int: ...
+    def has_partial_round(self, step: int) -> bool: ...
+    def resume_partial_round(self, residual: Tensor | None, within: bool) -> None: ...
+    def delete_partial_round(self) -> None: ...
     def tell(self, text: str) -> None: ...
 
 
@@ -80,7 +73,7 @@ class IslandProcess:
         """The figures of all processes together."""
         return StepResult(self.crew.total(result.metrics), result.weight, result.samples)
 
-    def walked(self, feed: Source, accumulation: int, count: int) -> StepResult:
+    def walked(self, feed: Iterator[Batch], accumulation: int, count: int) -> StepResult:
         """Steps that each process takes by itself; the figures of all of them together."""
         sums, weight, samples = dict[str, Tensor](), 0, 0
         for _ in range(count):
@@ -164,13 +157,13 @@ class IslandFollower(IslandProcess):
     def _obey_about_half(self, order: int, number: int) -> None:
         match IslandCommand(order):
             case IslandCommand.SAVE_HALF:
-                self.keepsakes.save_half(None, None)
+                self.keepsakes.save_partial_round(None, None)
             case IslandCommand.FIND_HALF:
-                self.crew.any(not self.keepsakes.has_half(number))
+                self.crew.any(not self.keepsakes.has_partial_round(number))
             case IslandCommand.RESUME_HALF:
-                self.keepsakes.resume_half(None, bool(number))
+                self.keepsakes.resume_partial_round(None, bool(number))
             case IslandCommand.FORGET_HALF:
-                self.keepsakes.forget_half()
+                self.keepsakes.delete_partial_round()
 
     def _batches(self, count: int) -> list[Batch]:
         assert self.feed is not None
@@ -222,7 +215,7 @@ class Island(IslandProcess):
         self._moved = True
         return self.counted(self.engine.step(batches))
 
-    def walk(self, feed: Source, accumulation: int, most: int) -> tuple[StepResult, int]:
+    def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
         """One step where they step together; else so many that they hear of each other about once a second."""
         if self.crew is self.engine.world:
             return self.step([next(feed) for _ in range(accumulation)]), 1
@@ -302,36 +295,36 @@ class Island(IslandProcess):
         self._moved = True
         self.keepsakes.restore(version, residual)
 
-    def until_half(self, step: int) -> int:
-        return self.keepsakes.until_half(step)
+    def steps_until_save(self, step: int) -> int:
+        return self.keepsakes.steps_until_save(step)
 
-    def save_half(self, half: Any, residual: Tensor | None) -> None:
+    def save_partial_round(self, half: Any, residual: Tensor | None) -> None:
         self._say(IslandCommand.SAVE_HALF)
-        self.keepsakes.save_half(half, residual)
+        self.keepsakes.save_partial_round(half, residual)
 
-    def half_round(self, begins: Any) -> Any:
+    def find_partial_round(self, begins: Any) -> Any:
         """All processes must have their parts of it."""
-        half = self.keepsakes.half_round(begins)
+        half = self.keepsakes.find_partial_round(begins)
         if half is None:
             return None
-        self._say(IslandCommand.FIND_HALF, self.keepsakes.half_step)
+        self._say(IslandCommand.FIND_HALF, self.keepsakes.partial_round_step)
         if not self.crew.any(False):
             return half
         self.keepsakes.tell("half a round was kept, but not by all processes of this worker: it is deleted, and the round is begun again")
-        self.forget_half()
+        self.delete_partial_round()
         return None
 
-    def resume_half(self, residual: Tensor | None, within: bool) -> None:
+    def resume_partial_round(self, residual: Tensor | None, within: bool) -> None:
         self._say(IslandCommand.RESUME_HALF, within)
         self._moved = True
-        self.keepsakes.resume_half(residual, within)
+        self.keepsakes.resume_partial_round(residual, within)
 
-    def forget_half(self) -> None:
+    def delete_partial_round(self) -> None:
         self._say(IslandCommand.FORGET_HALF)
-        self.keepsakes.forget_half()
+        self.keepsakes.delete_partial_round()
 
 
-class IslandFeed:
+class IslandFeed(Feed):
     """The first process's part of the data. It counts batches as a worker of one process does: one for each that reads."""
 
     def __init__(self, feed: Feed, ranks: int) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.engines.base import Engine, StepResult, tensors_of
+from shoal.engines.base import Engine, tensors_of
 from shoal.engines.batch_weights import BatchWeights, length
 from shoal.engines.cuda_graph import PassRecorder
 from shoal.engines.optim import named_state, optimizers
@@ -22,7 +22,7 @@ from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.compile_rules import exclude_from_compilation
 from shoal.models.step_state import step_states
-from shoal.tasks import Batch, Loss, Task
+from shoal.tasks import Batch, Loss, StepResult, Task
 from shoal.updates.layout import flatten_networks
 
 __all__ = ["SingleEngine", "StepResult", "choose_device"]

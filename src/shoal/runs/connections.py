@@ -79,7 +79,7 @@ class TransportConnection:
         with _losing():
             return CoordinatorAnswer(*self.client.answer(timeout_s))
 
-    def wanted(self, unit: int) -> bool:
+    def still_wanted(self, unit: int) -> bool:
         """Always True: the coordinator reports units that are no longer wanted with its answers to heartbeats."""
         return True
 
@@ -130,7 +130,7 @@ class DatabaseConnection:
     def answer(self, timeout_s: float) -> CoordinatorAnswer:
         raise AssertionError("nothing is ever posted here")
 
-    def wanted(self, unit: int) -> bool:
+    def still_wanted(self, unit: int) -> bool:
         return self._unit is None or self.desk.is_lease_valid(self._unit)
 
     def wake(self) -> None:

@@ -99,7 +99,7 @@ class CoordinatorLoop(RecordedLoop):
         """`device`: evaluates; the weights are stepped on the CPU."""
         parts, length, policies = agreed.parts, agreed.length, agreed.policies
         self.data = SharedDataProgress(length.batches_per_epoch, lambda: coordinator.state.positions.values())
-        step_name = "round" if policies.contribution.alone else "step"
+        step_name = "round" if policies.contribution.takes_inner_steps else "step"
         super().__init__(
             Recorder(parts.run, parts.engine, self.data, directory, reporters, learner.meaningless, step_name, length.batches), parts.engine
         )
@@ -209,7 +209,7 @@ class CoordinatorLoop(RecordedLoop):
         """Start to evaluate a copy of the weights in the background."""
         if self.evaluator is None:
             return {}
-        if self.evaluator.pending >= (_MOST_PENDING if self.policies.contribution.alone else 1):
+        if self.evaluator.pending >= (_MOST_PENDING if self.policies.contribution.takes_inner_steps else 1):
             self.message(f"warning: no evaluation at {self.recorder.step_name} {self.step}: the one before is still under way")
             return {}
         self.recorder.begin_evaluation()
@@ -273,7 +273,7 @@ class CoordinatorLoop(RecordedLoop):
 
     def _restore(self, saved: SavedState) -> None:
         self.recorder.restore(saved)
-        self.learner.load_state_dict(saved.state["learner"])
+        self.learner.load_state_dict(saved.state.get("learner", {}))  # a run alone has none
 
     def recover(self, snapshot: SavedState) -> None:
         """Restore the coordinator from its last snapshot and the journal since then."""

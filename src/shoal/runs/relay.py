@@ -37,7 +37,7 @@ class Relay:
         self.climber = UpstreamSession(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
         self._pending: Future[list[SessionEvent]] | None = None
         self.protocol.ready, joined.doing = True, "relaying"
-        self.climber.hear(joined.courier.converse())
+        self.climber.hear(joined.sender.exchange())
         if not coordinator.state.upstream:
             assert isinstance(learner, AdoptingLearner)
             learner.begin(self.climber.weights, self.climber.statistics)
@@ -56,12 +56,12 @@ class Relay:
             return
         self.driver.drain()  # the round's number must be durable before it is sent
         if self.climber.offer(upward.asked, upward.frames):
-            self._pending = self.joined.courier.begin()
+            self._pending = self.joined.sender.begin()
             self._pending.add_done_callback(lambda future: self.wake())
 
     def leave(self) -> None:
         """Leave the coordinator above. A relay that resumes this run sends again what is not answered yet."""
-        self.joined.courier.farewell("")
+        self.joined.sender.leave_early("")
         self.joined.close()
         self.receipts.close()
 

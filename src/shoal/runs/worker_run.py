@@ -82,7 +82,7 @@ class JoinedWorker:
         caller = ConnectOptions(way.name, way.state or state_folder(), way.patience_s, tell)
         self.lines = connect_worker(way.address, way.token, way.key, caller)
         self.protocol = WorkerSession(way.name, describe_machine(), PROTOCOL, secrets.token_hex(8), way.patience_s, identity)
-        self.courier = Sender(self.lines[0], self.protocol, tell)
+        self.sender = Sender(self.lines[0], self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
         self.doing = "preparing"
@@ -105,11 +105,11 @@ class JoinedWorker:
 
     def _beat(self) -> None:
         """A sign of life; and, now and then, a line that tells whoever sits here how it goes."""
-        self.courier.beat(self.lines[1], self.state, self._figures())
+        self.sender.send_heartbeat(self.lines[1], self.state, self._figures())
         if self.worker is not None and time.monotonic() - self._told_at >= _TELL_EVERY_S:
             self._told_at, before, self._told = time.monotonic(), self._told, self.progress()
             if self._told != before:
-                self.courier.tell(self._told)
+                self.sender.report(self._told)
 
     def _figures(self) -> dict[str, float]:
         """What people want to see of this worker, as signs of life carry it."""
@@ -117,7 +117,7 @@ class JoinedWorker:
         if worker is None:
             return {}
         memory = peak_memory(worker.engine.device)
-        return worker.figures | self.courier.link.figures | ({} if memory is None else {"memory_bytes": memory})
+        return worker.figures | self.sender.link.figures | ({} if memory is None else {"memory_bytes": memory})
 
     def progress(self) -> str:
         """How far this worker and the run are, for people."""
@@ -129,12 +129,12 @@ class JoinedWorker:
         return f"{done}; {self.worker.doing}, at version {self.worker.weights.version}"
 
     def _join(self) -> Welcome:
-        self.courier.converse()
+        self.sender.exchange()
         self.lines[0].allow(4 * self.protocol.welcome["size"] + (1 << 20))
         if self.way.name is None:
             self._keep_key(self.name)
         elif self.name != self.way.name:
-            self.courier.tell(f"another worker of this run is called {self.way.name}, so this one is {self.name}")
+            self.sender.report(f"another worker of this run is called {self.way.name}, so this one is {self.name}")
         return Welcome(self.protocol.welcome, self.protocol.welcome_frames)
 
     def _hold(self, experts: tuple[int, ...]) -> None:
@@ -142,7 +142,7 @@ class JoinedWorker:
         if not isinstance(self.lines[0], TransportConnection):
             raise ShoalError("engine.experts: through a database all workers read the same weights, with all experts; leave it out")
         self.protocol.experts = experts
-        self.courier.converse()
+        self.sender.exchange()
         self.welcome = self.welcome._replace(header=self.welcome.header | {"size": self.protocol.size})
 
     def _keep_key(self, name: str) -> None:
@@ -152,7 +152,7 @@ class JoinedWorker:
         try:
             self.way.key_file(name).write(self.protocol.identity)
         except OSError as error:
-            self.courier.tell(f"warning: this worker's key cannot be kept ({error}): if it is started again, it gets another name")
+            self.sender.report(f"warning: this worker's key cannot be kept ({error}): if it is started again, it gets another name")
 
     @property
     def name(self) -> str:
@@ -188,7 +188,7 @@ class JoinedWorker:
 
     def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         meeting = self._meet(here) if here is not None else None
-        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, live)
+        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.sender.report, progress, live)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
@@ -197,7 +197,7 @@ class JoinedWorker:
             feed_for = self.island.sit
         strategy = share.strategy
         return Worker(
-            self.courier,
+            self.sender,
             engine,
             feed_for,
             WorkerPolicies(strategy.feed, strategy.contribution, strategy.pull, strategy.rounds.window, strategy.spans(engine.layouts)),
@@ -205,7 +205,7 @@ class JoinedWorker:
             accumulation=self.run.training.gradient_accumulation_steps,
             ranks=1 if meeting is None else batch_share(self.run, 0, meeting.here.size)[1],
             receipts=ReceiptsFile(self.way.receipts),
-            keeper=keeper,
+            checkpoint=keeper,
             slowdown=self.way.slowdown,
         )
 
@@ -235,7 +235,7 @@ class JoinedWorker:
     def leave(self) -> None:
         """Go again, without having begun."""
         self.protocol.leave()
-        self.courier.converse()
+        self.sender.exchange()
         self.close()
 
     def refuse(self, problem: BaseException) -> None:
@@ -247,7 +247,7 @@ class JoinedWorker:
         """Tell the coordinator's people why this worker cannot go on, unless it was the coordinator that ended it."""
         if self.protocol.session and isinstance(problem, Exception) and not isinstance(problem, SessionEndedError):
             said = str(problem) if isinstance(problem, ShoalError) else repr(problem)
-            self.courier.farewell(said)
+            self.sender.leave_early(said)
 
     def close_ranks(self) -> None:
         """After the work, when nobody asks about it any more: let go of the other processes of this worker."""
@@ -267,7 +267,7 @@ class JoinedWorker:
         self._stopping.wait()
         while not self._closed.wait(_LOOK_S):
             if self.protocol.waits and not self._is_answered():
-                self.courier.tell("nobody answers: leaving without saying goodbye")
+                self.sender.report("nobody answers: leaving without saying goodbye")
                 self.protocol.give_up()
                 self.lines[0].close()
                 return
@@ -294,7 +294,7 @@ class JoinedWorker:
         self._stopping.set()
         self.lines[1].close()
         self.pulse.close()
-        self.courier.close()
+        self.sender.close()
 
     def _close_lines(self) -> None:
         for line in self.lines:
@@ -303,7 +303,7 @@ class JoinedWorker:
     def summary(self) -> str:
         """What came of it, for people."""
         assert self.worker is not None
-        worker, poisoned = self.worker, self.worker.outgoing.poisoned
+        worker, poisoned = self.worker, self.worker.encoder.poisoned
         late = worker.counts["rejected"] + worker.counts["abandoned"]
         rejected = f", {late} came too late" if late else ""
         kept = f", {poisoned} were not finite and stayed here" if poisoned else ""
@@ -388,7 +388,7 @@ def unit_pieces(parts: RunParts, strategy: Policies) -> data.UnitBatches:
 def _keepsakes(parts: RunParts, strategy: Policies, way: JoinOptions, name: str, tell: Callable[[str], None]) -> WorkerCheckpoints:
     """A worker keeps its own state when the coordinator saves a checkpoint, and in the middle of a round where that is asked for."""
     settings, contribution = parts.run.checkpoint, strategy.contribution
-    every = settings.every_steps if settings.strategy == "steps" and contribution.alone else None
+    every = settings.every_steps if settings.strategy == "steps" and contribution.takes_inner_steps else None
     earlier = Path(settings.resume_from) if settings.resume_from else None
     if earlier is not None and (earlier / "state.json").exists():
         earlier = earlier.parent.parent

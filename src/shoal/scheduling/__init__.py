@@ -1,4 +1,4 @@
-"""Which worker does which task: pure functions of tasks and machines. Whoever has tasks and workers calls them; they remember nothing."""
+"""Scheduling: which worker does which task, and which machine gets which layers. Pure functions without state."""
 
 from shoal.scheduling.matching import KINDS, Match, Matching, PendingTask, WorkerSpec, lacking
 from shoal.scheduling.work_stealing import RemainingWork, StolenShare, worth_stealing

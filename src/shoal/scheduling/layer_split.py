@@ -1,4 +1,4 @@
-"""Consecutive layers over machines of different speed: the slowest machine is as quick as it can be."""
+"""Split consecutive layers over machines of different speed so that the slowest machine takes the least time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shoal.errors import ShoalError
 
 
 class MachineSpec(NamedTuple):
-    """What one machine can do."""
+    """Speed and memory of one machine."""
 
     speed: float
-    """How much of the layers' cost it does in a second."""
+    """Layer cost per second."""
     room: float = math.inf
-    """The size of the layers that it can hold."""
+    """Total size of the layers that it can hold."""
     fixed_s: float = 0.0
-    """Time for what it does beside its layers, whichever those are."""
+    """Time per pass that does not depend on its layers."""
 
     def seconds(self, cost: float) -> float:
         return self.fixed_s + cost / self.speed
@@ -36,11 +36,10 @@ def split(
 ) -> list[int]:
     """The bounds of each machine's layers: machine i has the layers [bounds[i], bounds[i + 1]).
 
-    `before` and `after` are what whoever has the first and the last layer does besides. `holds`: whether a machine, by its number, can have
-    the layers from one to before another, where more than their sizes decides that. Each machine has a layer at least; with `leave_out`
-    one that would only slow the others down has none. Of all splits in the order of the machines the one whose slowest machine takes least
-    is found, not an approximation of it; of those that are equally quick, the one with the fewest machines. Raises ShoalError where the
-    layers do not fit.
+    `before` and `after`: additional cost of the machines with the first and the last layer. `holds(machine, first, last)`: whether it can
+    hold the layers [first, last), where more than their sizes decides. Each machine gets at least one layer; with `leave_out`, machines
+    that would only slow the others down get none. Dynamic programming finds the exact optimum over all splits in the order of the machines;
+    of equally fast splits the one with the fewest machines. Raises ShoalError where the layers do not fit.
     """
     count = len(costs)
     if len(machines) > count and not leave_out:

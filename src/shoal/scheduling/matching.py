@@ -1,7 +1,7 @@
-"""Three ways to match tasks with workers: `priority`, `capability` and `gale-shapley`.
+"""Three algorithms that match tasks with workers: `priority`, `capability` and `gale-shapley`.
 
-A job is what is left of a task, a machine is a worker that has room for one. Each way returns a worker's job at most once, never gives a
-job to a machine that it does not fit, and depends on nothing but its arguments: the same jobs and machines give the same match.
+A job is what is left of a task, a machine is a worker with free capacity. Holds: each job is matched at most once and only to a machine
+that it fits, and the match depends on the arguments alone.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _COMPUTE, _BANDWIDTH, _HEADROOM = 0.6, 0.25, 0.15
-"""What compute, bandwidth and free memory count in a machine's score. Compute decides how long a task takes, so it counts most."""
+"""Weights of compute, bandwidth and free memory in a machine's score. Compute decides how long a task takes, so it counts most."""
 
 
 class PendingTask(NamedTuple):
-    """A task that wants a worker."""
+    """A task that needs a worker."""
 
     id: str
     work: float
-    """What is left to compute, in the units of the machines' speeds."""
+    """Remaining work, in the units of the machines' speeds."""
     memory_gb: float = 0.0
     priority: float = 1.0
     """Larger is more urgent."""
     megabits: float = 0.0
-    """What travels between the worker and the coordinator meanwhile."""
+    """Traffic between worker and coordinator during the task."""
 
 
 class WorkerSpec(NamedTuple):
-    """A worker that has room for tasks."""
+    """A worker with free capacity."""
 
     name: str
     speed: float = 1.0
-    """Work a second: what was claimed, corrected by what was measured."""
+    """Work per second: see `estimate_speeds`."""
     memory_gb: float | None = None
-    """None: nobody said how much, so every task fits."""
+    """None: unknown, so every task fits."""
     bandwidth_mbps: float | None = None
     measured: bool = False
-    """Whether the speed was measured: then what its network costs is in it."""
+    """Whether the speed was measured; then it includes the time for the network."""
     capacity: int = 1
-    """Tasks that it takes at a time."""
+    """Tasks that it can run at a time."""
 
 
 Match = dict[str, list[str]]
-"""The ids of each machine's jobs. A machine without any is not in it."""
+"""The ids of each machine's jobs. Machines without jobs are missing."""
 Matching = Callable[[Sequence[PendingTask], Sequence[WorkerSpec]], Match]
 
 
@@ -59,7 +59,7 @@ def seconds(job: PendingTask, machine: WorkerSpec) -> float:
 
 
 def lacking(job: PendingTask, machines: Sequence[WorkerSpec]) -> str:
-    """What keeps a job from fitting any of these machines, for people; empty: it fits one of them, or there is none to ask."""
+    """Why a job fits none of these machines, as text; empty: it fits one, or there are no machines."""
     if not machines or any(fits(job, machine) for machine in machines):
         return ""
     largest = max(machines, key=lambda machine: machine.memory_gb or 0.0)
@@ -70,11 +70,10 @@ Rank = tuple[float, float, float, str]
 
 
 def rank_of(job: PendingTask) -> Rank:
-    """What machines go by when they choose between jobs, smallest first: the more urgent one, the one that needs more memory, the larger
-    one, and then the name.
+    """Order in which machines prefer jobs, smallest first: by priority, by memory, by remaining work, then by name.
 
-    A task that needs much memory fits few machines, which should not spend their time on what others could do; and a large task that is
-    begun last keeps everybody waiting.
+    A task that needs much memory fits few machines, which should not spend their time on tasks that others could do; and a large task that
+    starts last delays the end of the run.
     """
     return (-job.priority, -job.memory_gb, -job.work, job.id)
 
@@ -96,7 +95,7 @@ def estimate_speeds(claimed: Mapping[str, float | None], measured: Mapping[str, 
 
 
 def priority(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
-    """The most urgent task takes the first worker that it fits; of tasks that are equally urgent the one listed first does."""
+    """Each task, in the order of priority and then of the list, takes the first worker that it fits."""
     room, match = [machine.capacity for machine in machines], Match()
     for job in sorted(jobs, key=lambda job: -job.priority):
         for index, machine in enumerate(machines):
@@ -111,14 +110,14 @@ def priority(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Mat
 
 
 def score(job: PendingTask, machine: WorkerSpec, fastest: float, widest: float) -> float:
-    """How well a machine suits a job, from 0 to 1. What nobody said of a machine is taken to be average."""
+    """How well a machine suits a job, from 0 to 1. Unknown properties of a machine count as average."""
     bandwidth = 0.5 if machine.bandwidth_mbps is None or not widest else machine.bandwidth_mbps / widest
     headroom = 0.5 if not machine.memory_gb else 1.0 - job.memory_gb / machine.memory_gb
     return _COMPUTE * (machine.speed / fastest if fastest else 0.0) + _BANDWIDTH * bandwidth + _HEADROOM * headroom
 
 
 def capability(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
-    """The most urgent task takes the worker with the best score for it, then the one that needs the most memory, then the largest one."""
+    """Each task, in the order of `rank_of`, takes the free worker with the best score for it."""
     fastest = max((machine.speed for machine in machines), default=0.0)
     widest = max((machine.bandwidth_mbps or 0.0 for machine in machines), default=0.0)
     room, match = {machine.name: machine.capacity for machine in machines}, Match()
@@ -137,16 +136,16 @@ def capability(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> M
 
 
 def liked_by_job(job: PendingTask, machines: Sequence[WorkerSpec]) -> list[int]:
-    """The machines that a job fits, best first: those that do it soonest, and of equally fast ones those with more free memory."""
+    """The machines that a job fits, best first: by expected time, then by memory."""
     suited = [index for index, machine in enumerate(machines) if fits(job, machine)]
     return sorted(suited, key=lambda index: (seconds(job, machines[index]), -(machines[index].memory_gb or 0.0), machines[index].name))
 
 
 def gale_shapley(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
-    """A stable matching: no task and no worker would both rather have each other than what they got.
+    """Stable matching: no task and worker both prefer each other to their match.
 
-    Tasks propose, so each task gets the best worker that it has in any stable matching. A worker keeps the best of those that proposed, as
-    many as it has room for. With R pairs that fit it takes R proposals at most.
+    Tasks propose, so each task gets the best worker that it has in any stable matching. A worker keeps the best proposals up to its
+    capacity. With R fitting pairs there are at most R proposals.
     """
     chances = [iter(liked_by_job(job, machines)) for job in jobs]
     kept: list[list[tuple[_Worst, int]]] = [[] for _ in machines]
@@ -155,7 +154,7 @@ def gale_shapley(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) ->
         job = proposing.pop()
         index = next(chances[job], None)
         if index is None:
-            continue  # every machine that it fits has better ones
+            continue  # every machine that it fits has better jobs
         heapq.heappush(kept[index], (_Worst(rank_of(jobs[job])), job))
         if len(kept[index]) > machines[index].capacity:
             proposing.append(heapq.heappop(kept[index])[1])
@@ -165,7 +164,7 @@ def gale_shapley(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) ->
 
 
 class _Worst(NamedTuple):
-    """A job's rank in a heap whose first element is the worst one."""
+    """A job's rank in a heap whose first element is the worst."""
 
     rank: Rank
 

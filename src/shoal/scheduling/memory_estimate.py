@@ -1,4 +1,4 @@
-"""How much memory a worker takes to train a model: a pure estimate, from the settings and the number of parameters."""
+"""Estimate of the memory for training a model, from the settings and the number of parameters."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from shoal.config import Run
 _GB = 1e9
 _FLOAT = 4
 _STATES = {"SGD": 0, "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2, "Muon": 1}
-"""Numbers that an optimizer keeps for each parameter. Of one that is not here two are assumed."""
+"""Optimizer state per parameter, in numbers; 2 for optimizers that are not listed."""
 _ROWS_OF_BLOCK = 17
-"""Rows as wide as the model that a transformer block keeps of each token for its backward pass: 34 bytes in half precision."""
+"""Activations per token that a transformer block keeps for its backward pass, in units of the width: 34 bytes in half precision."""
 _ROWS_OF_LSTM = 8
-"""The same for a layer of an LSTM: four gates, the cell, its hyperbolic tangent, the output, and the input."""
+"""The same for an LSTM layer: four gates, the cell, its hyperbolic tangent, the output, and the input."""
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes that training takes."""
+    """Memory for training, in bytes."""
 
     weights: int
     gradients: int
@@ -29,24 +29,24 @@ class MemoryEstimate(NamedTuple):
         return sum(self) / _GB
 
     def shared(self, devices: int) -> MemoryEstimate:
-        """What each of some devices takes that share all but the activations of their own batches."""
+        """Memory of each device if weights, gradients and optimizer state are sharded and activations are not."""
         weights, gradients, optimizer = (-(-part // devices) for part in self[:3])
         return MemoryEstimate(weights, gradients, optimizer, self.activations)
 
 
 def training_memory(run: Run, parameters: int, vocabulary: int = 0, frozen: int = 0) -> MemoryEstimate:
-    """What one worker of one process takes. Weights, gradients and the optimizer are 32-bit; activations are those of one batch.
+    """Memory of a worker with one process. Weights, gradients and optimizer state are 32-bit; activations are those of one batch.
 
-    `vocabulary`: tokens that a language model chooses from. `frozen`: weights beside the parameters, which are used and not trained.
+    `vocabulary`: vocabulary size of a language model. `frozen`: number of weights that are not trained.
     """
     kept = _activations(run, parameters, vocabulary, run.training.batch_size or 1, getattr(run.model, "num_layers", None))
     return MemoryEstimate(_FLOAT * (parameters + frozen), _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
 
 
 def stage_memory(run: Run, parameters: int, copied: int, layers: int, vocabulary: int, under_way: int) -> MemoryEstimate:
-    """What one stage of a pipeline takes, which keeps the activations of so many micro-batches at a time.
+    """Memory of one pipeline stage, with the activations of `under_way` micro-batches at a time.
 
-    `copied`: numbers of a matrix that another stage steps; `vocabulary`: 0 for a stage that makes no logits.
+    `copied`: size of a tied matrix that another stage steps; `vocabulary`: 0 for a stage that computes no logits.
     """
     engine, batch = run.engine, run.training.batch_size or 1
     each = -(-batch // min(batch, getattr(engine, "micro_batches", 1)))
@@ -56,14 +56,14 @@ def stage_memory(run: Run, parameters: int, copied: int, layers: int, vocabulary
 
 
 def _states(run: Run) -> int:
-    """Numbers that the optimizer keeps for each parameter."""
+    """Optimizer state per parameter, in numbers."""
     optimizer = run.training.optimizer
     return _STATES.get(optimizer.name, 2) or int(bool(optimizer.momentum))
 
 
 def _activations(run: Run, parameters: int, vocabulary: int, batch: int, layers: int | None) -> int:
-    """What the forward pass of so many samples and layers leaves for the backward pass. A model without layers of a width keeps no more
-    than it has weights."""
+    """Activations that the forward pass of `batch` samples keeps for the backward pass, in bytes. For a model without a hidden width the
+    bound follows from its number of weights."""
     model = run.model
     width = getattr(model, "hidden_size", None)
     if not width or not layers:

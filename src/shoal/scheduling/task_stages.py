@@ -1,7 +1,7 @@
-"""Tasks as the stages of one model: how large each is, which layers that comes to, and which machine has it.
+"""Tasks as pipeline stages of one model: the layers of each stage, and the machine that gets it.
 
-Pure functions. A stage is the whole layers that come nearest to its task's share of the weights, in the order of the tasks. Every stage
-needs a machine of its own, or nothing can be learned: where a scheduler's matching leaves one without, others make room for it.
+A stage is the whole layers that come nearest to its task's share of the weights, in the order of the tasks. Every stage needs a machine of
+its own: where the scheduler's matching leaves a stage without one, other stages are moved (augmenting paths).
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from shoal.errors import ShoalError
 from shoal.scheduling.matching import Matching, PendingTask, WorkerSpec, fits, lacking
 
 _ROUNDING = 0.02
-"""Shares whose sum is as near to 1 as this are taken for all of the model: 0.33 three times."""
+"""Shares whose sum is within this of 1 count as the whole model, such as 0.33 three times."""
 
 
 class StageShare(NamedTuple):
-    """A task as a stage."""
+    """A task as a pipeline stage."""
 
     id: str
     share: float
-    """Of the model's weights; those of all parts make 1."""
+    """Share of the model's weights; all shares sum to 1."""
     priority: float
     flops: float
-    """What it needs, in the units of the machines' claims; 0: nobody said."""
+    """Required compute, in the units of the machines' claims; 0: not given."""
 
 
 def stage_shares(tasks: Sequence[ScheduledTask]) -> list[StageShare]:
-    """The stages that tasks stand for. What they leave of the model is cut into further ones, none of which is larger than the largest
-    task."""
+    """The stages of the tasks. The rest of the model, if any, is cut into further stages no larger than the largest task."""
     whole = sum(task.model_share for task in tasks)
     rest, parts = 1.0 - whole, [StageShare(task.id, task.model_share, task.priority, task.required_flops) for task in tasks]
     if abs(rest) <= _ROUNDING:
@@ -43,10 +42,10 @@ def stage_shares(tasks: Sequence[ScheduledTask]) -> list[StageShare]:
 
 
 def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: float = 0.0, after: float = 0.0) -> list[int]:
-    """The bounds of each stage's layers: every bound is where the sizes come nearest to what the shares say, and each stage has a layer.
+    """The bounds of each stage's layers: every bound is where the cumulative size is nearest to the share; each stage has a layer.
 
-    `before` and `after`: the size of what whoever has the first and the last layer has besides. Raises ShoalError where there are more
-    stages than layers.
+    `before` and `after`: additional size of the stages with the first and the last layer. Raises ShoalError where there are more stages
+    than layers.
     """
     layers, stages = len(sizes), len(shares)
     if stages > layers:
@@ -61,9 +60,9 @@ def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: flo
 
 
 def match_stages(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matching: Matching, must_have: str = "") -> dict[str, str]:
-    """Which machine has which stage: the machine's name by the stage's. Raises ShoalError with the stage that has none, and what it lacks.
+    """The machine of each stage, by name. Raises ShoalError that names a stage without a machine, and what it lacks.
 
-    `must_have`: a machine that has a stage in any case, and that the smallest one fits; where the scheduler gives it none, that is it.
+    `must_have`: a machine that must get a stage; if the scheduler gives it none, it gets the smallest stage that fits.
     """
     for job in jobs:
         if lack := lacking(job, machines):
@@ -77,7 +76,7 @@ def match_stages(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], ma
 
 
 def _completed(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matching: Matching) -> dict[str, str]:
-    """A scheduler's match, and where it leaves a stage without a machine, one in which as few as can be had to move."""
+    """The scheduler's match, completed by augmenting paths where it leaves a stage without a machine."""
     chosen = matching(jobs, [machine._replace(capacity=1) for machine in machines])
     found = {ids[0]: name for name, ids in chosen.items()}
     for job in jobs:
@@ -89,7 +88,7 @@ def _completed(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matc
 def _make_room(
     job: PendingTask, jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], found: dict[str, str], asked: set[str]
 ) -> bool:
-    """Give a stage a machine, whose stage finds another one if it has to."""
+    """Give a stage a machine; the stage that was there is moved to another machine (augmenting path)."""
     holders = {name: one for one, name in found.items()}
     for machine in machines:
         if machine.name in asked or not fits(job, machine):

@@ -1,4 +1,4 @@
-"""Near the end there are more workers than tasks: a worker that has nothing takes over a part of what another has before it."""
+"""Work stealing: near the end, when there are more workers than tasks, an idle worker takes over part of another worker's task."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class RemainingWork(NamedTuple):
-    """What a worker has before it."""
+    """The remaining work of a worker."""
 
     job: str
     left: int
-    """Pieces that are not done; each is done whole."""
+    """Pieces that are not done; a piece cannot be split."""
     piece_s: float
-    """How long the worker takes for one."""
+    """Seconds that the worker takes per piece."""
 
     @property
     def ends_in_s(self) -> float:
@@ -21,16 +21,16 @@ class RemainingWork(NamedTuple):
 
 
 class StolenShare(NamedTuple):
-    """How a job is cut in two."""
+    """How a job is split."""
 
     job: str
     keep: int
-    """Pieces that its worker keeps: the next ones. The others are the thief's."""
+    """Pieces that its worker keeps, the next ones. The idle worker gets the others."""
 
 
 def worth_stealing(burdens: Sequence[RemainingWork], piece_s: float, least: int = 2) -> StolenShare | None:
-    """What an idle worker that takes `piece_s` for a piece should take over: of whoever would be done last, so much that both are done at
-    the same time. None: nobody would be done sooner. `least`: pieces that stay with the worker at least, since it is at them already."""
+    """What an idle worker that takes `piece_s` per piece should take over: from the worker that would finish last, so much that both finish
+    at the same time. None: stealing would not help. `least`: pieces that stay with the worker, which has started on them."""
     for burden in sorted(burdens, key=lambda burden: (-burden.ends_in_s, burden.job)):
         keep = max(least, round(burden.left * piece_s / (piece_s + burden.piece_s)))
         taken = burden.left - keep

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +66,8 @@ class BatchedEngine(SingleEngine):
         self._attach(gradient)
         return result
 
-    def walk(self, feed: Any, accumulation: int, most: int) -> tuple[StepResult, int]:
-        return (self.ready.popleft()[1], 1) if self.ready else super().walk(feed, accumulation, most)
+    def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
+        return (self.ready.popleft()[1], 1) if self.ready else super().take_steps(feed, accumulation, most)
 
     def step_along(self, gradient: Tensor, result: StepResult) -> StepResult:
         """Take a step with a gradient that was computed for this engine."""

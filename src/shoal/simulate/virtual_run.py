@@ -112,7 +112,7 @@ class VirtualRun:
 
     def _quickest_s(self) -> float:
         """What a contribution takes at least, as it is computed and sent."""
-        scenario, each = self.scenario, self.scenario.policies.contribution.steps
+        scenario, each = self.scenario, self.scenario.policies.contribution.inner_steps
         bits = 8e-6 * scenario.teaching.update_bytes
         takes = [each * one.step_s + (bits / one.link.mbit_per_s if one.link.mbit_per_s else 0.0) for one in self.weather.machines]
         return min(takes, default=0.0)

@@ -104,7 +104,7 @@ class VirtualWorker:
 
     def hear_pulse(self, message: Message) -> None:
         """The answer to a sign of life."""
-        self.protocol.hear_pulse(message.header)
+        self.protocol.on_heartbeat_answer(message.header)
 
     # --- the conversation ------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class VirtualWorker:
         if self.gone:
             return
         now = self.world.timeline.now
-        question = self.protocol.question(now)
+        question = self.protocol.next_request(now)
         if question is None:
             self.conversing = False
             if self.protocol.have >= 0 or self.protocol.left:
@@ -127,7 +127,7 @@ class VirtualWorker:
 
     def _give_up(self, number: int) -> None:
         if number == self._question and not self.gone:
-            retry = self.protocol.lost(self.world.timeline.now, "no answer")
+            retry = self.protocol.on_no_answer(self.world.timeline.now, "no answer")
             self._question += 1
             self.world.timeline.after(retry.pause_s * self.world.uneven(0.2), self._say_all)
 
@@ -137,7 +137,7 @@ class VirtualWorker:
         self._question += 1
         header = message.header
         try:
-            self._events += self.protocol.hear(header, message.frames)
+            self._events += self.protocol.on_answer(header, message.frames)
         except SessionEndedError:
             self.finished = True
             return
@@ -175,8 +175,8 @@ class VirtualWorker:
         self.computing = True
         if self.unit is not None:
             self._learn_batch(self.unit, 0, self.world.timeline.now)
-        elif self.mind.overlap and self.conversing:
-            self._compute(self.mind.overlap, self._middle, self.world.timeline.now)
+        elif self.mind.sync_delay and self.conversing:
+            self._compute(self.mind.sync_delay, self._middle, self.world.timeline.now)
         else:
             self._walk(0, self.world.timeline.now)
 
@@ -190,7 +190,7 @@ class VirtualWorker:
             self.world.timeline.after(self.machine.step_s / 4, lambda: None if self.gone else self._middle(began))
             return
         self._settle()
-        self._walk(self.mind.overlap, began)
+        self._walk(self.mind.sync_delay, began)
 
     def _walk(self, walked: int, began: float) -> None:
         """Learn from the weights there are now; that takes its time."""
@@ -238,7 +238,7 @@ class VirtualWorker:
         self.protocol.contribute(_contribution(parcel, epoch, position, unit), parcel.frames, pulls)
         pace = WorkerPace(self._round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
         through = self.protocol.until is not None and position >= self.protocol.until  # what comes next is for the coordinator to say
-        overlaps = not through and may_overlap(self.world.policies, self.mind.overlap, pace)
+        overlaps = not through and may_overlap(self.world.policies, self.mind.sync_delay, pace)
         self._say_all()
         if overlaps and self.conversing and not self.computing:
             self._begin()
@@ -277,7 +277,7 @@ class VirtualWorker:
         self._most_lag = header["most_lag"]
         if "weights" in header:
             self._version = header["version"]
-        self.mind.refreshed(news, status)
+        self.mind.on_answer(news, status)
 
     @property
     def doing(self) -> str:

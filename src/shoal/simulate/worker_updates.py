@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
+from shoal.data import Feed
 from shoal.runs.build_run import RunParts, feed_for_seat
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for, task_for
 from shoal.runs.worker_run import unit_pieces
@@ -21,7 +22,6 @@ from shoal.simulate.batched_workers import BatchedEngine, BatchedSteps, Prefetch
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
-from shoal.worker.interfaces import Feed
 from shoal.worker.session import Frames, LeasedUnit, RunNews, SeatAssigned
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
@@ -80,8 +80,8 @@ class _TimedWorker:
     def __init__(self, common: TimedUpdates, false: bool) -> None:
         self.common, self._frames = common, common.false if false else common.honest
         contribution = common.policies.contribution
-        self.overlap = getattr(contribution, "overlap", 0)
-        self._steps, self._made = contribution.steps, 0
+        self.sync_delay = contribution.sync_delay
+        self._steps, self._made = contribution.inner_steps, 0
         self._epoch = self._position = 0
 
     def sit(self, seat: int, epoch: int, position: int) -> None:
@@ -111,7 +111,7 @@ class _TimedWorker:
             self._epoch = (whole - 1) // shard
             self._position = whole - self._epoch * shard
 
-    def refreshed(self, news: RunNews, status: str | None) -> None:
+    def on_answer(self, news: RunNews, status: str | None) -> None:
         self._steps = news.header.get("inner_steps", self._steps)
 
 
@@ -152,16 +152,16 @@ class _LearningWorker:
         self.common, self.false, self.accumulation = common, false, run.training.gradient_accumulation_steps
         self.own = common.engine()
         self.engine: WorkerEngine = self.own
-        self.outgoing = UpdateEncoder(self.engine, run.updates)
+        self.encoder = UpdateEncoder(self.engine, run.updates)
         contribution = policies.contribution
         self.weights = WorkerWeights(
-            self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone
+            self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.takes_inner_steps
         )
         self.unit: LeasedUnit | None = None
         self.round, self.server_step = 0, 0.0
         self._feed: Any = None
         self.producer = contribution.producer(self, NoWorkerCheckpoint(), common.spans)
-        self.overlap = 0
+        self.sync_delay = 0
         """A virtual worker learns all of a walk at once, so what arrives meanwhile is taken at its end."""
 
     # --- what a producer asks of its worker ---------------------------------------------------------
@@ -171,17 +171,17 @@ class _LearningWorker:
         feed: Feed = self._feed
         return feed
 
-    def settle(self) -> None: ...
-    def send_again(self) -> None: ...
-    def wanted(self, unit: LeasedUnit) -> bool:
+    def await_answer(self) -> None: ...
+    def repeat_number(self) -> None: ...
+    def still_wanted(self, unit: LeasedUnit) -> bool:
         return True
 
-    def tell(self, text: str) -> None: ...
+    def report(self, text: str) -> None: ...
     def move_to(self, place: SeatAssigned) -> None:
         self.sit(*place)
 
     @property
-    def begins_at(self) -> SeatAssigned:
+    def next_seat(self) -> SeatAssigned:
         return SeatAssigned(0, *self.place())
 
     # --- what the virtual worker asks ----------------------------------------------------------------
@@ -198,7 +198,7 @@ class _LearningWorker:
         return state["epoch"], state["position"]
 
     def begin(self, have: int) -> int:
-        steps = getattr(self.producer, "asked_steps", 0)
+        steps = self.producer.inner_steps
         self.common.together.begin(self.own, self._feed, steps)
         return max(1, steps) * self.accumulation
 
@@ -212,16 +212,16 @@ class _LearningWorker:
             return None
         if self.false:
             made.vector.mul_(_FALSE)
-        frames = tuple(bytes(frame) for frame in self.outgoing.frames(made.vector, made.samples, made.span))
+        frames = tuple(bytes(frame) for frame in self.encoder.frames(made.vector, made.samples, made.span))
         metrics = {name: float(value) for name, value in made.metrics.items()}
         return EncodedUpdate(frames, float(made.weight), made.samples, made.base, made.batches, metrics)
 
-    def refreshed(self, news: RunNews, status: str | None) -> None:
+    def on_answer(self, news: RunNews, status: str | None) -> None:
         self.server_step, self.round = news.header["step"], news.header["version"]
         if status == "accepted" and not news.afresh:
             self.weights.note_lag(news.header["version"] - self.weights.version - 1)
         self.weights.load(news)
-        self.producer.refreshed(news, status)
+        self.producer.on_answer(news, status)
 
 
 UpdateSource = _TimedWorker | _LearningWorker

@@ -12,7 +12,7 @@ from shoal.engines.learners.apply import ApplyPolicy, OptimizerStep
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import ParameterLayout
 from shoal.worker.policies import PullPolicy, ShardFeedPolicy
-from shoal.worker.producers import GradientContribution
+from shoal.worker.producers import GradientContribution, WorkerContribution
 
 
 class DataExtent(NamedTuple):
@@ -62,7 +62,7 @@ class Policies:
     """How long the run is. Raises ShoalError where the settings and the data do not fit."""
     feed: ShardFeedPolicy = ShardFeedPolicy()  # noqa: RUF009 - frozen, like all policies
     """Where a worker's data comes from."""
-    contribution: GradientContribution = GradientContribution()  # noqa: RUF009
+    contribution: WorkerContribution = GradientContribution()  # noqa: RUF009
     """What a worker sends, and how often."""
     admission: Everything = Everything()  # noqa: RUF009
     """Whose contribution is too late, and what a late one counts."""

@@ -19,16 +19,17 @@ from shoal.strategies.policies import Policies
 def no_relay(run: Run, policies: Policies, above: Policies) -> str:
     """Why a relay makes no sense that has this run and these policies below it, and those above; empty: it does."""
     rounds, contribution, updates = policies.rounds, policies.contribution, run.updates
-    alone = "takes walks of many steps" if above.contribution.alone else "takes gradients"
+    kind = "takes pseudo-gradients of many inner steps" if above.contribution.takes_inner_steps else "takes gradients"
+    differ = above.contribution.takes_inner_steps != contribution.takes_inner_steps
     reasons = {
         "the run above leases units of its data, and a relay asks for none": above.feed.leased,
         f"{run.strategy.kind} has no rounds that wait for all; syncps and diloco have: give the relay one of them, as in "
         "--set strategy.kind=syncps": not rounds.waits_for_all,
-        f"the run above {alone}, and rounds of {run.strategy.kind} make no such thing": above.contribution.alone != contribution.alone,
+        f"the run above {kind}, and rounds of {run.strategy.kind} make no such thing": differ,
         "strategy.window: a relay has one round open at a time": rounds.window > 1,
         "workers that step their own weights between pulls know versions that a relay does not make": contribution.own_steps,
         "strategy.fragments: a relay passes on whole updates": contribution.fragments > 1,
-        "strategy.overlap_steps: a relay's workers wait for its answer": contribution.overlap > 0,
+        "strategy.overlap_steps: a relay's workers wait for its answer": contribution.sync_delay > 0,
         "updates.privacy: the noise of a relay's workers is not accounted for above": updates.privacy.enabled,
         "updates.memory: a relay's workers are not known above": bool(updates.memory),
         "scheduler: tasks are given to workers, and a relay hands out none": run.scheduled,

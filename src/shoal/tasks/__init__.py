@@ -7,9 +7,9 @@ from torch import nn
 from shoal.config import Run
 from shoal.config.schema.task import TEXT
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, StepResult, Task, TaskInfo
 
-__all__ = ["Batch", "Loss", "MetricMeans", "Task", "TaskInfo", "build"]
+__all__ = ["Batch", "Loss", "MetricMeans", "StepResult", "Task", "TaskInfo", "build"]
 
 
 def build(run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Task:

@@ -32,6 +32,15 @@ class Loss(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+class StepResult(NamedTuple):
+    """Figures of a step. Tensors stay on the device until they are read; of several processes each has its part of their sum."""
+
+    metrics: dict[str, Tensor]
+    weight: int
+    """Samples or tokens that counted."""
+    samples: int
+
+
 class Task(ABC):
     """Losses of some networks for a batch, and metrics on held-out data."""
 
@@ -76,7 +85,7 @@ class Task(ABC):
 
 
 class MetricMeans:
-    """Weighted means of several metrics, summed on the device until they are asked for."""
+    """Weighted means of several metrics, summed on the device until they are read."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -84,9 +93,15 @@ class MetricMeans:
 
     def add(self, metrics: dict[str, Tensor], weight: int) -> None:
         for name, value in metrics.items():
-            scaled = value.detach() * weight
+            scaled = value * weight
             self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled
         self.weight += weight
 
     def result(self) -> dict[str, float]:
         return {name: float(value) / self.weight for name, value in self.sums.items()} if self.weight else {}
+
+    def take(self, add_up: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, float]:
+        """The means over all processes; from here on anew. `add_up` sums the metrics of all processes, of which each knows the weight."""
+        means = {name: float(value) / self.weight for name, value in add_up(self.sums).items()}
+        self.sums, self.weight = {}, 0
+        return means

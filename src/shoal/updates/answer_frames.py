@@ -1,4 +1,4 @@
-"""Answers on their way: the token ids of a unit, −1 after the end of each answer. What arrives is a claim, and is checked field by field.
+"""Wire format of sampled answers: the token ids of a unit, −1 after the end of each answer. Received frames are checked field by field.
 
 Shapes: B answers, T tokens of the longest answer that is allowed.
 """
@@ -16,7 +16,7 @@ from shoal.protocol.frames import Frame, UpdateError, expect_frames, frame_of, v
 
 
 class InexactAnswers(UpdateError):
-    """Answers that are well formed, and are not what the draws give with the weights that they were to be made with."""
+    """Answers that are well formed, but not what the draws select with the given weights."""
 
 
 def pack(tokens_BT: Tensor) -> list[memoryview]:
@@ -24,7 +24,7 @@ def pack(tokens_BT: Tensor) -> list[memoryview]:
 
 
 def unpack(frames: Sequence[Frame], rows: int, longest: int, vocabulary: int, eos_id: int | None) -> Tensor:
-    """The tokens [B, T]. Raises UpdateError where they are no answers: each has a token, and ends with `eos_id` or at the limit."""
+    """The tokens [B, T]. Holds: each answer has a token, and ends with `eos_id` or at the limit. Raises UpdateError otherwise."""
     expect_frames(len(frames), 1)
     tokens_BT = torch.from_numpy(values_of(frames[0], "<i4", rows * longest, "answers").astype(np.int64)).view(rows, longest)
     if int(tokens_BT.min()) < -1 or int(tokens_BT.max()) >= vocabulary:
@@ -39,5 +39,5 @@ def unpack(frames: Sequence[Frame], rows: int, longest: int, vocabulary: int, eo
 
 
 def digest(frames: Sequence[Frame]) -> str:
-    """What the ledger knows the answers of a unit by."""
+    """Digest of the answers of a unit, for the ledger."""
     return hashlib.sha256(b"".join(bytes(frame) for frame in frames)).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""The length of a contribution, and a limit on it."""
+"""Norm clipping of contributions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from shoal.updates.parallel_blocks import Floats, in_blocks
 
 _EXACT = 1e-25, 1e30
-"""Between these a sum of squares of 32-bit floats neither overflowed nor lost much to underflow."""
+"""A float32 sum of squares between these has neither overflowed nor lost much to underflow."""
 
 
 def norm(vector: Tensor) -> float:
-    """The L2 norm; it is not finite exactly when one of the numbers is not, so that one pass serves to check both."""
+    """The L2 norm. Holds: it is not finite exactly when one of the numbers is not, so one pass checks both."""
     values: Floats = vector.detach().numpy()
     sums: list[float] = []
     in_blocks(len(values), lambda start, end: sums.append(_sum_of_squares(values[start:end])))
@@ -22,7 +22,7 @@ def norm(vector: Tensor) -> float:
 
 
 def clip_(vector: Tensor, limit: float) -> float:
-    """Shorten the vector to `limit` where it is longer, in place. The norm before; where that is not finite nothing is changed."""
+    """Scale the vector to the norm `limit` if it is longer, in place. Return the norm before; if that is not finite nothing changes."""
     before = norm(vector)
     if math.isfinite(before) and before > limit:
         values: Floats = vector.detach().numpy()
@@ -38,7 +38,7 @@ def _scale(block: Floats, factor: float) -> None:
 
 
 def _sum_of_squares(block: Floats) -> float:
-    """Not with BLAS: after a product its threads spin for 50 ms, in case there is another one, on the cores that torch computes on."""
+    """Without BLAS: after a product its threads spin for 50 ms on the cores that torch computes on."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.einsum("i,i->", block, block))
         if not _EXACT[0] < total < _EXACT[1]:

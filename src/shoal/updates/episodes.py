@@ -1,6 +1,6 @@
-"""Episodes of a memory that workers tell of beside their updates: rows of numbers of which the first is the importance.
+"""Merging the episodes that workers report beside their updates: rows of numbers whose first is the importance.
 
-Holds: rows are taken from contributions in turn, the most important of each first, so nobody's claims keep out what others tell.
+Holds: rows are taken from contributions in turn, the most important of each first, so no worker can crowd out the others.
 
 Shapes: N contributions, W rows of a contribution, R numbers of a row, B numbers that a contribution has beside its update.
 """
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 class EpisodeRows(NamedTuple):
-    """Where the rows lie in what a worker sends beside its update."""
+    """Where the episode rows are in a worker's report."""
 
     at: int
     rows: int
     width: int
 
     def put(self, together_B: Tensor, reports_NB: Tensor) -> Tensor:
-        """What contributions give together, with rows of theirs: a mean of rows would be none."""
+        """Replace the rows in the mean report `together_B` with rows chosen from the contributions: a mean of rows has no meaning."""
         together_B[self.at : self.at + self.rows * self.width] = self._chosen(reports_NB).flatten().to(together_B)
         return together_B
 
     def _chosen(self, reports_NB: Tensor) -> Tensor:
-        """[W, R]: first the best row of each contribution, then the second of each; of as good a place the more important first."""
+        """[W, R]: first the best row of each contribution, then the second of each; within a rank the more important first."""
         rows_NWR = reports_NB[:, self.at : self.at + self.rows * self.width].view(-1, self.rows, self.width)
         importance_NW, order_NW = rows_NWR[:, :, 0].nan_to_num(-1.0).sort(stable=True, dim=1, descending=True)
         rows_NWR = rows_NWR.gather(1, order_NW[:, :, None].expand_as(rows_NWR))

@@ -1,7 +1,7 @@
-"""Workers that hold some of a mixture's experts: what of the vector they have, and the mean of what they and others send.
+"""Workers that hold a subset of the experts: their part of the parameter vector, and the mean of their contributions.
 
-Holds: a holder's vector is the whole one without the stretches of the experts that it does not hold. The trunk is the mean over all
-contributions, an expert the mean over those of its holders; where there is none, it is left as it is.
+Holds: a holder's vector is the whole one without the spans of experts that it does not hold. The trunk is the mean over all contributions,
+an expert the mean over those of its holders; an expert without holders is not changed.
 
 Shapes: N contributions, E experts of a layer, X experts of all layers.
 """
@@ -18,18 +18,18 @@ from shoal.updates.experts import ExpertBlocks, capped_shares, stretches
 from shoal.updates.rules.aggregation import mean_of_vectors
 
 ExpertIds = tuple[int, ...]
-"""Numbers of experts, the same in every layer, in ascending order; none: all of them."""
+"""Numbers of experts, the same in every layer, in ascending order; empty: all of them."""
 
 
 class HolderVector(NamedTuple):
-    """A contribution's vector, and the experts that it is of."""
+    """The vector of a contribution, and the experts that its worker holds."""
 
     vector: Tensor
     experts: ExpertIds
 
 
 def why_not_held(blocks: ExpertBlocks, experts: Sequence[int]) -> str:
-    """What is wrong with these experts as those of a worker; empty: nothing."""
+    """Why a worker cannot hold these experts; empty: it can."""
     if list(experts) != sorted(set(experts)) or not experts:
         return "experts are named by their numbers, each once and in ascending order"
     if experts[0] < 0 or experts[-1] >= blocks.per_layer:
@@ -40,20 +40,20 @@ def why_not_held(blocks: ExpertBlocks, experts: Sequence[int]) -> str:
 
 
 def size_of(blocks: ExpertBlocks, experts: ExpertIds) -> int:
-    """Numbers in the vector of a worker with these experts."""
+    """Length of the vector of a worker with these experts."""
     return sum(end - start for (start, end), number in _stretches(blocks) if _has(blocks, experts, number))
 
 
 def part_of(blocks: ExpertBlocks, vector: Tensor, experts: ExpertIds) -> Tensor:
-    """What a worker with these experts has of a vector."""
+    """The part of a whole vector that a worker with these experts has."""
     return torch.cat([vector[start:end] for (start, end), number in _stretches(blocks) if _has(blocks, experts, number)])
 
 
 def mean_over_holders(
     blocks: ExpertBlocks, parts: Sequence[HolderVector], weights_N: Tensor, out: Tensor, loads_NX: Tensor | None = None
 ) -> Tensor:
-    """The mean of contributions, in `out`, which keeps what it has where an expert has no holder. With loads each expert is weighed by the
-    tokens that it saw, as `mean_by_experts` weighs it, among its holders."""
+    """The mean of contributions, in `out`, which is not changed where an expert has no holder. With loads, each expert is weighted by the
+    tokens that it saw, as in `mean_by_experts`, among its holders."""
     shares_NX = None if loads_NX is None else _shares_of_holders(blocks, parts, weights_N, loads_NX)
     at = [0] * len(parts)
     for (start, end), number in _stretches(blocks):
@@ -68,7 +68,7 @@ def mean_over_holders(
 
 
 def mean_of_reports(blocks: ExpertBlocks, reports_NB: Tensor, weights_N: Tensor, held: Sequence[ExpertIds]) -> Tensor:
-    """The mean of what contributions report beside their updates; the bias of an expert by its holders alone: others do not move it."""
+    """The mean of the reports beside the updates. The router bias of an expert is averaged over its holders alone."""
     weights_N = weights_N.double()
     mean_B = (weights_N @ reports_NB.double()) / weights_N.sum()
     holds_NE = torch.tensor([[_has(blocks, experts, number) for number in range(blocks.per_layer)] for experts in held])
@@ -80,7 +80,7 @@ def mean_of_reports(blocks: ExpertBlocks, reports_NB: Tensor, weights_N: Tensor,
 
 
 def format_expert_ids(experts: Sequence[int]) -> str:
-    """Numbers of experts for people: 0–3, 8."""
+    """Expert numbers as text: `0–3, 8`."""
     runs = list[list[int]]()
     for number in experts:
         if runs and runs[-1][-1] == number - 1:
@@ -95,7 +95,7 @@ def _stretches(blocks: ExpertBlocks) -> list[tuple[tuple[int, int], int | None]]
 
 
 def _has(blocks: ExpertBlocks, experts: ExpertIds, number: int | None) -> bool:
-    """Whether a holder of these experts has a stretch: the trunk's (None), or that of an expert among those of all layers."""
+    """Whether a holder of these experts has a span: of the trunk (None), or of an expert numbered over all layers."""
     return number is None or not experts or number % blocks.per_layer in experts
 
 

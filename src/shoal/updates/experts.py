@@ -1,7 +1,7 @@
-"""Contributions to a mixture of experts: what each worker's tokens taught one expert is weighed, or compared, by itself.
+"""Aggregation per expert: contributions to each expert of a mixture are weighted, or compared, separately.
 
-Holds: an expert is a few stretches of the vector, one in each stacked tensor of its layer. In no expert does a contribution count more
-than `cap` times its share in the plain mean, whatever its worker says of the tokens.
+Holds: an expert is a few spans of the vector, one in each stacked tensor of its layer. In no expert does a contribution count more than
+`cap` times its share in the plain mean, whatever loads its worker reports.
 
 Shapes: N contributions, L layers, E experts of a layer, X = L · E.
 """
@@ -20,23 +20,23 @@ from shoal.updates.rules.aggregation import combine, mean_of_vectors
 
 
 class ExpertBlocks(NamedTuple):
-    """Where the experts of a mixture lie in the vector, and what workers report of them."""
+    """Where the experts are in the parameter vector, and where their statistics are in a worker's report."""
 
     spans_X: tuple[tuple[Span, ...], ...]
-    """The stretches of each expert, layer after layer."""
+    """The spans of each expert, layer by layer."""
     layers: int
     per_token: int
     """Experts that a token chooses in a layer."""
     loads_at: int | None = None
-    """Where the reported loads begin in what a worker sends beside its update; None: they are not reported."""
+    """Offset of the loads in a worker's report; None: they are not reported."""
     cap: float | None = None
-    """How many times its share in the plain mean a contribution may count in an expert; None: experts are not weighed by loads."""
+    """Most that a contribution may count in an expert, relative to its share in the plain mean; None: loads do not count."""
     apart: bool = False
-    """Whether a rule that compares looks at each expert by itself."""
+    """Whether a robust rule compares each expert separately."""
     size: int = 0
-    """Numbers in the vector."""
+    """Length of the vector."""
     biases_at: tuple[int, ...] = ()
-    """Where, in what a worker sends beside its update, the biases of each layer's experts begin; none: routers have no biases."""
+    """Offsets of each layer's router biases in a worker's report; empty: routers have no biases."""
 
     @property
     def per_layer(self) -> int:
@@ -44,19 +44,19 @@ class ExpertBlocks(NamedTuple):
         return len(self.spans_X) // self.layers
 
     def loads_of(self, report: Tensor) -> Tensor:
-        """The loads in a worker's report, as far as they can be true: [X]."""
+        """The loads in a worker's report, limited to possible values: [X]."""
         assert self.loads_at is not None
         reported_LE = report[self.loads_at : self.loads_at + len(self.spans_X)].view(self.layers, -1)
         return believable(reported_LE, self.per_token).flatten()
 
     def checked(self, report: Tensor) -> Tensor:
-        """A worker's report with no loads in it that cannot be true."""
+        """A worker's report with its loads limited to possible values."""
         if self.loads_at is not None:
             report[self.loads_at : self.loads_at + len(self.spans_X)] = self.loads_of(report).to(report)
         return report
 
     def within(self, span: Span | None) -> ExpertBlocks:
-        """The same blocks in a vector that holds this part of the weights only; parts are cut between tensors."""
+        """The same blocks in a vector of this fragment of the weights; fragments are cut between tensors."""
         if span is None:
             return self
         first, last = span
@@ -65,8 +65,8 @@ class ExpertBlocks(NamedTuple):
 
 
 def believable(reported_LE: Tensor, per_token: int) -> Tensor:
-    """Shares in the choices of a layer that its tokens can have made. A token chooses different experts, so that none has more than 1/k
-    of the choices, and all of them together have all choices at most."""
+    """Reported shares limited to possible ones. A token chooses k different experts, so an expert has at most 1/k of the choices, and all
+    experts together at most all of them."""
     share_LE = reported_LE.double().nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0 / per_token)
     return share_LE / share_LE.sum(1, keepdim=True).clamp(min=1.0)
 
@@ -74,7 +74,7 @@ def believable(reported_LE: Tensor, per_token: int) -> Tensor:
 def capped_shares(loads_NX: Tensor, weights_N: Tensor, cap: float) -> Tensor:
     """Each contribution's share in each expert, in proportion to the tokens that the expert saw and `cap` times its plain share at most.
 
-    What the cap leaves over goes to the others in the same proportion; where they saw nothing, by their plain shares. A cap of 1 is the
+    What the cap leaves over goes to the others in proportion to their tokens; if they saw none, to their plain shares. A cap of 1 is the
     plain mean.
     """
     plain_N1 = (weights_N.double() / weights_N.double().sum())[:, None]
@@ -86,8 +86,7 @@ def capped_shares(loads_NX: Tensor, weights_N: Tensor, cap: float) -> Tensor:
 
 
 def _fill(wanted_NX: Tensor, room_NX: Tensor, amount_X: Tensor) -> Tensor:
-    """Give out an amount in proportion to what is wanted, to each as much as it has room for. Each turn fills one at least, or is the
-    last."""
+    """Distribute an amount in proportion to `wanted_NX`, to each at most `room_NX`. Each iteration fills at least one, or is the last."""
     given_NX = torch.zeros_like(wanted_NX)
     for _ in range(len(wanted_NX)):
         open_NX = torch.where(given_NX < room_NX, wanted_NX, 0.0)
@@ -98,7 +97,7 @@ def _fill(wanted_NX: Tensor, room_NX: Tensor, amount_X: Tensor) -> Tensor:
 
 
 def mean_by_experts(blocks: ExpertBlocks, vectors: Sequence[Tensor], weights_N: Tensor, loads_NX: Tensor, out: Tensor) -> Tensor:
-    """The mean of vectors, in `out`: each expert by the tokens that it saw, everything else by the weights."""
+    """The mean of vectors, in `out`: each expert weighted by the tokens that it saw, everything else by `weights_N`."""
     assert blocks.cap is not None
     shares_NX = capped_shares(loads_NX, weights_N, blocks.cap)
     for (start, end), number in stretches(blocks.spans_X, len(out)):
@@ -108,7 +107,7 @@ def mean_by_experts(blocks: ExpertBlocks, vectors: Sequence[Tensor], weights_N: 
 
 
 def stretches(spans_X: Sequence[Sequence[Span]], size: int) -> Iterator[tuple[Span, int | None]]:
-    """The whole vector from its beginning to its end: stretches of experts with the expert's number, and what lies between them."""
+    """All spans of the vector in order: those of experts with the expert's number, and those between them with None."""
     at = 0
     for (start, end), number in sorted((span, number) for number, own in enumerate(spans_X) for span in own):
         if start > at:
@@ -129,8 +128,8 @@ def combine_apart(
     seed: int,
     dropped: set[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `rules.combine`, for each expert by itself and for the rest together: a contribution that is false in one expert only is compared
-    where it differs, and may be chosen elsewhere. `state` is as long as the vector, where the rule has one. `dropped` takes in those
+    """As `aggregation.combine`, for each expert separately and for the rest together: a contribution that is false in one expert is
+    compared there, and may be chosen elsewhere. `state`, where the rule has one, is as long as the vector. `dropped` gets the contributions
     that were chosen nowhere."""
     update, remembered, left_out = torch.empty_like(stack_ND[0]), None, list[set[int]]()
     rest = tuple(span for span, number in stretches(blocks.spans_X, stack_ND.shape[1]) if number is None)
@@ -148,11 +147,11 @@ def combine_apart(
 
 
 def _taken(values: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The columns of some stretches, end to end."""
+    """The columns of some spans, concatenated."""
     return torch.cat([values[..., start:end] for start, end in spans], dim=-1)
 
 
 def _put(target_D: Tensor, spans: Sequence[Span], values: Tensor) -> None:
-    """Put back what `_taken` gave."""
+    """The inverse of `_taken`."""
     for (start, end), own in zip(spans, torch.split(values, [end - start for start, end in spans]), strict=True):
         target_D[start:end] = own

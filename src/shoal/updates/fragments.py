@@ -1,4 +1,4 @@
-"""Parts of the weights that are exchanged in turn: whole tensors, one after the other, about equally many numbers in each."""
+"""Fragments of the weights that are exchanged in turn (streaming DiLoCo): consecutive whole tensors, about equal in size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from shoal.errors import ShoalError
 
 Span = tuple[int, int]
-"""From where to where in the vector."""
+"""Start and end in the vector."""
 
 
 def spans(sizes: Iterable[int], count: int) -> tuple[Span, ...]:

@@ -1,4 +1,4 @@
-"""One contiguous vector for a network's parameters, one for its gradients, and the layout that names their parts."""
+"""Flat parameters: one contiguous vector for a network's parameters, one for its gradients, and the layout of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Slot(NamedTuple):
-    """Where one tensor lies in the vector."""
+    """Position of one tensor in the vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,17 +60,17 @@ def flatten_networks(networks: Mapping[str, nn.Module]) -> tuple[Tensor, Tensor,
 class FlatNetwork:
     """A network whose parameters are views of `vector`, and whose gradients are gathered in `gradient`.
 
-    An optimizer that works element by element can step the whole vector at once, and an update is one tensor to send. Where the network
-    computes in bfloat16 it may read parameters from a `shadow` instead, which is the vector rounded: see `cast_shadow`.
+    An element-wise optimizer can step the whole vector at once, and an update is one tensor to send. A network that computes in bfloat16
+    may read its parameters from `shadow`, a rounded copy of the vector: see `cast_shadow`.
     """
 
     def __init__(self, network: nn.Module, vector: Tensor | None = None, gradient: Tensor | None = None) -> None:
-        """`vector` and `gradient`: where to put them, as parts of longer ones; None: of their own."""
+        """`vector` and `gradient`: views of longer vectors to use; None: allocate them."""
         self.network = network
         parameters = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         self.parameters = list(parameters.values())
         self.masters = self.parameters
-        """What an optimizer steps in the parameters' place: views of the vector."""
+        """What the optimizer steps: float32 views of the vector."""
         self.shadow: Tensor | None = None
         self.layout = ParameterLayout((name, tuple(parameter.shape)) for name, parameter in parameters.items())
         first = self.parameters[0]
@@ -78,9 +78,9 @@ class FlatNetwork:
         self.gradient = torch.zeros_like(self.vector) if gradient is None else gradient
         self.slopes = [view for _, view in self.layout.views(self.gradient)]
         self.gathered = False
-        """Whether the gradient is in the vector; else the backward pass left it with the parameters."""
+        """Whether the gradient is in `gradient`; else it is still in the parameters' `grad`."""
         self.summed = False
-        """Whether there is the sum of some passes of the step in the vector."""
+        """Whether `gradient` holds the sum of earlier passes of this step."""
         with torch.no_grad():
             for (_, view), parameter in zip(self.layout.views(self.vector), self.parameters, strict=True):
                 view.copy_(parameter)
@@ -89,7 +89,7 @@ class FlatNetwork:
     # --- the shadow --------------------------------------------------------------------------------
 
     def cast_shadow(self, names: Collection[str]) -> None:
-        """From now on the network reads these parameters rounded to bfloat16. Holds: after `renew_shadow`, shadow = bfloat16(vector)."""
+        """Make the network read these parameters from a bfloat16 copy. Holds: after `renew_shadow`, shadow = bfloat16(vector)."""
         self.shadow = torch.empty_like(self.vector, dtype=torch.bfloat16)
         self.renew_shadow()
         self.masters = [nn.Parameter(view) for _, view in self.layout.views(self.vector)]
@@ -98,12 +98,12 @@ class FlatNetwork:
                 parameter.data = view
 
     def renew_shadow(self) -> None:
-        """Somebody wrote into the vector."""
+        """Copy the vector to the shadow; call it after every write to the vector."""
         if self.shadow is not None:
             self.shadow.copy_(self.vector)
 
     def drop_shadow(self) -> None:
-        """From now on the network reads the vector itself."""
+        """Make the network read the vector itself again."""
         self.forget_gradients()
         for (_, view), parameter in zip(self.layout.views(self.vector), self.parameters, strict=True):
             parameter.data = view
@@ -112,40 +112,40 @@ class FlatNetwork:
     # --- gradients ---------------------------------------------------------------------------------
 
     def offer_room(self) -> None:
-        """Tell of each parameter where its gradient will be gathered: who forms it by hand, in a step's first pass, may do so there. For
-        passes that follow each other, each backward pass before the next forward one."""
+        """Attach to each parameter the view where its gradient will be gathered, so that hand-written backward passes can write it there in
+        a step's first pass. Only for passes whose backward ends before the next forward begins."""
         for slope, parameter in zip(self.slopes, self.parameters, strict=True):
             parameter.gradient_room = slope  # type: ignore[attr-defined]
 
     def forget_gradients(self) -> None:
-        """Before a backward pass: the first gradient is then stored instead of added to zeros."""
+        """Call before a step's first backward pass: its gradients are then stored instead of added to zeros."""
         self.gathered = self.summed = False
         for parameter in self.parameters:
             parameter.grad = None
 
     def sum_gradients(self) -> None:
-        """Between the backward passes of a step: add what the pass gave to the vector, in its type. What is rounded is not added up."""
+        """Call between the backward passes of a step: add the gradients in the vector's type, since bfloat16 sums would be rounded."""
         if self.shadow is not None:  # else the parameters' own gradients are of the vector's type
             self.add_up_gradients()
 
     def add_up_gradients(self) -> None:
-        """The same where the next pass writes its gradients to the same place: they are taken away whatever their type."""
+        """As `sum_gradients`, where the next pass overwrites the gradients: they are moved whatever their type."""
         self._take(range(len(self.parameters)))
         self.summed = True
 
     def gather_gradients(self) -> None:
-        """After the last: all gradients into the vector, where from now on the parameters' own `grad` is; 0 for a parameter without."""
+        """Call after the last backward pass: move all gradients into the vector and make them the parameters' `grad`; 0 where missing."""
         if not self.gathered:
             self._take(range(len(self.parameters)))
             self.attach_gradients()
 
     def gather_piece(self, indices: Sequence[int]) -> None:
-        """The same for some parameters, after the last pass went through them."""
+        """`gather_gradients` for some parameters, after the last backward pass has reached them."""
         self._take(indices)
         self._attach(indices)
 
     def attach_gradients(self) -> None:
-        """Make the parts of the gradient vector the parameters' own gradients."""
+        """Make views of the gradient vector the parameters' `grad`."""
         self._attach(range(len(self.parameters)))
         self.gathered = True
 
@@ -155,7 +155,7 @@ class FlatNetwork:
             self.masters[i].grad = self.slopes[i]
 
     def _take(self, indices: Sequence[int]) -> None:
-        """Move gradients into the vector, or add them to what is there of the passes before."""
+        """Move gradients into the vector, or add them to those of earlier passes."""
         there = [(self.slopes[i], gradient) for i in indices if (gradient := self.parameters[i].grad) is not None]
         there = [(slope, gradient) for slope, gradient in there if slope.data_ptr() != gradient.data_ptr()]
         if self.summed:
@@ -172,6 +172,6 @@ class FlatNetwork:
                 self.parameters[i].grad = None
 
     def load(self, vector: Tensor) -> None:
-        """Take over other weights."""
+        """Copy other weights into the vector."""
         self.vector.copy_(vector)
         self.renew_shadow()

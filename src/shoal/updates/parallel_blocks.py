@@ -1,7 +1,7 @@
-"""Work on long vectors in blocks that fit a core's cache, on all cores.
+"""Work on long vectors in blocks that fit a core's cache, on several cores.
 
-NumPy and torch let go of the interpreter inside their loops, so plain threads share the work. Each thread takes the next block when it is
-done with one: handing every block to the pool as a task of its own would cost as much as the work.
+NumPy and torch release the GIL inside their loops, so threads share the work. Each thread takes the next block when it has finished one:
+submitting every block to the pool as a task would cost as much as the work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 BLOCK = 1 << 17
-"""Numbers in a block: half a megabyte of floats, so that a block, what it becomes and a scratch copy stay in the cache."""
+"""Numbers in a block: half a megabyte of floats, so that a block, its result and a scratch copy fit the cache."""
 
 _MOST_THREADS = 4
 
@@ -31,17 +31,17 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: of those the machine has, it may be kept to some."""
+    """Cores that this process may use, by its CPU affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores() -> int:
-    """Cores this process may use, as many as are of use: of more threads too many wait for their turn to begin an operation."""
+    """Number of threads: usable cores up to a limit, beyond which threads mostly wait for the GIL."""
     return min(usable_cores(), _MOST_THREADS)
 
 
 def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -> None:
-    """`work(start, end)` for every block of `size` numbers. The first error is raised, after all threads have stopped."""
+    """Call `work(start, end)` for every block of `size` numbers. The first error is raised after all threads have stopped."""
     if size <= width:
         if size:
             work(0, size)
@@ -72,16 +72,16 @@ def _without_raising(work: Callable[[int], None]) -> Callable[[int], Exception |
 
 
 def scratch(size: int) -> Floats:
-    """Room for a block, the thread's own; the next call in this thread hands out the same. Fresh pages cost more than the arithmetic."""
+    """A thread-local scratch buffer; the next call in this thread returns the same one. Fresh pages cost more than the arithmetic."""
     if size > BLOCK:
         return np.empty(size, np.float32)
     if not hasattr(_own, "floats"):
         _own.floats = np.empty(BLOCK, np.float32)
-    room: Floats = _own.floats[:size]
-    return room
+    buffer: Floats = _own.floats[:size]
+    return buffer
 
 
 def all_finite(block: Floats) -> bool:
-    """Whether no number is infinite or not a number. A dot product with zeros takes two thirds of the time on a quiet machine, but BLAS
-    starts threads for it, which wait for cores that other processes use: beside another job it took ten times as long."""
+    """Whether all numbers are finite. A dot product with zeros takes two thirds of the time on an idle machine, but BLAS starts threads for
+    it, which wait for busy cores: beside another job it took ten times as long."""
     return bool(np.isfinite(block).all())

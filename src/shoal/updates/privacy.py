@@ -1,8 +1,8 @@
 """Differential privacy: noise on a clipped contribution, and the (ε, δ) that a run has spent.
 
 Accounting is that of the Poisson-sampled Gaussian mechanism (Rényi divergences). Batches here are drawn without replacement from a
-shuffle, which everybody accounts for this way and nobody has proved. The noise comes from an ordinary generator of 32-bit floats: it
-hides a sample from whoever reads the updates, not from one who knows the generator's state.
+shuffle; accounting for that in the same way is common practice, but not proved. The noise comes from an ordinary generator of 32-bit
+floats: it hides a sample from readers of the updates, not from one who knows the generator's state.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Doubles = NDArray[np.float64]
 
 def add_noise_(vector: Tensor, clip_norm: float, noise_multiplier: float, generator: Generator) -> None:
     """Add N(0, (clip_norm · noise_multiplier)²) to each number, in place."""
-    room = torch.empty(min(_BLOCK, len(vector)), dtype=vector.dtype, device=vector.device)
+    buffer = torch.empty(min(_BLOCK, len(vector)), dtype=vector.dtype, device=vector.device)
     for start in range(0, len(vector), _BLOCK):
         block = vector[start : start + _BLOCK]
-        noise = room[: len(block)]
+        noise = buffer[: len(block)]
         noise.normal_(0.0, clip_norm * noise_multiplier, generator=generator)
         block += noise
 
@@ -36,14 +36,14 @@ def add_noise_(vector: Tensor, clip_norm: float, noise_multiplier: float, genera
 def sample_level_multiplier(noise_multiplier: float) -> float:
     """The multiplier to account with when a sample is to be hidden, and not a worker.
 
-    A contribution is clipped as a whole, not per sample. Another sample in the batch can turn it to the other side of the ball:
-    it moves by twice the clip norm, so against that the noise is half as large as the setting says.
+    A contribution is clipped as a whole, not per sample. Replacing one sample can move it across the clipping ball, by twice the clip norm,
+    so the noise is half as large relative to that as the setting says.
     """
     return noise_multiplier / 2
 
 
 def epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: float) -> float:
-    """ε after so many noisy steps, each on a random `sampling_rate` of the data; infinite without noise."""
+    """ε after `steps` noisy steps, each on a random `sampling_rate` of the data; infinite without noise."""
     if steps == 0:
         return 0.0
     from_one_step = _divergences(noise_multiplier, sampling_rate)
@@ -52,7 +52,7 @@ def epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: fl
 
 @dataclass
 class Accountant:
-    """The steps each worker has taken, and the ε that follows. Workers hold different samples, so a run has spent what its worst has.
+    """The steps of each worker, and the ε that follows. Workers hold different samples, so a run has spent the maximum over its workers.
 
     `steps` is the whole state. Rényi divergences add up, so those of one step are computed once and multiplied.
     """
@@ -66,7 +66,7 @@ class Accountant:
         self.steps[worker] = self.steps.get(worker, 0) + steps
 
     def spent(self) -> float:
-        """ε so far, of the worker that has spent most."""
+        """ε so far of the worker with the most steps."""
         return epsilon(self.noise_multiplier, self.sampling_rate, max(self.steps.values(), default=0), self.delta)
 
     def spent_by_worker(self) -> Mapping[str, float]:

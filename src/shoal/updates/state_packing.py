@@ -1,4 +1,4 @@
-"""Nested state with tensors in it, as plain data and named tensors: what JSON and safetensors can hold."""
+"""Nested state as JSON-able data and named tensors, for JSON and safetensors files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested data with each tensor replaced by its name in `tensors`. Keys that are numbers are kept so.
+    """Nested data with each tensor replaced by its name in `tensors`. Numeric keys stay numbers.
 
-    A tensor without numbers (of the device `meta`) stands for one that another process writes under this name.
+    A tensor on the device `meta` stands for one that another process writes under this name.
     """
     if isinstance(value, Tensor):
         if not value.is_meta:
@@ -26,7 +26,7 @@ def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `packed` was given."""
+    """The inverse of `packed`."""
     if isinstance(value, list):
         return [unpacked(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -5,6 +5,7 @@ A strategy chooses one of the contribution policies at the end of this file; the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -12,14 +13,14 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from shoal.data import Feed
 from shoal.errors import ShoalError, out_of_memory
 from shoal.models.generation.batch_sampling import sample, tokens_to_send
 from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import make_side_texts
-from shoal.tasks import Batch
+from shoal.tasks import Batch, MetricMeans, StepResult
 from shoal.updates.answer_frames import pack
 from shoal.updates.fragments import Span
-from shoal.worker.interfaces import Feed, StepResult, Window
 from shoal.worker.session import LeasedUnit, RunNews, SeatAssigned
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
@@ -29,340 +30,319 @@ _ALL = slice(None)
 
 
 class ProducedContribution(NamedTuple):
-    """What is to be sent."""
+    """A contribution as a producer made it, before it is encoded."""
 
     vector: Tensor
     metrics: dict[str, Tensor]
     weight: int
     samples: int
     base: int
-    """The version that it was computed on."""
+    """The version of the weights that it was computed on."""
     batches: int
     span: slice = _ALL
-    """Which part of the weights it is about."""
+    """The fragment of the weights that the vector is for."""
     frames: list[memoryview] | None = None
-    """What travels, where that is no update of the weights; None: the vector, as the codec makes it smaller."""
+    """Encoded rollouts; None: the vector is an update of the weights, to be encoded by the codec."""
 
 
 class ProducerContext(Protocol):
-    """The worker, as far as a producer must know it."""
+    """What a producer needs of its worker."""
 
     engine: WorkerEngine
     weights: WorkerWeights
-    outgoing: UpdateEncoder
+    encoder: UpdateEncoder
     accumulation: int
+    """Batches of a step."""
     ranks: int
+    """Processes of the worker."""
     unit: LeasedUnit | None
-    """What the worker has leased."""
+    """The unit that the worker has leased."""
 
     @property
     def round(self) -> int: ...
     @property
     def feed(self) -> Feed: ...
     @property
-    def begins_at(self) -> SeatAssigned:
-        """The place at the data that its next contribution begins at."""
+    def next_seat(self) -> SeatAssigned:
+        """Where in the data the worker's next contribution begins."""
         ...
 
     @property
     def server_step(self) -> float: ...
     @property
     def over(self) -> bool:
-        """Whether there is nothing more to do: the run is over, or the worker was asked to stop."""
+        """Whether the run is over, or the worker was asked to stop."""
         ...
 
-    def settle(self) -> None:
-        """Hear what became of the contribution that is under way."""
+    def await_answer(self) -> None:
+        """Wait for the answer to the contribution that is under way, and apply it."""
         ...
 
     def move_to(self, place: SeatAssigned) -> None:
-        """Go to a place at the data."""
+        """Continue at another place in the data."""
         ...
 
-    def send_again(self) -> None:
-        """What is sent next was sent before, by an earlier life of this worker, and taken."""
+    def repeat_number(self) -> None:
+        """Give the next contribution the number of the last one: an earlier process of this worker sent it, and it was accepted."""
         ...
 
-    def wanted(self, unit: LeasedUnit) -> bool:
-        """A batch of the unit is done: does anybody still wait for its result?"""
+    def still_wanted(self, unit: LeasedUnit) -> bool:
+        """Called after each batch of a unit: whether the worker's lease of the unit still holds."""
         ...
 
-    def tell(self, text: str) -> None: ...
+    def report(self, text: str) -> None:
+        """Show a line to the user."""
+        ...
 
 
-class Producer(Protocol):
-    """Makes contributions."""
+class Producer(ABC):
+    """Computes a worker's contributions."""
 
-    overlap: int
-    """Steps after which the answer to the last contribution is waited for; 0: before the next one is begun."""
-    failure: str
-    """Why nothing came of the last one, where that is for others to know."""
+    sync_delay = 0
+    """Inner steps that are taken before the answer to the last contribution is awaited; 0: the answer is awaited before the first."""
+    inner_steps = 0
+    """Inner steps of the next contribution; 0: it is made of none."""
+    failure = ""
+    """Why the last unit produced nothing, where the coordinator must know."""
 
+    @abstractmethod
     def make(self) -> ProducedContribution | None:
-        """The next contribution; None: nothing came of it."""
-        ...
+        """Compute the next contribution, or None if this step produced none."""
 
-    def refreshed(self, news: RunNews, status: str | None) -> None:
-        """An answer has come: to a contribution with this outcome, or to a pull."""
-        ...
+    def on_answer(self, news: RunNews, status: str | None) -> None:
+        """Called when the answer to a contribution with this outcome has come; None: the answer to a pull."""
+        return
 
 
-class GradientProducer:
+class GradientProducer(Producer):
     """The gradient of one step."""
-
-    overlap, failure = 0, ""
 
     def __init__(self, worker: ProducerContext, own_steps: bool) -> None:
         """`own_steps`: whether the worker also steps its own weights with the gradient."""
         self.worker, self.own_steps = worker, own_steps
         size = worker.engine.vector.numel()
         self._vectors = [torch.empty(size), torch.empty(size)]
-        """One is on its way while the other is filled."""
+        """One is being sent while the other is filled."""
 
     def make(self) -> ProducedContribution | None:
         worker, feed = self.worker, self.worker.feed
-        result = worker.outgoing.gradients([next(feed) for _ in range(worker.accumulation)])
+        result = worker.encoder.gradients([next(feed) for _ in range(worker.accumulation)])
         vector = self._vectors[-1]
         vector.copy_(worker.engine.gradient)
-        if not worker.outgoing.limit(vector):
-            return None  # the other vector may still be under way: the next gradient goes into this one again
+        if not worker.encoder.limit(vector):
+            return None  # the other vector may still be being sent: the next gradient goes into this one again
         self._vectors.reverse()
         if self.own_steps:
             worker.engine.apply_own(worker.server_step)
         batches = worker.accumulation * worker.ranks
         return ProducedContribution(vector, result.metrics, result.weight, result.samples, worker.weights.version, batches)
 
-    def refreshed(self, news: RunNews, status: str | None) -> None:
-        """There is nothing to do: the next gradient is taken at the weights there are."""
 
+class PseudoGradientProducer(Producer):
+    """DiLoCo's pseudo-gradient θ₀ − θ after many inner steps. The inner optimizer keeps its state over all rounds.
 
-class PseudoGradientProducer:
-    """How far many steps led, θ₀ − θ, with the worker's own optimizer, which is never started over.
-
-    θ₀ is what the coordinator sent last. Where weights are exchanged in fragments, each fragment has a θ₀ of its own age.
+    θ₀ is what the coordinator sent last. Where weights are exchanged in fragments, θ₀ of each fragment has a version of its own.
     """
 
-    failure = ""
-
     def __init__(
-        self, worker: ProducerContext, policy: PseudoGradientContribution, keeper: WorkerCheckpoint, spans: tuple[Span, ...]
+        self, worker: ProducerContext, policy: PseudoGradientContribution, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]
     ) -> None:
-        self.worker, self.policy, self.keeper, self.spans = worker, policy, keeper, spans
-        self.overlap = policy.overlap
-        self.asked_steps = policy.steps
-        """Steps until the next contribution."""
-        self.walked = 0
-        """Steps since the last one."""
+        self.worker, self.policy, self.checkpoint, self.spans = worker, policy, checkpoint, spans
+        self.sync_delay = policy.sync_delay
+        self.inner_steps = policy.inner_steps
+        """Inner steps of the round, as the coordinator says."""
+        self.steps_done = 0
+        """Inner steps of the round that were taken."""
         self._vector = torch.empty(worker.engine.vector.numel())
         self._restored = False
-        self._half: PartialRound | None = None
-        """What an earlier life of the worker kept of the round that comes next."""
+        self._partial: PartialRound | None = None
+        """The round to go on with, which an earlier process of this worker saved."""
 
     def make(self) -> ProducedContribution | None:
-        worker = self.worker
-        window = Window()
-        samples = self._walk(window)
+        worker, means = self.worker, MetricMeans()
+        samples = self._take_inner_steps(means)
         if samples is None:
             return None
-        weight = window.weight
-        metrics = {name: torch.tensor(value) for name, value in window.take(worker.engine.world).items()}
+        metrics = {name: torch.tensor(value) for name, value in means.result().items()}
         metrics |= {f"inner_{name}": torch.tensor(value) for name, value in worker.engine.learning_rates().items()}
-        metrics["inner_steps"] = torch.tensor(float(self.walked))
+        metrics["inner_steps"] = torch.tensor(float(self.steps_done))
         span = slice(*self.spans[worker.round % len(self.spans)]) if self.spans else _ALL
-        vector = self._difference(span)
-        if not worker.outgoing.limit(vector):
+        vector = self._pseudo_gradient(span)
+        if not worker.encoder.limit(vector):
             worker.engine.forget_past()
             worker.weights.go_back()
-            self.keeper.forget_half()
+            self.checkpoint.delete_partial_round()
             return None
-        batches, self.walked = self.walked * worker.accumulation * worker.ranks, 0
-        return ProducedContribution(vector, metrics, weight, samples, worker.weights.version, batches, span)
+        batches, self.steps_done = self.steps_done * worker.accumulation * worker.ranks, 0
+        return ProducedContribution(vector, metrics, means.weight, samples, worker.weights.version, batches, span)
 
-    def _walk(self, window: Window) -> int | None:
-        """Step by step; the samples, or None where that came to nothing: the run is over, or the data was another worker's by then."""
-        worker, samples, due, kept = self.worker, self._begin(window), False, False
+    def _take_inner_steps(self, means: MetricMeans) -> int | None:
+        """The samples of the round; None: the run is over, or the coordinator gave this part of the data to another worker."""
+        worker, samples, due, saved = self.worker, self._begin_round(means), False, False
         feed = worker.feed
-        while self.walked < self.asked_steps:
-            if self.walked == self.overlap:
-                worker.settle()
+        while self.steps_done < self.inner_steps:
+            if self.steps_done == self.sync_delay:
+                worker.await_answer()
             if worker.over or worker.feed is not feed:
                 return None
-            if due and self.walked >= self.overlap:  # before that, the last round is not settled
-                kept = self._keep_half(window, samples)
-            until = self.overlap if self.walked < self.overlap else self.asked_steps
-            until_half = self.keeper.until_half(worker.engine.step_count)
-            result, steps = worker.engine.walk(feed, worker.accumulation, min(until - self.walked, until_half))
-            window.add(result)
+            if due and self.steps_done >= self.sync_delay:  # before that, the last round is not settled
+                saved = self._save_partial_round(means, samples)
+            until = self.sync_delay if self.steps_done < self.sync_delay else self.inner_steps
+            until_save = self.checkpoint.steps_until_save(worker.engine.step_count)
+            result, steps = worker.engine.take_steps(feed, worker.accumulation, min(until - self.steps_done, until_save))
+            means.add(result.metrics, result.weight)
             samples += result.samples
-            self.walked += steps
-            due = steps == until_half
-        if kept and not self.overlap:  # the round ends when all others have sent: until then this is all that there is of this one's
-            self._keep_half(window, samples)
+            self.steps_done += steps
+            due = steps == until_save
+        if saved and not self.sync_delay:  # the round stays open until the other workers have sent: save this worker's part of it
+            self._save_partial_round(means, samples)
         return samples
 
-    # --- half rounds -------------------------------------------------------------------------------
+    # --- partial rounds: a worker that was interrupted goes on in the middle of a round ----------------
 
-    def _begin(self, window: Window) -> int:
-        """Begin a round, or go on in the middle of it; the samples so far."""
-        half, self._half, self.walked, worker = self._half, None, 0, self.worker
-        if half is None:
+    def _begin_round(self, means: MetricMeans) -> int:
+        """Begin a round, or go on in the middle of one; the samples so far."""
+        partial, self._partial, self.steps_done, worker = self._partial, None, 0, self.worker
+        if partial is None:
             return 0
-        if half.began.place != worker.begins_at:
-            worker.send_again()
-        worker.move_to(half.place)
-        self.keeper.resume_half(worker.outgoing.residual, within=True)
-        window.sums = {name: torch.tensor(value, device=worker.engine.device) for name, value in half.sums.items()}
-        window.weight, self.walked, self.asked_steps = half.weight, half.steps, min(half.asked_steps, self.asked_steps)
-        where = "at the end" if half.is_whole else "in the middle"
-        worker.tell(f"going on {where} of round {half.began.version + 1}, after step {half.steps} of {half.asked_steps}")
-        return half.samples
+        if partial.began.place != worker.next_seat:
+            worker.repeat_number()
+        worker.move_to(partial.place)
+        self.checkpoint.resume_partial_round(worker.encoder.residual, within=True)
+        means.sums = {name: torch.tensor(value, device=worker.engine.device) for name, value in partial.sums.items()}
+        means.weight, self.steps_done = partial.weight, partial.steps
+        self.inner_steps = min(partial.inner_steps, self.inner_steps)
+        where = "at the end" if partial.is_whole else "in the middle"
+        worker.report(f"going on {where} of round {partial.began.version + 1}, after step {partial.steps} of {partial.inner_steps}")
+        return partial.samples
 
-    def _keep_half(self, window: Window, samples: int) -> bool:
+    def _save_partial_round(self, means: MetricMeans, samples: int) -> bool:
         worker = self.worker
         at = worker.feed.state_dict()
-        place = SeatAssigned(worker.begins_at.seat, at["epoch"], at["position"])
-        sums = {name: float(value) for name, value in window.sums.items()}
-        half = PartialRound(self._beginning(), place, self.walked, self.asked_steps, samples, window.weight, sums)
-        self.keeper.save_half(half, worker.outgoing.residual)
+        place = SeatAssigned(worker.next_seat.seat, at["epoch"], at["position"])
+        sums = {name: float(value) for name, value in means.sums.items()}
+        partial = PartialRound(self._round_start(), place, self.steps_done, self.inner_steps, samples, means.weight, sums)
+        self.checkpoint.save_partial_round(partial, worker.encoder.residual)
         return True
 
-    def _beginning(self) -> RoundStart:
+    def _round_start(self) -> RoundStart:
         weights = self.worker.weights
-        return RoundStart(weights.version, weights.checksum(), self.worker.begins_at)
+        return RoundStart(weights.version, weights.checksum(), self.worker.next_seat)
 
-    def _difference(self, span: slice) -> Tensor:
-        """What to send: how far the steps led, or where they led where the new weights are the mean of all."""
+    def _pseudo_gradient(self, span: slice) -> Tensor:
+        """θ₀ − θ; or θ itself, where the outer step is the plain mean of the workers' weights."""
         base = self.worker.weights.base[span]
         vector = self._vector[: base.numel()]
         vector.copy_(self.worker.engine.vector[span])
-        return vector if self.policy.averages else torch.sub(base, vector, out=vector)
+        return vector if self.policy.sends_weights else torch.sub(base, vector, out=vector)
 
-    def refreshed(self, news: RunNews, status: str | None) -> None:
+    def on_answer(self, news: RunNews, status: str | None) -> None:
         worker = self.worker
-        self.asked_steps = news.header.get("inner_steps", self.asked_steps)
-        self._count_steps()
+        self.inner_steps = news.header.get("inner_steps", self.inner_steps)
+        self._set_step_count()
         ended = status == "accepted" and news.header.get("weights", "same") != "same"
         if status != "accepted":
             worker.weights.go_back()
         if ended:
-            self.keeper.save(worker.weights.version, worker.outgoing.residual)
+            self.checkpoint.save(worker.weights.version, worker.encoder.residual)
         if ended or status not in (None, "accepted", "finished"):  # a run that is interrupted may go on in this very round
-            self.keeper.forget_half()
-        if not self._restored:  # the worker has just come, or come back
+            self.checkpoint.delete_partial_round()
+        if not self._restored:  # the worker has just joined, or joined again
             self._restored = True
             self._restore()
 
-    def _count_steps(self) -> None:
-        """The schedule goes by the steps of all rounds."""
-        self.worker.engine.step_count = round(self.worker.server_step * self.policy.steps) + self.walked
+    def _set_step_count(self) -> None:
+        """The inner learning-rate schedule counts the steps of all rounds."""
+        self.worker.engine.step_count = round(self.worker.server_step * self.policy.inner_steps) + self.steps_done
 
     def _restore(self) -> None:
-        """Look for what an earlier life of the worker kept."""
-        worker, residual = self.worker, self.worker.outgoing.residual
-        half = self.keeper.half_round(self._beginning())
-        if half is not None and half.began.version == worker.weights.version:
-            self._half = half
+        """Load what an earlier process of this worker saved."""
+        worker, residual = self.worker, self.worker.encoder.residual
+        partial = self.checkpoint.find_partial_round(self._round_start())
+        if partial is not None and partial.began.version == worker.weights.version:
+            self._partial = partial
             return
-        if half is not None:  # others have ended the round meanwhile
-            worker.tell(f"going on after round {half.began.version + 1}, which this worker had finished")
-            self.keeper.resume_half(residual, within=False)
+        if partial is not None:  # the other workers have ended the round meanwhile
+            worker.report(f"going on after round {partial.began.version + 1}, which this worker had finished")
+            self.checkpoint.resume_partial_round(residual, within=False)
         else:
-            self.keeper.restore(worker.weights.version, residual)
-        self._count_steps()  # what was kept may be of an older round
+            self.checkpoint.restore(worker.weights.version, residual)
+        self._set_step_count()  # the saved count may be of an older round
         if not self.spans:
             worker.weights.go_back()
 
 
-class Learned(NamedTuple):
-    """Figures of a unit: sums, and what they are sums over."""
-
-    metrics: dict[str, Tensor]
-    weight: int
-    samples: int
-
-
-class UnitGradientProducer:
-    """The mean gradient over a leased unit. Where memory is short, a batch is taken in parts."""
-
-    overlap = 0
+class UnitGradientProducer(Producer):
+    """The mean gradient over a leased unit. A batch that does not fit into memory is taken in parts."""
 
     def __init__(self, worker: ProducerContext) -> None:
         self.worker = worker
-        self.failure = ""
-        self._total = torch.zeros(worker.engine.vector.numel())
-        self._most: int | None = None
+        self._mean_gradient = torch.zeros(worker.engine.vector.numel())
+        self._most_samples: int | None = None
         """Samples that fit into memory at once; None: whole batches do."""
 
     def make(self) -> ProducedContribution | None:
         worker, unit = self.worker, self.worker.unit
         assert unit is not None
-        learned = self._learn(unit, worker.feed)
-        if learned is None:
+        means = MetricMeans()
+        samples = self._take_gradients(unit, means)
+        if samples is None:
             return None
-        if not worker.outgoing.limit(self._total):
+        if not worker.encoder.limit(self._mean_gradient):
             self.failure = "the gradient is not finite"
             return None
-        means = {name: value / learned.weight for name, value in learned.metrics.items()}
-        return ProducedContribution(self._total, means, learned.weight, learned.samples, worker.weights.version, unit.batches)
+        metrics = {name: value / means.weight for name, value in means.sums.items()}
+        return ProducedContribution(self._mean_gradient, metrics, means.weight, samples, worker.weights.version, unit.batches)
 
-    def refreshed(self, news: RunNews, status: str | None) -> None:
-        """There is nothing to do: the next unit is for the weights there are."""
-
-    def _learn(self, unit: LeasedUnit, feed: Feed) -> Learned | None:
-        """The mean gradient over the unit is left in `_total`; None where the unit is not wanted any more."""
-        self._total.zero_()
-        metrics: dict[str, Tensor] = {}
-        weight = samples = 0
+    def _take_gradients(self, unit: LeasedUnit, means: MetricMeans) -> int | None:
+        """The samples of the unit, whose mean gradient is left in `_mean_gradient`; None: the unit is not wanted any more."""
+        self._mean_gradient.zero_()
+        samples = 0
         for _ in range(unit.batches):
-            for result in self._in_parts(next(feed)):
-                if self.worker.over:
+            for result in self._in_parts(next(self.worker.feed)):
+                if self.worker.over or not self.worker.still_wanted(unit):
                     return None
-                if not self.worker.wanted(unit):
-                    return None
-                self._total.lerp_(self.worker.engine.gradient.float().cpu(), result.weight / max(1, weight + result.weight))
-                for name, value in result.metrics.items():
-                    metrics[name] = metrics.get(name, 0.0) + value * result.weight
-                weight, samples = weight + result.weight, samples + result.samples
-        return Learned(metrics, weight, samples)
+                means.add(result.metrics, result.weight)
+                self._mean_gradient.lerp_(self.worker.engine.gradient.float().cpu(), result.weight / max(1, means.weight))
+                samples += result.samples
+        return samples
 
     def _in_parts(self, batch: Batch) -> Iterator[StepResult]:
-        """Gradients over a batch: of all of it, or of parts that fit into memory. The processes of an island take whole batches only, since
-        all must take the same ones."""
+        """Gradients over a batch, or over parts of it that fit into memory. The processes of an island take whole batches only, since all
+        of them must take the same ones."""
         size, at = len(next(iter(batch.values()))), 0
         while at < size or not size:
-            most = min(self._most or size, size - at)
+            most = min(self._most_samples or size, size - at)
             part = batch if most == size else {name: value[at : at + most] for name, value in batch.items()}
             try:
-                result = self.worker.outgoing.gradients([part])
+                result = self.worker.encoder.gradients([part])
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or self.worker.ranks > 1:
                     raise
-                self._shrink(most)
+                self._halve(most)
                 continue
             yield result
             if not size:
                 return
             at += most
 
-    def _shrink(self, most: int) -> None:
+    def _halve(self, most: int) -> None:
         if most == 1:
             self.failure = "out of memory with a single sample"
             raise ShoalError("there is not enough memory here for a single sample: close other programs, or use training.device=cpu")
-        self._most = most // 2
+        self._most_samples = most // 2
         if self.worker.engine.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.worker.tell(f"out of memory with {most} samples at once: going on with {self._most}")
+        self.worker.report(f"out of memory with {most} samples at once: going on with {self._most_samples}")
 
 
-def _grouped(of_prompts: Sequence[Any], group: int) -> list[Any]:
-    """What belongs to prompts, for each of the answers to them."""
+def _repeated(of_prompts: Sequence[Any], group: int) -> list[Any]:
+    """Each item `group` times, once for every answer to its prompt."""
     return [one for one in of_prompts for _ in range(group)]
 
 
-class RolloutProducer:
-    """Answers to the prompts of a leased unit: their tokens, and nothing that a worker could have made up."""
-
-    overlap, failure = 0, ""
+class RolloutProducer(Producer):
+    """Answers to the prompts of a leased unit. Only their tokens are sent: the coordinator recomputes everything else."""
 
     def __init__(self, worker: ProducerContext, policy: RolloutContribution) -> None:
         self.worker, self.policy = worker, policy
@@ -373,80 +353,118 @@ class RolloutProducer:
         prompts, end = unit.given["prompts"], unit.given["end"]
         drawn = sample(
             engine.task.players["model"],
-            _grouped(prompts, policy.group),
+            _repeated(prompts, policy.group),
             max_new_tokens=policy.length,
             temperature=policy.temperature,
             draws=group_draws(policy.seed, unit.given["first"], prompts, policy.group),
             eos_id=end,
             pad_id=0,
-            beside=make_side_texts(engine.task.finder, *(_grouped(unit.given.get(name, ()), policy.group) for name in ("contexts", "own"))),
+            beside=make_side_texts(
+                engine.task.finder, *(_repeated(unit.given.get(name, ()), policy.group) for name in ("contexts", "own"))
+            ),
         )
         tokens_BT, weight = tokens_to_send(drawn), int(drawn.real_BT.sum())
         return ProducedContribution(
             tokens_BT, {}, weight, len(tokens_BT), self.worker.weights.version, unit.batches, frames=pack(tokens_BT)
         )
 
-    def refreshed(self, news: RunNews, status: str | None) -> None:
-        """There is nothing to do but to tell whoever sits here, where the coordinator cannot follow the answers."""
+    def on_answer(self, news: RunNews, status: str | None) -> None:
         if status == "inexact":
-            self.worker.tell(
+            self.worker.report(
                 "warning: the coordinator gets other tokens from the same weights and draws, and refused this unit: something here "
                 "computes otherwise (another precision, a changed program, a faulty machine)"
             )
 
 
-# --- the policies -------------------------------------------------------------------------------------------
+# --- contribution policies, one of which a strategy chooses -----------------------------------------------------
+
+
+class WorkerContribution(ABC):
+    """What a worker sends, and how often. Properties are what other parts of the system ask; a policy overrides those that differ."""
+
+    @abstractmethod
+    def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
+        """What computes the contributions of a worker. `checkpoint` saves what only the worker knows; `spans`: the fragments of the weights
+        that rounds take in turn."""
+
+    @property
+    def own_steps(self) -> bool:
+        """Whether the worker also steps its own weights with each gradient, between pulls."""
+        return False
+
+    @property
+    def takes_inner_steps(self) -> bool:
+        """Whether the worker takes steps with an optimizer of its own between contributions."""
+        return False
+
+    @property
+    def inner_steps(self) -> int:
+        """Steps of a worker that make one contribution."""
+        return 1
+
+    @property
+    def balances_speeds(self) -> bool:
+        """Whether slower workers take fewer inner steps."""
+        return False
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the weights that rounds exchange in turn."""
+        return 1
+
+    @property
+    def sync_delay(self) -> int:
+        """Inner steps that a worker takes while its contribution is under way."""
+        return 0
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether the worker's weights travel in place of the pseudo-gradient: the new weights are their mean."""
+        return False
+
+    def passes(self, version: int, every: int) -> bool:
+        """Whether this version is the first at or after a multiple of `every` worker steps."""
+        return version * self.inner_steps // every > (version - 1) * self.inner_steps // every
 
 
 @dataclass(frozen=True)
-class GradientContribution:
+class GradientContribution(WorkerContribution):
     """A worker sends the gradient of every step."""
 
     own_steps: bool = False
-    """Whether it also steps its own weights with it, between pulls."""
-    steps: int = 1
-    """Steps that make a contribution."""
-    alone: bool = False
-    """Whether it steps alone between contributions."""
-    balanced: bool = False
-    """Whether slower workers take fewer steps."""
-    fragments: int = 1
-    """Parts of the weights that take turns."""
-    overlap: int = 0
-    """Steps that a worker goes on while its contribution is on its way."""
-    averages: bool = False
-    """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
 
-    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
-        """What makes the contributions of a worker. `keeper` keeps what only the worker knows; `spans`: parts of the weights that rounds
-        take in turn."""
+    def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
         return GradientProducer(worker, self.own_steps)
 
-    def passes(self, version: int, every: int) -> bool:
-        """Settings count the steps of a worker. Is this version the first at or after one of every so many?"""
-        return version * self.steps // every > (version - 1) * self.steps // every
+
+@dataclass(frozen=True)
+class PseudoGradientContribution(WorkerContribution):
+    """DiLoCo: a worker takes many inner steps, and sends the pseudo-gradient."""
+
+    inner_steps: int = 1
+    balances_speeds: bool = False
+    fragments: int = 1
+    sync_delay: int = 0
+    sends_weights: bool = False
+
+    @property
+    def takes_inner_steps(self) -> bool:
+        return True
+
+    def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
+        return PseudoGradientProducer(worker, self, checkpoint, spans)
 
 
 @dataclass(frozen=True)
-class PseudoGradientContribution(GradientContribution):
-    """A worker takes many steps alone, with its own optimizer, and sends how far they led it."""
-
-    alone: bool = True
-
-    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
-        return PseudoGradientProducer(worker, self, keeper, spans)
-
-
-@dataclass(frozen=True)
-class UnitGradientContribution(GradientContribution):
+class UnitGradientContribution(WorkerContribution):
     """A worker sends the mean gradient over a unit of the data that it has leased."""
 
-    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
+    def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
         return UnitGradientProducer(worker)
 
 
 @dataclass(frozen=True)
-class RolloutContribution(GradientContribution):
+class RolloutContribution(WorkerContribution):
     """A worker sends its answers to the prompts that it has leased."""
 
     group: int = 1
@@ -456,5 +474,5 @@ class RolloutContribution(GradientContribution):
     temperature: float = 1.0
     seed: int = 0
 
-    def producer(self, worker: ProducerContext, keeper: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
+    def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
         return RolloutProducer(worker, self)

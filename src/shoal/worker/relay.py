@@ -49,7 +49,7 @@ class UpstreamSession:
         """Have a contribution said, which survives this process. Return whether it is new: then the conversation is to begin."""
         if self._under_way:
             return False
-        self.protocol.pass_on(asked, frames)
+        self.protocol.contribute_for_relay(asked, frames)
         self._under_way, self._status = True, ""
         return True
 

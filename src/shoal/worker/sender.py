@@ -46,7 +46,7 @@ class CoordinatorConnection(Protocol):
     def answer(self, timeout_s: float) -> CoordinatorAnswer:
         """Wait for the answer to what was posted. Raises like `call`."""
 
-    def wanted(self, unit: int) -> bool:
+    def still_wanted(self, unit: int) -> bool:
         """Whether a unit's lease still holds, as far as the line has heard; it costs next to nothing to ask."""
 
     def wake(self) -> None:
@@ -71,9 +71,13 @@ class Sender:
     """Drives the protocol of one worker over a line. A conversation is under way in one thread at a time."""
 
     def __init__(
-        self, line: CoordinatorConnection, protocol: WorkerSession, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        connection: CoordinatorConnection,
+        protocol: WorkerSession,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.line, self.protocol, self.tell, self.clock = line, protocol, tell, clock
+        self.connection, self.protocol, self.report, self.clock = connection, protocol, report, clock
         self._random = random.Random()
         """Pauses differ, so that workers which lost their coordinator together do not come back all at once."""
         self.round_trip_s, self.link = 0.0, LinkMeasurements()
@@ -81,16 +85,16 @@ class Sender:
         self._jobs: queue.SimpleQueue[Future[list[SessionEvent]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def converse(self) -> list[SessionEvent]:
+    def exchange(self) -> list[SessionEvent]:
         """Say everything there is to say, and wait for the answers. Return what came of it."""
-        return self._converse(self.clock(), posted=None)
+        return self._exchange(self.clock(), posted=None)
 
     def send(self, soon: bool) -> PendingEvents:
         """Begin to say what there is to say, and return at once. `soon`: this thread asks for the result before long. Where the line can,
         the question is then sent here and now."""
         started = self.clock()
-        if soon and (question := self.protocol.question(started)) is not None and self._post(question):
-            return _Posted(lambda: self._converse(started, question))
+        if soon and (question := self.protocol.next_request(started)) is not None and self._post(question):
+            return _Posted(lambda: self._exchange(started, question))
         return self.begin()
 
     def begin(self) -> Future[list[SessionEvent]]:
@@ -100,29 +104,29 @@ class Sender:
         self._jobs.put(future)
         return future
 
-    def farewell(self, reason: str) -> None:
+    def leave_early(self, reason: str) -> None:
         """Leave before the time and say why, if anybody hears it. What is under way is said first."""
         self.protocol.stop()
         self.protocol.leave(reason)
         with contextlib.suppress(ShoalError, ConnectionLostError):
-            self.converse() if self._thread is None else self.send(soon=False).result()
+            self.exchange() if self._thread is None else self.send(soon=False).result()
 
-    def beat(self, line: CoordinatorConnection, state: str, figures: Mapping[str, float]) -> None:
+    def send_heartbeat(self, connection: CoordinatorConnection, state: str, figures: Mapping[str, float]) -> None:
         """A sign of life, over a line of its own, so that a long upload does not look like death. It does no harm if one is lost."""
         if not self.protocol.session:
             return
         with contextlib.suppress(ConnectionLostError, ShoalError):
             heartbeat, began = self.protocol.heartbeat(state, figures), self.clock()
-            self.protocol.hear_pulse(line.call(header_of(heartbeat), (), ANSWER_S).header)
+            self.protocol.on_heartbeat_answer(connection.call(header_of(heartbeat), (), ANSWER_S).header)
             self.link.answered(self.clock() - began)
-            if self.protocol.word:
-                self.tell(f"warning: {self.protocol.word}")
+            if self.protocol.notice:
+                self.report(f"warning: {self.protocol.notice}")
 
     def close(self) -> None:
         """Stop. Whatever is still under way is given up."""
         self._closing.set()
         self._jobs.put(None)
-        self.line.close()
+        self.connection.close()
         if self._thread is not None:
             self._thread.join(5.0)
 
@@ -130,22 +134,22 @@ class Sender:
 
     def _post(self, question: SessionRequest) -> bool:
         with contextlib.suppress(ConnectionLostError):
-            return self.line.post(header_of(question.asked), question.frames)
+            return self.connection.post(header_of(question.asked), question.frames)
         return False
 
-    def _converse(self, started: float, posted: SessionRequest | None) -> list[SessionEvent]:
+    def _exchange(self, started: float, posted: SessionRequest | None) -> list[SessionEvent]:
         """`posted`: this was asked already, and its answer is on its way."""
         events: list[SessionEvent] = []
-        while (question := posted or self.protocol.question(self.clock())) is not None:
+        while (question := posted or self.protocol.next_request(self.clock())) is not None:
             asked_at = self.clock()
             answer, posted = self._ask(question, posted is not None), None
             if answer is None:
                 continue
             if isinstance(question.asked, Pull):  # no other question is answered at once, whatever the others do
                 self.link.carried(sum(map(len, answer.frames)), self.clock() - asked_at)
-            events += self.protocol.hear(answer.header, answer.frames)
+            events += self.protocol.on_answer(answer.header, answer.frames)
             if self.protocol.forgotten:
-                self.tell(self.protocol.forgotten)
+                self.report(self.protocol.forgotten)
                 self.protocol.forgotten = ""
             if answer.header["kind"] == "refused" and (self.protocol.session or answer.header.get("reason") == TOO_FAST):
                 self._closing.wait((FIRST_PAUSE_S if self.protocol.session else JOINING_PAUSE_S) * self._random.uniform(0.7, 1.3))
@@ -157,26 +161,26 @@ class Sender:
         """One question; None: no answer came, and it is to be asked again."""
         try:
             if posted:
-                return self.line.answer(question.timeout_s)
-            return self.line.call(header_of(question.asked), question.frames, question.timeout_s)
+                return self.connection.answer(question.timeout_s)
+            return self.connection.call(header_of(question.asked), question.frames, question.timeout_s)
         except ConnectionLostError as lost:
-            retry = self.protocol.lost(self.clock(), str(lost))
+            retry = self.protocol.on_no_answer(self.clock(), str(lost))
             if self._closing.is_set() and not self.protocol.left:
                 raise SessionEndedError("closed") from None
-            if retry.word:
-                self.tell(retry.word)
+            if retry.message:
+                self.report(retry.message)
             self._closing.wait(retry.pause_s * self._random.uniform(0.7, 1.3))
             return None
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="courier", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
         while (future := self._jobs.get()) is not None:
             try:
-                future.set_result(self.converse())
+                future.set_result(self.exchange())
             except BaseException as error:
                 future.set_exception(error)
 
@@ -184,15 +188,15 @@ class Sender:
 class HeartbeatThread:
     """Signs of life, at regular times, for as long as it is open."""
 
-    def __init__(self, beat: Callable[[], None], interval_s: float) -> None:
-        self.beat, self.interval_s = beat, interval_s
+    def __init__(self, send: Callable[[], None], interval_s: float) -> None:
+        self.send, self.interval_s = send, interval_s
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
         while not self._closing.wait(self.interval_s):
-            self.beat()
+            self.send()
 
     def close(self) -> None:
         self._closing.set()

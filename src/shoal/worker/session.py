@@ -4,8 +4,8 @@ It knows joining, sequence numbers, rounds, asking again, joining again after th
 nothing and reads no clock; time is passed in. A loop with an engine drives it (`courier.py`, `worker.py`), and so do tests, benchmarks and
 the simulator.
 
-    while (question := protocol.question(now)) is not None:   # None: the worker computes, and then contributes
-        events = protocol.hear(*answer to that question)      # or protocol.lost(now, why), where none came
+    while (question := protocol.next_request(now)) is not None:   # None: the worker computes, and then contributes
+        events = protocol.on_answer(*answer to that question)      # or protocol.on_no_answer(now, why), where none came
 
 At most one question of a worker is under way. Whatever it carries has a number, so that saying it again is harmless.
 """
@@ -55,7 +55,8 @@ class RetryPause(NamedTuple):
     """No answer came: ask again after a pause, and say this to people, if anything."""
 
     pause_s: float
-    word: str
+    message: str
+    """A line for the user; empty: none."""
 
 
 class SeatAssigned(NamedTuple):
@@ -123,8 +124,8 @@ class WorkerSession:
     _holds: bool = False
     """Whether the coordinator has taken note of the experts in this session."""
 
-    word = ""
-    """What the coordinator said with its last answer to a sign of life."""
+    notice = ""
+    """A text for the user that came with the coordinator's last answer to a heartbeat."""
 
     def __init__(
         self,
@@ -180,11 +181,11 @@ class WorkerSession:
         if made.unit < 0:
             self.place = (made.epoch, made.position)
 
-    def send_again(self) -> None:
+    def repeat_number(self) -> None:
         """The next contribution was sent before this process began, and taken: it gets its number again, by which it is recognised."""
         self.seq = self.welcome["last_seq"]
 
-    def pass_on(self, asked: Contribute, frames: Frames) -> None:
+    def contribute_for_relay(self, asked: Contribute, frames: Frames) -> None:
         """Send what a relay's workers learned, under the number that it was written down with, now or before this process began."""
         self.pending = _Pending(asked._replace(have=max(0, self.have)), frames)
         self.seq, self.place = max(self.seq, asked.seq + 1), (asked.epoch, asked.position)
@@ -218,7 +219,7 @@ class WorkerSession:
 
     # --- questions ---------------------------------------------------------------------------------
 
-    def question(self, now: float) -> SessionRequest | None:
+    def next_request(self, now: float) -> SessionRequest | None:
         """What is to be said now, the same again where it was not answered; None: nothing until the worker has something new."""
         asked, frames = self._next()
         if asked is None:
@@ -260,16 +261,16 @@ class WorkerSession:
         self._beats += 1
         return Heartbeat(self.session, self._beats, state, figures)
 
-    def hear_pulse(self, header: Mapping[str, Any]) -> None:
+    def on_heartbeat_answer(self, header: Mapping[str, Any]) -> None:
         """The answer to a sign of life."""
         if header.get("version", -1) > self.newest:
             self.newest = header["version"]
         self.done = self.done or bool(header.get("done"))
-        self.word = printable(str(header["word"])) if "word" in header else ""
+        self.notice = printable(str(header["word"])) if "word" in header else ""
 
     # --- answers -----------------------------------------------------------------------------------
 
-    def lost(self, now: float, why: str) -> RetryPause:
+    def on_no_answer(self, now: float, why: str) -> RetryPause:
         """No answer came. Raises ShoalError where patience is at its end."""
         if isinstance(self._asking, Join):
             self._join_anew()
@@ -285,7 +286,7 @@ class WorkerSession:
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         return RetryPause(pause_s, f"the coordinator does not answer ({why}); trying again" if pause_s >= _WORTH_A_WORD_S else "")
 
-    def hear(self, header: Mapping[str, Any], frames: Frames = ()) -> list[SessionEvent]:
+    def on_answer(self, header: Mapping[str, Any], frames: Frames = ()) -> list[SessionEvent]:
         """The answer to the last question."""
         asked, self._asking, self._asked_at, self._pause_s = self._asking, None, None, FIRST_PAUSE_S
         assert asked is not None, "an answer that was not asked for"

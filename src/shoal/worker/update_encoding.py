@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from shoal.config.schema.updates import Updates
 from shoal.errors import ShoalError
 from shoal.protocol.frames import frame_of
-from shoal.tasks import Batch
+from shoal.tasks import Batch, StepResult
 from shoal.updates import clipping, codecs, privacy
-from shoal.worker.interfaces import Feed, StepResult, World
 
 _ALL = slice(None)
 MOST_POISONED = 50
@@ -27,8 +26,6 @@ class WorkerEngine(Protocol):
     device: torch.device
     step_count: int
 
-    @property
-    def world(self) -> World: ...
     @property
     def vector(self) -> Tensor: ...
     def changed(self) -> None:
@@ -48,8 +45,8 @@ class WorkerEngine(Protocol):
     def gradient(self) -> Tensor: ...
     def gradients(self, batches: list[Batch]) -> StepResult: ...
     def step(self, batches: list[Batch]) -> StepResult: ...
-    def walk(self, feed: Feed, accumulation: int, most: int) -> tuple[StepResult, int]:
-        """Some steps, at most so many, and how many they were."""
+    def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
+        """Take at least one step and at most `most`; the figures of all of them, and their number."""
         ...
 
     def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult: ...

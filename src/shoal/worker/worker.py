@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shoal.config.schema.updates import Updates
+from shoal.data import Feed
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Contribute
 from shoal.updates.fragments import Span
-from shoal.worker.interfaces import Feed
 from shoal.worker.policies import PullPolicy, ShardFeedPolicy
-from shoal.worker.producers import GradientContribution, ProducedContribution
+from shoal.worker.producers import ProducedContribution, WorkerContribution
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.sender import PendingEvents, Sender
 from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned
@@ -35,7 +35,7 @@ _MOST_LAG_SPENT = 3.0
 _STUCK_AFTER_LEASES = 10
 _WAITING = "waiting"
 _SOON_S = 0.05
-"""A step that takes longer leaves the courier time to come back from a lost connection beside it. And only the courier can tell how long an
+"""A step that takes longer leaves the sender time to come back from a lost connection beside it. And only the sender can tell how long an
 answer took that nobody waited for."""
 
 
@@ -43,7 +43,7 @@ class WorkerPolicies(NamedTuple):
     """The worker's share of a strategy."""
 
     feed: ShardFeedPolicy
-    contribution: GradientContribution
+    contribution: WorkerContribution
     pull: PullPolicy
     window: int = 0
     """Rounds that may be open at once; 0: there are no rounds to wait for."""
@@ -66,7 +66,7 @@ def may_overlap(policies: WorkerPolicies, overlap: int, pace: WorkerPace) -> boo
 
     `overlap`: steps that the producer goes on while its contribution is under way.
     """
-    if policies.contribution.alone or policies.feed.leased:
+    if policies.contribution.takes_inner_steps or policies.feed.leased:
         return overlap > 0
     if policies.window:
         return policies.window > 1
@@ -81,7 +81,7 @@ class Worker:
 
     def __init__(
         self,
-        courier: Sender,
+        sender: Sender,
         engine: WorkerEngine,
         feed_for: Callable[[int, int, int], Feed],
         policies: WorkerPolicies,
@@ -90,18 +90,20 @@ class Worker:
         accumulation: int = 1,
         ranks: int = 1,
         receipts: ReceiptsFile | None = None,
-        keeper: WorkerCheckpoint | None = None,
+        checkpoint: WorkerCheckpoint | None = None,
         slowdown: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`feed_for(seat, epoch, position)` gives the batches from there on."""
-        self.courier, self.protocol, self.engine, self.policies = courier, courier.protocol, engine, policies
+        self.sender, self.protocol, self.engine, self.policies = sender, sender.protocol, engine, policies
         self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
         self.receipts, self.clock = receipts or ReceiptsFile(None), clock
-        self.outgoing = UpdateEncoder(engine, updates)
+        self.encoder = UpdateEncoder(engine, updates)
         contribution = policies.contribution
-        self.weights = WorkerWeights(engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
-        self.producer = contribution.producer(self, keeper or NoWorkerCheckpoint(), policies.spans)
+        self.weights = WorkerWeights(
+            engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.takes_inner_steps
+        )
+        self.producer = contribution.producer(self, checkpoint or NoWorkerCheckpoint(), policies.spans)
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
         self.samples = 0
@@ -140,7 +142,7 @@ class Worker:
         while not self.over:
             if not self.policies.feed.leased or self._claim():
                 self._step()
-        self.settle()
+        self.await_answer()
         self.busy = 1.0 - self.times.waited_s / max(1e-9, self.clock() - self._began)
         self.state = "leaving"
         self.protocol.leave()
@@ -149,7 +151,7 @@ class Worker:
     def stop(self) -> None:
         """Leave soon; from any thread."""
         self.protocol.stop()
-        self.courier.line.wake()
+        self.sender.connection.wake()
 
     @property
     def doing(self) -> str:
@@ -172,7 +174,7 @@ class Worker:
         return self.protocol.round
 
     @property
-    def begins_at(self) -> SeatAssigned:
+    def next_seat(self) -> SeatAssigned:
         return SeatAssigned(self.protocol.seat, *self.protocol.place)
 
     @property
@@ -187,8 +189,8 @@ class Worker:
             "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
 
-    def tell(self, text: str) -> None:
-        self.courier.tell(text)
+    def report(self, text: str) -> None:
+        self.sender.report(text)
 
     def _step(self) -> None:
         self.state, started = COMPUTING, self.times.begin(COMPUTING)
@@ -207,21 +209,21 @@ class Worker:
         self._step_s = self.clock() - started
         self.times.computed(self._step_s - coded_s)
         self.steps += 1
-        self.settle()
+        self.await_answer()
         if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
             return None
-        pace = WorkerPace(self.courier.round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
-        overlaps = not self._is_through and may_overlap(self.policies, self.producer.overlap, pace)
+        pace = WorkerPace(self.sender.round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
+        overlaps = not self._is_through and may_overlap(self.policies, self.producer.sync_delay, pace)
         soon = self._step_s < _SOON_S and (self.policies.contribution.own_steps or not overlaps)
-        self._send(made, frames, soon and not self.policies.contribution.alone)
+        self._send(made, frames, soon and not self.policies.contribution.takes_inner_steps)
         if not overlaps:
-            self.settle()
+            self.await_answer()
         return None
 
     def _coded(self, made: ProducedContribution) -> tuple[list[memoryview], float]:
         """An update as it goes on its way, and the time that took."""
         began_at = self.clock()
-        frames = self.outgoing.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
+        frames = self.encoder.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
         took_s = self.clock() - began_at
         self.times.sent(took_s)
         return frames, took_s
@@ -250,9 +252,9 @@ class Worker:
         self.move_to(SeatAssigned(0, unit.epoch, unit.start))
         return True
 
-    def wanted(self, unit: LeasedUnit) -> bool:
+    def still_wanted(self, unit: LeasedUnit) -> bool:
         self._progress_at = self.clock()  # a batch of the unit is done
-        wanted = self.protocol.newest <= unit.version and self.courier.line.wanted(unit.number)
+        wanted = self.protocol.newest <= unit.version and self.sender.connection.still_wanted(unit.number)
         self.counts["abandoned"] += not wanted
         return wanted
 
@@ -290,10 +292,10 @@ class Worker:
         self.protocol.contribute(contribution, frames, pulls=unit is None and self.steps % self.policies.pull.every == 0)
         self.counts["sent"] += 1
         began_at = self.clock()
-        self._under_way = self.courier.send(soon)
+        self._under_way = self.sender.send(soon)
         self.times.sent(self.clock() - began_at)
 
-    def settle(self) -> None:
+    def await_answer(self) -> None:
         """Hear what became of the contribution that is under way, and do as the answer says."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
@@ -304,7 +306,7 @@ class Worker:
             self._apply(events)
 
     def _say_all(self) -> None:
-        self._apply(self.courier.converse())
+        self._apply(self.sender.exchange())
 
     def _apply(self, events: list[SeatAssigned | LeasedUnit | ContributionReceipt | RunNews]) -> None:
         status: str | None = None
@@ -325,8 +327,8 @@ class Worker:
             self._feed.close()
         self._feed = self.feed_for(*place)
 
-    def send_again(self) -> None:
-        self.protocol.send_again()
+    def repeat_number(self) -> None:
+        self.protocol.repeat_number()
 
     def _note(self, receipt: ContributionReceipt) -> None:
         taken, sent = receipt.status == "accepted", receipt.contribution
@@ -345,4 +347,4 @@ class Worker:
             passed = header["version"] - self.weights.version
             self._versions_per_step = 0.8 * self._versions_per_step + 0.2 * max(1, passed / self.policies.pull.every)
         self.weights.load(news)
-        self.producer.refreshed(news, status)
+        self.producer.on_answer(news, status)

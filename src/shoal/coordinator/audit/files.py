@@ -189,8 +189,8 @@ def _receipts(path: Path, notes: list[str], violations: list[str]) -> Iterator[t
 
 
 def _is_sealed(receipt: AuditedReceipt, key: bytes) -> bool:
-    told = json.dumps([receipt.worker, receipt.seq, receipt.digest, receipt.version], separators=(",", ":")).encode()
-    return hmac.compare_digest(hmac.new(key, told, "sha256").hexdigest()[:32], receipt.seal.encode("ascii", "replace").decode())
+    sealed = json.dumps([receipt.worker, receipt.seq, receipt.digest, receipt.version], separators=(",", ":")).encode()
+    return hmac.compare_digest(hmac.new(key, sealed, "sha256").hexdigest()[:32], receipt.seal.encode("ascii", "replace").decode())
 
 
 def digest_of(values: Iterable[Any]) -> str:

@@ -129,10 +129,10 @@ class FileLedger:
         assert replay is not None
         missing = replay.missing()
         if missing is not None:
-            told = f"version {missing['version']}" if "version" in missing else f"something ({', '.join(missing)})"
+            what = f"version {missing['version']}" if "version" in missing else f"something ({', '.join(missing)})"
             raise ShoalError(
                 f"records at the end of the newest journal in {self.path.parent} are gone: line {missing['line']} of {self.path.name} "
-                f"tells of {told}, and the journal does not lead there. Put the journal back from a backup; or let "
+                f"tells of {what}, and the journal does not lead there. Put the journal back from a backup; or let "
                 f"`shoal repair {self.path.parent}` go on without what is lost, which names it"
             )
         damaged = [str(line.number) for line in replay.before if not line.sound]

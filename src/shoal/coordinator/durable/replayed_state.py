@@ -68,7 +68,7 @@ class ReplayedState:
         self.plan, self.learner = plan, learner
         self.remembered = max(_LEAST_REMEMBERED, 2 * policies.pull_every) if policies.contribution.own_steps else 0
         """Bound on remembered versions per worker: more than a worker makes between two pulls."""
-        self.averages = policies.contribution.averages
+        self.sends_weights = policies.contribution.sends_weights
         """Whether workers send weights, whose mean are the new ones, instead of updates."""
         self.state = State()
         self.settled = SettledUnits()
@@ -361,7 +361,7 @@ class ReplayedState:
         """The mean of contributions of which some hold only some experts. An expert in none of them does not move."""
         blocks, vector = self.plan.experts, self.learner.vector
         assert blocks is not None
-        unmoved = vector.clone() if self.averages else torch.zeros_like(vector)
+        unmoved = vector.clone() if self.sends_weights else torch.zeros_like(vector)
         loads = None if blocks.cap is None else torch.stack([blocks.loads_of(one.buffers) for one in held])
         return mean_over_holders(blocks, [HolderVector(one.vector, one.experts) for one in held], weights, unmoved, loads)
 

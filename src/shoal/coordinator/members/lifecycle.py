@@ -83,7 +83,7 @@ class MemberLifecycle:
         refusal = self._check(turn, event, asked, name, challenge, before)
         if refusal.reason:
             return turn.refuse(event.caller, *refusal)
-        returns = name in self.rounds.active and self.policies.contribution.alone  # it may have kept half of a long round
+        returns = name in self.rounds.active and self.policies.contribution.takes_inner_steps  # it may have kept half of a long round
         if before is not None:
             if asked.instance != before.instance:
                 self.members.mark_replaced(before)

@@ -19,12 +19,12 @@ def steps_for(policies: CoordinatorPolicies, plan: RunPlan, version: int, worker
     """The strategy's number of steps: fewer for a slower worker where speeds are balanced, or for one that comes in mid-round where rounds
     do not wait for all, and no more than are left of the run."""
     contribution = policies.contribution
-    steps = contribution.steps
+    steps = contribution.inner_steps
     if version > 0 and policies.rounds.closes_early:
         steps = max(1, round(steps * _left_of_round(worker, members, now)))
-    if contribution.balanced and worker.pace is not None:
+    if contribution.balances_speeds and worker.pace is not None:
         steps = max(1, round(steps * max(LEAST_SHARE, worker.pace / members.paces.largest)))
-    left = plan.worker_steps - version * contribution.steps
+    left = plan.worker_steps - version * contribution.inner_steps
     return min(steps, left) if plan.total_batches is None and left > 0 else steps
 
 

@@ -97,19 +97,19 @@ class PlausibilityChecks:
 
     # --- figures ----------------------------------------------------------------------------------------
 
-    def figures(self, told: Mapping[str, float]) -> dict[str, float]:
+    def figures(self, reported: Mapping[str, float]) -> dict[str, float]:
         """The figures of a heartbeat that can be shown. They are replaced by the next heartbeat, so their names are not remembered."""
-        if not told:
+        if not reported:
             return {}
-        return self._kept(told, {name: value for name, value in told.items() if _is_sane(value) and _PLAIN_NAME.fullmatch(name)})
+        return self._kept(reported, {name: value for name, value in reported.items() if _is_sane(value) and _PLAIN_NAME.fullmatch(name)})
 
-    def metrics(self, told: Mapping[str, float], worker: str) -> dict[str, float]:
+    def metrics(self, reported: Mapping[str, float], worker: str) -> dict[str, float]:
         """The metrics of a contribution that go into the run's records."""
-        return self._kept(told, {name: value for name, value in told.items() if _is_sane(value) and self._is_known(name, worker)})
+        return self._kept(reported, {name: value for name, value in reported.items() if _is_sane(value) and self._is_known(name, worker)})
 
-    def _kept(self, told: Mapping[str, float], kept: dict[str, float]) -> dict[str, float]:
-        if len(kept) < len(told):
-            self.refused["figures"] = self.refused.get("figures", 0) + len(told) - len(kept)
+    def _kept(self, reported: Mapping[str, float], kept: dict[str, float]) -> dict[str, float]:
+        if len(kept) < len(reported):
+            self.refused["figures"] = self.refused.get("figures", 0) + len(reported) - len(kept)
         return kept
 
     def _is_known(self, name: str, worker: str) -> bool:

@@ -34,7 +34,6 @@ from shoal.errors import ShoalError
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import packed, unpacked
-from shoal.worker.interfaces import Writers
 
 _FORMAT = 3
 """Version of the format. Files of other versions are refused."""
@@ -80,7 +79,7 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             raise self._failed(partial, error) from None
 
-    def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: Writers) -> None:
+    def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: World) -> None:
         """The same with several processes, each of which writes its part. All must call it, and all succeed or raise."""
         partial, tensors = self._partial(step), dict[str, Tensor]()
         plain = packed(state, "", tensors)
@@ -95,7 +94,7 @@ class Checkpoints:
             raise self._failed(partial, error) from None
         self._alone(writers, lambda: self._finish(partial, step, plain), partial)
 
-    def _alone(self, writers: Writers, work: Callable[[], Any], partial: Path) -> None:
+    def _alone(self, writers: World, work: Callable[[], Any], partial: Path) -> None:
         """The first process works; where it fails, all processes raise ShoalError."""
         problem = ""
         if writers.first:

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
+from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.worker.interfaces import Writers
 
 _INFO = "DCP_SHARDING_INFO"
 
@@ -39,7 +39,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
         raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
 
 
-def write_from_first(folder: Path, tensors: Mapping[str, Tensor], writers: Writers) -> None:
+def write_from_first(folder: Path, tensors: Mapping[str, Tensor], writers: World) -> None:
     """The same where the processes share no folder: the first one writes a file for each. Raises ShoalError in all of them."""
     own = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     problem, known = "", set(own)

@@ -104,17 +104,17 @@ class WorkerCheckpoints:
 
     # --- the middle of a round ---------------------------------------------------------------------
 
-    def until_half(self, step: int) -> int:
+    def steps_until_save(self, step: int) -> int:
         every = self.occasions.every_steps
         return every - step % every if every and self.halves is not None else sys.maxsize
 
-    def save_half(self, half: PartialRound | None, residual: Tensor | None) -> None:
+    def save_partial_round(self, half: PartialRound | None, residual: Tensor | None) -> None:
         """Save the state after this step, and replace the one before. `half`: the progress of the round, known to the first process."""
         assert self.halves is not None
         whole = {"half": None if half is None else half._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
         self._write(self.halves, self.engine.step_count, self._state(residual) | whole)
 
-    def half_round(self, begins: RoundStart) -> PartialRound | None:
+    def find_partial_round(self, begins: RoundStart) -> PartialRound | None:
         """The half round to resume, or None. One that cannot be used is reported and deleted."""
         found = self._read_half()
         if found is None:
@@ -124,9 +124,9 @@ class WorkerCheckpoints:
         if not why:
             self._half = found
             return half
-        steps = "" if half is None else f" ({half.steps} of {half.asked_steps} steps of round {half.began.version + 1})"
+        steps = "" if half is None else f" ({half.steps} of {half.inner_steps} steps of round {half.began.version + 1})"
         self.tell(f"the half round that this worker kept{steps} is of no use any more: {why}; it is deleted")
-        self.forget_half()
+        self.delete_partial_round()
         return None
 
     def _why_useless(self, half: PartialRound, found: Checkpoint, begins: RoundStart) -> str:
@@ -147,10 +147,10 @@ class WorkerCheckpoints:
             return read_checkpoint(paths[-1]) if paths else None
         except ShoalError as error:
             self.tell(f"warning: {error}; it is deleted, and the round is begun again")
-            self.forget_half()
+            self.delete_partial_round()
             return None
 
-    def has_half(self, step: int) -> bool:
+    def has_partial_round(self, step: int) -> bool:
         """For processes other than the first: whether this one has its part of the half round of this step."""
         found = self._read_half()
         whole = found is not None and found.step == step and found.state["shape"] == self.occasions.shape
@@ -158,19 +158,19 @@ class WorkerCheckpoints:
         return whole
 
     @property
-    def half_step(self) -> int:
-        """The step after which the half round that `half_round` returned was saved."""
+    def partial_round_step(self) -> int:
+        """The step after which the half round that `find_partial_round` returned was saved."""
         assert self._half is not None
         return self._half.step
 
-    def resume_half(self, residual: Tensor | None, within: bool) -> None:
+    def resume_partial_round(self, residual: Tensor | None, within: bool) -> None:
         found, self._half = self._half, None
         assert found is not None
         self._load(found, residual, weights=within)
         if within:
             self.engine.load_gathered(found.state["gathered"])
 
-    def forget_half(self) -> None:
+    def delete_partial_round(self) -> None:
         """Delete the half round; of processes that share it, only the first does."""
         self._half = None
         if self.halves is not None and self.engine.world.first and self.halves.folder.exists():

@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, restore_random_states
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.members import Members
-from shoal.worker.interfaces import StepResult, Window
+from shoal.tasks import MetricMeans, StepResult
 
 INTERRUPTED, STOPPED_EARLY = "interrupted", "stopped early"
 _RECENT_EVENTS, _LONGEST_EVENT = 50, 1000
@@ -81,7 +81,7 @@ class Recorder:
         self.run, self.engine, self.epochs, self.directory = run, engine, epochs, directory
         self.reporters, self.omitted, self.step_name, self.total_batches = reporters, omitted, step_name, total_batches
         self.checkpoints = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last)
-        self.window = Window()
+        self.window = MetricMeans()
         self.samples = self.batches = 0
         self.best: float | None = None
         self.without_progress = 0
@@ -153,7 +153,7 @@ class Recorder:
         """A step was taken."""
         self.batches += batches
         self.samples += result.samples
-        self.window.add(result)
+        self.window.add(result.metrics, result.weight)
 
     def notify_step(self) -> None:
         for reporter in self.reporters:
@@ -164,7 +164,7 @@ class Recorder:
     def record_figures(self, more: Mapping[str, float], totals: Mapping[str, int]) -> None:
         """Record the mean figures since the last record. `more`: figures besides those of the steps and the engine; `totals`: counts since
         the run began."""
-        metrics = self.window.take(self.engine.world)
+        metrics = self.window.take(self.engine.world.total)
         self._check_finite(metrics)
         metrics |= {**self.engine.figures(), **more}
         for name in self.omitted:

@@ -10,7 +10,7 @@ from shoal.config.schema.output import Evaluation
 from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder
-from shoal.worker.interfaces import StepResult
+from shoal.tasks import StepResult
 
 
 class RecordedLoop(ABC):
@@ -73,7 +73,7 @@ class RecordedLoop(ABC):
         """Count a step that was recorded before a crash."""
         self.recorder.count(result, batches)
         if self.passes(self.step, self.run.logging.every_steps):
-            self.recorder.window.take(self.engine.world)
+            self.recorder.window.take(self.engine.world.total)
 
     def finish(self, complete: bool) -> None:
         """Make the last evaluation and the last checkpoint. `complete`: the run was not interrupted or stopped early."""

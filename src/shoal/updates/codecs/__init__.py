@@ -1,8 +1,8 @@
-"""How an update travels: as frames of bytes, and back.
+"""Codecs: how an update is encoded as frames of bytes, and decoded.
 
-What a codec loses may be kept in a residual and added to the next update (error feedback): the sum of what arrives then follows the sum
-of what was sent. Frames come from strangers: their lengths must be exactly what the codec and the size say, and no more than `size`
-numbers are ever allocated. A vector to encode must be finite (`clipping.norm` tells); what is not finite is refused on arrival.
+With error feedback, a codec keeps what it lost in a residual and adds it to the next update, so that the sum of what is received follows
+the sum of what was encoded. Received frames are untrusted: their lengths must be exactly what the codec and the size say, and at most
+`size` numbers are allocated. A vector to encode must be finite (see `clipping.norm`); decoding refuses values that are not finite.
 
     none   values <f4                        fp16   values <f2, saturated
     int8   scales <f4 per chunk, values i1   int4   scales <f4 per chunk, two values in a byte
@@ -38,12 +38,12 @@ __all__ = [
 
 
 def residual_for(codec: Codec, size: int) -> Tensor | None:
-    """Where the codec is to keep what it loses: zeros; None where it loses nothing, or error feedback is off."""
+    """A zero residual for error feedback; None where the codec is lossless or error feedback is off."""
     return torch.zeros(size) if getattr(codec, "error_feedback", False) else None
 
 
 def encode(codec: Codec, vector: Tensor, residual: Tensor | None) -> Frames:
-    """The frames of a vector, which stays as it is. `residual` is added first, and becomes what was lost.
+    """The frames of a vector, which is not changed. `residual` is added first, and becomes what was lost.
 
     Without a codec the frame shares the vector's memory: send it before the vector changes.
     """
@@ -52,32 +52,32 @@ def encode(codec: Codec, vector: Tensor, residual: Tensor | None) -> Frames:
 
 
 def decode(codec: Codec, size: int, frames: Sequence[Frame], out: Tensor | None = None) -> Tensor:
-    """The vector in the frames, in `out` where that is given (which holds anything at all after an error)."""
+    """The vector in the frames, in `out` where that is given (whose content is undefined after an error)."""
     vector = torch.empty(size) if out is None else out
     codec.coder.decode(size, frames, vector.numpy())
     return vector
 
 
 def borrow(codec: Codec, size: int, frames: Sequence[Frame]) -> Tensor | None:
-    """The vector in the frames where it lies, for reading only; None where it does not lie there as it is needed. Raises UpdateError."""
+    """The vector as a read-only view of the frames; None where a view is not possible. Raises UpdateError."""
     values = codec.coder.borrow(size, frames)
     return None if values is None else torch.from_numpy(values)
 
 
 def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor, scale: float, own: bool = False) -> None:
-    """`target += scale × decoded`. Everything is checked before anything is added, so an error leaves the target as it was.
-    `own`: the frames were made here, so there is nothing to check."""
+    """`target += scale × decoded`. Everything is checked before anything is added, so an error leaves the target unchanged. `own`: the
+    frames were encoded by this process and need no check."""
     codec.coder.add(size, frames, target.numpy(), scale, own)
 
 
 def encoded_bytes(codec: Codec, size: int) -> int:
-    """The most bytes an encoded vector takes."""
+    """Largest size of an encoded vector, in bytes."""
     most: int = codec.coder.most_bytes(size)
     return most
 
 
 def encode_changes(old: Tensor, new: Tensor) -> Frames | None:
-    """What turns `old` into `new`, to the bit; None where that is not smaller than `new` itself."""
+    """The exact difference between two vectors; None where it is not smaller than `new` itself."""
     found = sparse.differences(old.detach().numpy(), new.detach().numpy())
     if found is None:
         return None
@@ -87,18 +87,18 @@ def encode_changes(old: Tensor, new: Tensor) -> Frames | None:
 
 
 def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
-    """Turn the old vector into the new one, in place. An error leaves it as it was."""
+    """Turn the old vector into the new one, in place. An error leaves it unchanged."""
     positions, values = sparse.read(frames, len(vector))
     vector.numpy()[positions] = values
 
 
 def of_weights(codec: Codec) -> Codec:
-    """What shortens differences of weights, which may have moved everywhere, where updates are shortened by `codec`."""
+    """The codec for differences of weights, which are dense, in a run whose updates use `codec`."""
     return codec.for_weights()
 
 
 def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame], own: bool = False) -> None:
-    """Older weights become newer ones, in place, by what was published: `full` ones, `changes`, or a `difference`. `own`: as above."""
+    """Update weights in place from published frames: `full` weights, exact `changes`, or an encoded `difference`. `own`: as above."""
     if kind == "full":
         decode(NoCodec(), weights.numel(), frames, out=weights)
     elif kind == "changes":

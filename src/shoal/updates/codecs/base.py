@@ -1,7 +1,7 @@
-"""What a codec does: numbers become frames of bytes, and frames numbers again.
+"""The interface of codecs, and codecs that work block by block.
 
-Frames come from strangers: their lengths must be exactly what the codec and the size say, and no more than `size` numbers are ever
-allocated. What is not finite is refused on arrival. What a codec loses may be kept and added to the next update (error feedback).
+Received frames are untrusted: their lengths must be exactly what the codec and the size say, and at most `size` numbers are allocated.
+Values that are not finite are refused. What a codec loses may be kept and added to the next update (error feedback).
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from shoal.updates.parallel_blocks import BLOCK, Floats, all_finite, in_blocks, 
 
 
 class Coder:
-    """A codec at work. A new one writes `pack`, `unpack` and `most_bytes`; the rest follows from those, and may be made faster."""
+    """Encodes and decodes vectors. A subclass defines `pack`, `unpack` and `most_bytes`; the other methods follow from those, and may be
+    overridden to be faster."""
 
     def pack(self, values: Floats) -> Frames:
-        """The frames of some numbers, all of which are finite."""
+        """The frames of finite numbers."""
         raise NotImplementedError  # abstract
 
     def unpack(self, size: int, frames: Sequence[Frame]) -> Floats:
-        """So many numbers from frames. Raises UpdateError where the frames are not exactly what `pack` makes."""
+        """The `size` numbers in the frames. Raises UpdateError where the frames are not exactly what `pack` makes."""
         raise NotImplementedError  # abstract
 
     def most_bytes(self, size: int) -> int:
-        """The most bytes that so many numbers take."""
+        """Largest encoded size of `size` numbers, in bytes."""
         raise NotImplementedError  # abstract
 
     def encode(self, values: Floats, lost: Floats | None) -> Frames:
-        """The frames of the values, which stay as they are. `lost` is added first, and becomes what the codec lost of the sum."""
+        """The frames of the values, which are not changed. `lost` (the residual) is added first, and becomes what the codec lost."""
         if lost is None:
             return self.pack(values)
         lost += values
@@ -41,20 +42,20 @@ class Coder:
         return frames
 
     def decode(self, size: int, frames: Sequence[Frame], out: Floats) -> None:
-        """The numbers in the frames, into `out`, which holds anything at all after an error."""
+        """Decode into `out`, whose content is undefined after an error."""
         found = self.unpack(size, frames)
         expect_finite(found)
         out[:] = found
 
     def add(self, size: int, frames: Sequence[Frame], target: Floats, scale: float, own: bool) -> None:
-        """`target += scale × decoded`. An error leaves the target as it was. `own`: the frames were made here, and need no check."""
+        """`target += scale × decoded`. An error leaves the target unchanged. `own`: frames of this process, which need no check."""
         found = self.unpack(size, frames)
         if not own:
             expect_finite(found)
         target += found * np.float32(scale)
 
     def borrow(self, size: int, frames: Sequence[Frame]) -> Floats | None:
-        """The numbers where they lie in the frames, for reading only; None where they do not lie there as they are needed."""
+        """The numbers as a read-only view of the frames; None where a view is not possible."""
         return None
 
 
@@ -80,7 +81,7 @@ class PackedVector(ABC):
 
 
 class BlockwiseCoder(Coder):
-    """A codec that sends every number: it works on blocks that fit the cache, on several of them at once."""
+    """A codec that sends every number. It works on several blocks at once, each of which fits a core's cache."""
 
     def __init__(self, dense: type[PackedVector]) -> None:
         self.dense = dense
@@ -101,7 +102,7 @@ class BlockwiseCoder(Coder):
         in_blocks(size, lambda start, end: _add(packed, target[start:end], scale, start, end))
 
     def most_bytes(self, size: int) -> int:
-        """Counted by blocks, where chunks end as well: a vector that is only asked about may be larger than memory."""
+        """Counted by blocks, which end at whole chunks: the vector that is asked about may be larger than memory."""
         whole, rest = divmod(size, BLOCK)
         return whole * self._bytes_of(BLOCK) + self._bytes_of(rest)
 

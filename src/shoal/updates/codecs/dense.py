@@ -1,7 +1,4 @@
-"""Codecs that send every number: as it is, as a 16-bit float, or as an 8-bit or 4-bit integer with a scale per chunk.
-
-Each is a pair of `pack` and `unpack` of one block; blocks begin at whole chunks.
-"""
+"""Dense codecs: every number as float32, float16, or an 8-bit or 4-bit integer with a scale per chunk."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from shoal.updates.parallel_blocks import Floats, in_blocks, scratch
 
 _LARGEST_HALF = 65504.0
 _SMALLEST_PEAK = np.float32(1e-36)
-"""Below this levels / peak is no 32-bit float any more; such a chunk is sent as zeros."""
+"""Below this peak, levels / peak overflows float32; such a chunk is sent as zeros."""
 
 _NUMPY_CONVERTS_FASTER = platform.machine().lower() in ("aarch64", "arm64")
 _ROUNDING = np.float32(3 << 22)
-"""A float of this size has no room for a fraction: to add it rounds a small number, to even as `rint` does, into the lowest byte. That and
-the copy of the byte take three quarters of the time of rounding and converting."""
+"""A float of this size has no fraction bits: adding it rounds a small number, to even as `rint` does, into the lowest byte. That and the
+copy of the byte take three quarters of the time of rounding and converting."""
 
 
 def plain(codec: Codec) -> Coder:
@@ -45,7 +42,7 @@ def four_bits(codec: Codec) -> Coder:
 
 
 class PlainCoder(BlockwiseCoder):
-    """Where nothing is lost and nothing is left out, the vector's own memory travels, and is read where it lies."""
+    """The identity codec: the frame is the vector's own memory, and can be read as a view."""
 
     def __init__(self) -> None:
         super().__init__(Float32Vector)
@@ -87,7 +84,7 @@ class Float32Vector(PackedVector):
 
 
 class Float16Vector(PackedVector):
-    """16-bit floats; what is too large for them becomes the largest."""
+    """16-bit floats, saturated."""
 
     def __init__(self, values: NDArray[np.float16]) -> None:
         self.values = values
@@ -117,12 +114,12 @@ class Float16Vector(PackedVector):
 
 
 class ScaledVector(PackedVector):
-    """Small whole numbers from −levels to levels, times the scale of their chunk."""
+    """Integers from −levels to levels, times the scale of their chunk."""
 
     chunk: int
     levels: int
     largest_scale: np.float32
-    """Times the largest number this is still a 32-bit float."""
+    """Largest scale whose product with `levels` is a finite float32."""
 
     def __init__(self, scales: Floats, values: NDArray[Any]) -> None:
         self.scales, self.values = scales, values
@@ -135,7 +132,7 @@ class ScaledVector(PackedVector):
         return scales
 
     def in_units(self, block: Floats, start: int, end: int) -> Floats:
-        """A block in units of its scales, not rounded yet: room of this thread, until the next call. The scales are kept."""
+        """A block in units of its scales, not rounded yet, in this thread's scratch buffer; stores the scales."""
         units = scratch(end - start)
         parts = zip(rows_of(block, self.chunk), rows_of(units, self.chunk), self._scales(start, end), strict=True)
         for rows, scaled, scales in parts:
@@ -159,7 +156,7 @@ class Int8Vector(ScaledVector):
     """8-bit integers from −127 to 127."""
 
     chunk, levels, largest_scale = 1024, 127, np.float32(2.6e36)
-    # the four bytes of a scale are 0.4 % of a chunk
+    # scales are 0.4 % of the bytes
 
     @classmethod
     def empty(cls, size: int) -> Self:
@@ -185,7 +182,7 @@ class Int4Vector(ScaledVector):
     """4-bit integers from −7 to 7, two in a byte, the first in its lower half; each is sent with 8 added."""
 
     chunk, levels, largest_scale = 256, 7, np.float32(4.2e37)
-    # fewer share a scale, since the largest of them decides what is too small for seven levels; scales are 3 % of the bytes
+    # small chunks, since the largest number of a chunk decides which numbers seven levels round to 0; scales are 3 % of the bytes
 
     @classmethod
     def empty(cls, size: int) -> Self:
@@ -215,8 +212,8 @@ class Int4Vector(ScaledVector):
 
 
 def _convert(source: NDArray[Any], target: NDArray[Any]) -> None:
-    """Between 16-bit and 32-bit floats. NumPy has vector instructions for it on ARM only, where it is ten times as fast as torch; on other
-    processors torch has them. The bits are the same."""
+    """Convert between float16 and float32. NumPy uses vector instructions on ARM only, where it is ten times as fast as torch; elsewhere
+    torch does. The bits are the same."""
     if _NUMPY_CONVERTS_FASTER:
         np.copyto(target, source, casting="same_kind")
     else:
@@ -224,7 +221,8 @@ def _convert(source: NDArray[Any], target: NDArray[Any]) -> None:
 
 
 def _scale(rows: Floats, scaled: Floats, scales: Floats, levels: int, largest: np.float32) -> None:
-    """Numbers up to `levels` into `scaled`, for each row with its scale. A peak that is not finite becomes the scale: refused."""
+    """Scale each row to ±`levels` into `scaled`, and store its scale. A peak that is not finite becomes the scale, which the receiver
+    refuses."""
     bits = np.abs(rows, out=scaled).view(np.int32)
     peaks: Floats = bits.max(1).view(np.float32)  # of floats without a sign the bits are in the same order, and integers compare faster
     scales[:] = np.where(peaks < _SMALLEST_PEAK, 0, np.where(peaks < np.inf, np.minimum(peaks / levels, largest), peaks))
@@ -233,7 +231,7 @@ def _scale(rows: Floats, scaled: Floats, scales: Floats, levels: int, largest: n
 
 
 def _multiply_rows(rows: Floats, factors: Floats, out: Floats) -> None:
-    """Each row times its factor. NumPy would write the factors of rows shorter than its buffer out number by number, which takes longer
+    """Each row times its factor. With its usual buffer NumPy would expand the factors of short rows element by element, which takes longer
     than the product; with the smallest buffer it does not."""
     before = np.setbufsize(16)
     try:
@@ -247,7 +245,7 @@ def chunks(size: int, chunk: int) -> int:
 
 
 def rows_of(block: NDArray[Any], chunk: int) -> Iterator[Floats]:
-    """The whole chunks as rows of one matrix, and a last one that is shorter as another. They share the block's memory."""
+    """Views of the block: the whole chunks as rows of one matrix, and a shorter last chunk as another."""
     whole = len(block) // chunk * chunk
     if whole:
         yield block[:whole].reshape(-1, chunk)

@@ -1,8 +1,8 @@
-"""Some coordinates of a vector: which to send, and how to pack where they are.
+"""Sparse vectors: selecting the largest coordinates, and packing positions.
 
-A position travels as its distance from the one before, less one: in a byte where they lie close, in two where they do not; the largest
-value means "as many as that, and go on". Any bytes therefore mean positions that rise, and only the last needs to be checked. One in a
-hundred takes 8.6 bits where no code could take less than 8.1.
+A position is sent as its distance from the previous one, minus one: in one byte where positions are dense, else in two; the largest value
+is an escape that adds itself and continues. Any bytes therefore decode to increasing positions, and only the last one needs a check. At a
+density of 1 % a position takes 8.6 bits; the entropy bound is 8.1.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Positions = NDArray[np.int64]
 Bits = NDArray[np.int32]
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-"""All but the sign: as integers these bits have the order of the absolute values, with infinities and NaN last."""
+"""All bits but the sign: as integers they are ordered like the absolute values, with infinities and NaN last."""
 _SAMPLE = 1 << 16
 _WIDE_ABOVE = 368
-"""Mean distance from which two bytes per position are fewer than one byte and its repeats."""
+"""Mean distance from which two bytes per position are fewer than one byte with escapes."""
 
 
 def largest(values: Floats, count: int, add: Floats | None = None) -> tuple[Positions, Floats]:
     """The `count` largest of `values` by magnitude, in the order of their positions; of equal ones the first.
 
-    `add` is added to `values` in place on the way. A sample gives a threshold that slightly too many pass; those are then sorted out.
+    `add` is added to `values` in place. A random sample gives a threshold that slightly too many values pass; the surplus is then removed.
     """
     threshold = _estimate(values, count, add)
     positions, found = _at_least(values, threshold, add)
@@ -42,7 +42,7 @@ def largest(values: Floats, count: int, add: Floats | None = None) -> tuple[Posi
 
 
 def _estimate(values: Floats, count: int, add: Floats | None) -> np.int32:
-    """A magnitude that at least `count` values very probably reach; at least that of the smallest number above zero."""
+    """A magnitude that very probably at least `count` values reach; at least that of the smallest positive number."""
     size = len(values)
     places: Any = slice(None) if size <= 2 * _SAMPLE else np.random.default_rng(size).integers(0, size, _SAMPLE)
     sample = values[places] if add is None else values[places] + add[places]
@@ -83,7 +83,7 @@ def _select(magnitudes: Bits, count: int) -> NDArray[np.bool_]:
 
 
 def _filled_up(values: Floats, positions: Positions, count: int) -> tuple[Positions, Floats]:
-    """All that are not zero, and as many zeros as are missing."""
+    """All non-zero values, and as many zeros as are missing."""
     zeros = np.flatnonzero(values[: 2 * count] == 0)[: count - len(positions)]
     if len(zeros) < count - len(positions):
         zeros = np.flatnonzero(values == 0)[: count - len(positions)]
@@ -92,7 +92,7 @@ def _filled_up(values: Floats, positions: Positions, count: int) -> tuple[Positi
 
 
 def _symbols(count: int, size: int) -> tuple[str, int]:
-    """The integers that positions are packed in, and the largest of them, which means "go on"."""
+    """The integer type of packed positions, and its largest value, the escape."""
     return ("<u2", 0xFFFF) if count * _WIDE_ABOVE < size else ("u1", 0xFF)
 
 
@@ -103,7 +103,7 @@ def index_bytes(count: int, size: int) -> int:
 
 
 def pack(positions: Positions, size: int) -> memoryview:
-    """Positions that rise, as bytes."""
+    """Increasing positions as bytes."""
     kind, escape = _symbols(len(positions), size)
     gaps = np.diff(positions, prepend=-1) - 1
     repeats = gaps // escape
@@ -116,7 +116,7 @@ def pack(positions: Positions, size: int) -> memoryview:
 
 
 def unpack(frame: Frame, count: int, size: int) -> Positions:
-    """The positions in a frame: exactly `count`, rising, within the vector."""
+    """The positions in a frame. Holds: exactly `count`, increasing, within the vector."""
     kind, escape = _symbols(count, size)
     present, itemsize = memoryview(frame).nbytes, np.dtype(kind).itemsize
     if present % itemsize or not count * itemsize <= present <= index_bytes(count, size):
@@ -144,7 +144,7 @@ def read(frames: Sequence[Frame], size: int) -> tuple[Positions, Floats]:
 
 
 def differences(old: Floats, new: Floats) -> tuple[Positions, Floats] | None:
-    """Where two vectors differ in any bit, and the new values; None as soon as that is more than the whole new vector."""
+    """Positions where two vectors differ in any bit, and the new values; None if that is larger than the whole new vector."""
     found: dict[int, tuple[Positions, Floats]] = {}
     most = len(new) * 4 // 5
     counts: list[int] = []

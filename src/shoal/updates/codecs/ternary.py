@@ -1,7 +1,7 @@
-"""Ternary: each number as −1, 0 or 1 times the scale of its chunk; five of them in a byte, since 3⁵ fits in 256.
+"""Ternary codec: each number as −1, 0 or 1 times the scale of its chunk; five of them in a byte, since 3⁵ < 256.
 
-Numbers shorter than half the scale become 0. The scale is 1.22 times the root mean square of the chunk, which loses least where numbers are
-spread normally, as in most updates. What is lost is large all the same, so this is for updates that carry it on (error feedback).
+Numbers below half the scale become 0. The scale is 1.22 times the root mean square of the chunk, which minimises the error for normally
+distributed numbers, as in most updates. The error is large all the same, so this needs error feedback.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ternary(codec: Codec) -> Coder:
 
 
 class TernaryVector(PackedVector):
-    """Blocks begin at whole chunks, and chunks at whole bytes: a chunk has a few bits to spare."""
+    """Ternary numbers, five in a byte. Each chunk begins at a whole byte."""
 
     def __init__(self, scales: Floats, values: NDArray[np.uint8]) -> None:
         self.scales, self.values = scales, values
@@ -53,7 +53,7 @@ class TernaryVector(PackedVector):
         for (rows, first), scales in zip(self._parts(block, start), self._scales(start, end), strict=True):
             with np.errstate(over="ignore", invalid="ignore"):
                 peaks = np.maximum(np.abs(rows).max(1), np.float32(1e-38))
-                spread = np.sqrt(np.square(rows / peaks[:, None]).mean(1)) * peaks * _STEP  # of shares of the peak: no square is too large
+                spread = np.sqrt(np.square(rows / peaks[:, None]).mean(1)) * peaks * _STEP  # normalised: squares do not overflow
                 scales[:] = np.minimum(spread, np.where(peaks < np.inf, _LARGEST_SCALE, np.inf))
                 trits = 1 + np.sign(rows) * (np.abs(rows) > 0.5 * scales[:, None])
                 padded = np.full((len(rows), -(-rows.shape[1] // PER_BYTE) * PER_BYTE), 1, np.uint8)
@@ -71,7 +71,7 @@ class TernaryVector(PackedVector):
         return frame_of(self.scales), frame_of(self.values)
 
     def _parts(self, block: Floats, start: int) -> list[tuple[Floats, int]]:
-        """Whole chunks and a shorter last one, each with the place of its first byte."""
+        """Whole chunks and a shorter last one, each with the index of its first byte."""
         parts, first = [], packed_bytes(start)
         for rows in rows_of(block, CHUNK):
             parts.append((rows, first))
@@ -84,6 +84,6 @@ class TernaryVector(PackedVector):
 
 
 def packed_bytes(size: int) -> int:
-    """Bytes of so many numbers: each chunk begins with a byte of its own."""
+    """Bytes of `size` packed numbers; each chunk begins at a whole byte."""
     whole, rest = divmod(size, CHUNK)
     return whole * -(-CHUNK // PER_BYTE) + -(-rest // PER_BYTE)

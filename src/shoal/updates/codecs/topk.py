@@ -1,4 +1,4 @@
-"""Top-k: only the largest numbers travel, with their positions. All others are left out, and kept for the next update."""
+"""Top-k codec: only the largest numbers are sent, with their positions. The others stay in the residual (error feedback)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.updates.parallel_blocks import Floats
 
 
 class TopKCoder(Coder):
-    """Packed positions, and the numbers there as another codec sends them."""
+    """Packed positions, and the values encoded by another codec."""
 
     def __init__(self, codec: TopKCodec) -> None:
         self.codec, kept = codec, codec.for_weights()

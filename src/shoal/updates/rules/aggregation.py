@@ -1,6 +1,6 @@
-"""How contributions become one update: pure functions of a stack [N, D], N contributions of D finite numbers.
+"""Aggregation rules: pure functions from a stack [N, D] of N contributions to one update.
 
-Some rules give each contribution a weight, for which distances are all they need: one Gram matrix serves them. Others go column by column.
+Some rules compute a weight for each contribution from pairwise distances, which follow from one Gram matrix. Others work column by column.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def combine(
     seed: int,
     dropped: set[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One update from a round's contributions, and what the rule wants to find again next time. `dropped` takes in those that the rule
-    left out; rules that go column by column leave out nobody altogether."""
+    """One update from the contributions of a round, and the rule's state for the next round. `dropped` gets the contributions that the rule
+    left out; rules that work column by column never leave one out."""
     there = Contributions(stack_ND, mixing, seed, weights_N, state)
     update: Tensor = aggregation.builder()(aggregation, there)
     if dropped is not None:
@@ -78,7 +78,7 @@ def by_centered_clipping(rule: schema.CenteredClipping, there: Contributions) ->
 
 
 def _false(rule: schema.Krum | schema.MultiKrum | schema.Bulyan, there: Contributions) -> int:
-    """The false contributions to withstand."""
+    """Number of false contributions that the rule must tolerate."""
     return default_byzantine(rule.kind, len(there.stack_ND), there.bucket) if rule.byzantine is None else rule.byzantine
 
 
@@ -90,7 +90,7 @@ def mean(stack_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:
 
 
 def mean_of_vectors(vectors: Sequence[Tensor], weights_N: Tensor, out: Tensor) -> Tensor:
-    """The weighted mean of vectors that lie anywhere, in `out`: a stack of them would cost several times the arithmetic."""
+    """The weighted mean of separate vectors, in `out`: copying them into a stack would cost several times the arithmetic."""
     rows = [vector.numpy() for vector in vectors]
     shares = (weights_N / weights_N.sum()).to(torch.float32).numpy()
     total: Floats = out.numpy()
@@ -105,7 +105,7 @@ def mean_of_vectors(vectors: Sequence[Tensor], weights_N: Tensor, out: Tensor) -
 
 
 def trimmed_mean(stack_ND: Tensor, trim_ratio: float) -> Tensor:
-    """The mean of each column without its extremes: half of `trim_ratio` is dropped at each end, and one at least of three or more."""
+    """The mean of each column without its extremes: half of `trim_ratio` is dropped at each end, at least one of three or more."""
     count = len(stack_ND)
     dropped = trimmed_at_each_end(count, trim_ratio)
     return by_sorted_columns(stack_ND, lambda block: mean_of(block[:, dropped : count - dropped])) if dropped else mean(stack_ND)
@@ -128,7 +128,7 @@ def krum(stack_ND: Tensor, byzantine: int) -> Tensor:
 
 
 def multi_krum(stack_ND: Tensor, byzantine: int, select: int | None = None) -> Tensor:
-    """The mean of the `select` contributions closest to their neighbours; N − f of them unless told."""
+    """The mean of the `select` contributions closest to their neighbours; N − f of them by default."""
     return weighted_sum(krum_weights(gram(stack_ND), byzantine, select), stack_ND)
 
 
@@ -174,10 +174,10 @@ def geometric_median(stack_ND: Tensor, weights_N: Tensor | None = None, iteratio
 
 
 def geometric_median_weights(gram_NN: Tensor, weights_N: Tensor | None, iterations: int, smoothing: float) -> Tensor:
-    """Weiszfeld's iteration, each in N numbers: the point is always a weighted mean, so the Gram matrix has all its distances.
+    """Weiszfeld's iteration on N weights: the point is always a weighted mean, so its distances follow from the Gram matrix.
 
-    `smoothing` is the least distance that counts, as a share of the middle one: nearer ones would divide by next to nothing. It starts
-    in the nearest half around the most central contribution: from the mean, the way back is long when a false one is far away.
+    `smoothing` is the least distance, as a share of the median distance, to avoid divisions by almost zero. The iteration starts from the
+    nearest half around the most central contribution: from the mean it converges slowly when a false contribution is far away.
     """
     own = torch.ones(len(gram_NN), dtype=torch.float64) if weights_N is None else weights_N.double().cpu()
     apart = squared_distances(gram_NN).sqrt()

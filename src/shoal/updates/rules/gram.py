@@ -1,4 +1,4 @@
-"""The Gram matrix of a stack [N, D]: from it follow all distances, and those of any means of its rows, without another pass over it."""
+"""The Gram matrix of a stack [N, D], from which all distances between rows, and between means of rows, follow without another pass."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 _WIDTH = 8192
-"""Columns of one product: short enough for sums of 32-bit floats, which are then added up in double precision."""
+"""Columns of one product: few enough for float32 sums, which are then added up in float64."""
 _AT_ONCE = 128
 _LANES = 16
 _CLOSE = 0.05
-"""Pairs nearer than this share of their length: the subtraction would lose too much of their distance."""
+"""Pairs nearer than this share of their norms lose too much of their distance to cancellation."""
 _LARGEST = 1e13
-"""Squares of numbers up to this add up to 32-bit floats, however many there are."""
+"""Sums of squares of numbers up to this do not overflow float32."""
 
 
 def gram(stack_ND: Tensor) -> Tensor:
     """Inner products of all rows in double precision, relative to one origin for all: zero, or one of the rows.
 
-    Contributions that have much in common are measured from one of them. That is the one of middle length: an attacker's might be so
-    long that all others look alike from there.
+    Contributions that have much in common are measured relative to one of them: the one of median norm, since an attacker's might be so
+    long that all others look alike from it.
     """
     scales_N1 = None
     products = _products(stack_ND, None, None)
@@ -42,7 +42,7 @@ def squared_distances(gram_NN: Tensor) -> Tensor:
 
 
 def weighted_sum(weights_N: Tensor, stack_ND: Tensor) -> Tensor:
-    """The rows, each times its weight; a copy where it is one row alone."""
+    """The weighted sum of the rows; a copy where only one row counts."""
     used = weights_N.nonzero().flatten()
     if len(used) == 1 and weights_N[used] == 1:
         return stack_ND[int(used)].clone()
@@ -64,7 +64,7 @@ def _products(stack_ND: Tensor, origin_D: Tensor | None, scales_N1: Tensor | Non
 
 
 def _product(part_NC: Tensor) -> Tensor:
-    """All cores take products of narrow blocks: they share the work far better than one product of two such flat matrices."""
+    """Products of narrow blocks, which parallelise far better than one product of two wide flat matrices."""
     count, size = part_NC.shape
     if part_NC.device.type == "cpu" and not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return _product_with_numpy(part_NC)
@@ -78,7 +78,7 @@ def _product(part_NC: Tensor) -> Tensor:
 
 
 def _product_with_numpy(part_NC: Tensor) -> Tensor:
-    """NumPy sees that a product is symmetric, and has only half of it made. On ARM, where torch has no MKL, that takes half of its time."""
+    """NumPy computes only half of a symmetric product. On ARM, where torch has no MKL, that takes half of torch's time."""
     array = part_NC.numpy()
     total_NN = np.zeros((len(array), len(array)))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -90,7 +90,7 @@ def _product_with_numpy(part_NC: Tensor) -> Tensor:
 
 
 def _symmetric(blocks_BNW: Tensor) -> Tensor:
-    """The sum of all blocks' products with themselves. What lies right of a whole number of vector registers is only made once."""
+    """The sum of all blocks' products with themselves. Only the corner beyond a whole number of vector registers is computed in full."""
     even = (blocks_BNW.shape[1] - 1) // _LANES * _LANES
     left_BEW, right_BRW = blocks_BNW[:, :even], blocks_BNW[:, even:]
     corner_RR = torch.bmm(right_BRW, right_BRW.transpose(1, 2)).sum(0, dtype=torch.float64)
@@ -101,6 +101,6 @@ def _symmetric(blocks_BNW: Tensor) -> Tensor:
 
 
 def _scales(stack_ND: Tensor) -> Tensor:
-    """What makes the longest rows short enough for their squares to be 32-bit floats; one for the others."""
+    """Factors that scale the longest rows so that their squares do not overflow float32; 1 for the others."""
     peaks_N1 = stack_ND.abs().amax(1, keepdim=True).double()
     return (_LARGEST / peaks_N1).clamp(max=1)

@@ -1,6 +1,6 @@
-"""Mixing before a rule: each row of the stack [N, D] becomes a mean of several, so that honest ones that differ look more alike.
+"""Mixing before aggregation: each row of the stack [N, D] becomes a mean of several, so that heterogeneous honest rows look more alike.
 
-A mixing is a matrix [R, N] whose lines sum to one. Rules that only measure distances never see the mixed vectors themselves.
+A mixing is a matrix [R, N] whose rows sum to one. Rules that need distances only never compute the mixed vectors.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def neighbour_matrix(gram_NN: Tensor, byzantine: int) -> Tensor:
 
 
 class Contributions:
-    """The rows that a rule sees: means of the stack's rows. They are only made where the rule needs more than their inner products."""
+    """The mixed rows that a rule sees. They are computed only if the rule needs more than their inner products."""
 
     def __init__(self, stack_ND: Tensor, mixing: Mixing, seed: int, weights_N: Tensor | None = None, memory: Tensor | None = None) -> None:
         self.stack_ND = stack_ND
         self.weights_N = torch.ones(len(stack_ND)) if weights_N is None else weights_N
-        """Samples behind each contribution. Only the mean goes by them: who claims many samples must not count for many."""
+        """Samples of each contribution. Only the plain mean uses them: in robust rules a claim of many samples must not count."""
         self.memory = memory
-        """What the rule left here when it was last used; None at first. Whatever it leaves here now is saved with the run."""
+        """State of the rule from the last round; None at first. What the rule stores here is saved with the run."""
         self.dropped: list[int] = []
-        """Contributions that the rule left out of its result altogether, by their place in the stack."""
+        """Rows of the stack that the rule left out of its result."""
         self.bucket = mixing.size if isinstance(mixing, Bucketing) else 1
         self.mixing_RN = self._matrix(mixing, seed)
 
@@ -82,7 +82,7 @@ class Contributions:
         return weighted_sum(weights_N, self.stack_ND)
 
     def choose(self, rows: list[int]) -> None:
-        """The rule's result is made of these rows alone."""
+        """Declare that the result uses these rows only."""
         chosen_R = torch.zeros(len(self.gram), dtype=torch.float64).index_fill_(0, torch.tensor(rows), 1.0)
         self.drop_unused(chosen_R if self.mixing_RN is None else chosen_R @ self.mixing_RN)
 
