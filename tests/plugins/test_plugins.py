@@ -243,7 +243,7 @@ def feed_of(data: Data) -> ShardFeed:
 def test_a_plugins_data_that_are_no_samples_are_refused(folder: Path) -> None:
     (folder / "wrong.py").write_text(DUCK_SOURCE.format(order="").replace("def batch", "def rows"), encoding="utf-8")
     run = loaded_with("data: {source: {kind: numbers}}\nmodel: {kind: mlp}\n", "wrong.py").run
-    with pytest.raises(ShoalError, match=r"`train` of the data is of type NumberSamples, and must extend Samples"):
+    with pytest.raises(ShoalError, match=r"`eval` of the data is of type NumberSamples, and must extend Samples"):
         load_data(run)
 
 
