@@ -37,7 +37,7 @@ class CoordinatorReplaced(ShoalError):
     """Another coordinator has taken over."""
 
 
-class CoordinatorConnection:
+class CoordinatorDatabaseConnection:
     """Belongs to one thread."""
 
     def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
@@ -199,7 +199,7 @@ class CoordinatorConnection:
 class _Heartbeat:
     """Signs of life and housekeeping, over a connection of their own, while the coordinator computes."""
 
-    def __init__(self, conninfo: str, coordinator: CoordinatorConnection) -> None:
+    def __init__(self, conninfo: str, coordinator: CoordinatorDatabaseConnection) -> None:
         self._connection = ReconnectingConnection(conninfo)
         self._coordinator = coordinator
         self._vacuumed_bytes = 0
