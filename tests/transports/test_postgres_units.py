@@ -510,7 +510,7 @@ def test_growth_is_bounded(database: Database, server: PostgresServer, enter: Ca
         desk.submit(desk.claim(1, PATIENCE_S)[0], {}, [frame])
         server.consume(*take(server))
         if iteration % 20 == 19:
-            eventually(lambda: server.freed_bytes - server._pulse._vacuumed_bytes <= VACUUM_BYTES)
+            eventually(lambda: server.freed_bytes - server._heartbeat._vacuumed_bytes <= VACUUM_BYTES)
             sizes.append(database.rows("SELECT pg_database_size(current_database())")[0][0])
     counts = dict(database.rows("SELECT 'units', count(*) FROM shoal.units UNION ALL SELECT 'blobs', count(*) FROM shoal.blobs"))
     assert counts == {"units": 3, "blobs": 0}

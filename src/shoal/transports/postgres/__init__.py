@@ -16,7 +16,7 @@ from shoal.transports.postgres.lease_client import ClaimedUnit, LeaseClient, Pub
 from shoal.transports.postgres.reconnecting import conninfo_of
 from shoal.transports.postgres.server import PostgresServer
 
-__all__ = ["LeaseClient", "LeasedUnit", "PostgresClient", "PostgresServer", "PublishedWeights", "connect", "serve", "stored_run"]
+__all__ = ["ClaimedUnit", "LeaseClient", "PostgresClient", "PostgresServer", "PublishedWeights", "connect", "serve", "stored_run"]
 
 
 def serve(settings: Postgres, options: ListenOptions) -> PostgresServer:

@@ -1,4 +1,4 @@
-"""A run in a database goes back to the last record that is sound: what `shoal repair` asks of the database."""
+"""Repair of a run in a database (`shoal repair`): go back to the last record that is undamaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SoundRecords(NamedTuple):
 
 
 class RemovedRecords(NamedTuple):
-    """What was taken out of the database, for people to look at."""
+    """What was deleted from the database, for people to look at."""
 
     records: list[dict[str, Any]]
     ledger: list[str]

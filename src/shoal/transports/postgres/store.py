@@ -1,10 +1,10 @@
-"""What makes the coordinator durable, in the database: the same journal, ledger and snapshots as it keeps in files elsewhere.
+"""The coordinator's journal, ledger and snapshots in the database, instead of in files.
 
 Records and the ledger are written within the transaction of the event that they belong to, so they never disagree with each other or with
-the board. A record whose frames came out of the database refers to them; they are not written again. A snapshot is a transaction of its
+the units. A record whose frames came out of the database refers to them; they are not written again. A snapshot is a transaction of its
 own, some time after the journal began that follows it; until then the one before it and both journals are what survives.
 
-Checksums cover what is written, and each record names that of the one before it, so that damage and what is missing are told by name.
+Checksums cover what is written, and each record names that of the one before it, so that errors name what is damaged or missing.
 """
 
 from __future__ import annotations
