@@ -15,7 +15,7 @@ from shoal.coordinator.driver import TICK_S, CoordinatorDriver, DriverDeps, Snap
 from shoal.coordinator.effects import Published
 from shoal.coordinator.events import RequestReceived, RunConcluded
 from shoal.coordinator.run_plan import Learner, RunPlan
-from shoal.protocol.messages import EMPTY, Asked, Contribute, Message
+from shoal.protocol.messages import EMPTY, Contribute, Message, WorkerRequest
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Cores, Link
 from shoal.simulate.machines import SimulatedMachine, Weather
@@ -272,7 +272,7 @@ class VirtualRun:
 
         return self.timeline.after(work_s, sleep) if cores is None else cores.compute(work_s, sleep)
 
-    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> bool:
+    def call(self, worker: VirtualWorker, asked: WorkerRequest, frames: Frames, question: int) -> bool:
         size = self._size(frames)
         arrives = worker.link.arrival(size, self.timeline.now, down=False)
         self.report.received_bytes += size
@@ -289,7 +289,7 @@ class VirtualRun:
     def _size(self, frames: Frames) -> float:
         return _HEADER_BYTES + self.scenario.teaching.scale * sum(map(len, frames)) if frames else _HEADER_BYTES
 
-    def _arrive(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> None:
+    def _arrive(self, worker: VirtualWorker, asked: WorkerRequest, frames: Frames, question: int) -> None:
         now = self.timeline.now
         self._busy_until = max(now, self._busy_until) + SERVICE_S + self._size(frames) / SERVICE_BYTES_PER_S
         self._handle(RequestReceived(partial(self._reply, worker, question), asked, frames, self._new_session()))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Message
+from shoal.protocol.messages import PROTOCOL, Contribute, Message, WorkerRequest
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Link
 from shoal.simulate.machines import SimulatedMachine
@@ -51,7 +51,7 @@ class WorkerEnvironment(Protocol):
     heartbeat_s: float
 
     def uneven(self, sigma: float) -> float: ...
-    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> bool:
+    def call(self, worker: VirtualWorker, asked: WorkerRequest, frames: Frames, question: int) -> bool:
         """Send a question; whether it will arrive. The answer comes to the worker's `hear`, with the number of the question."""
 
     def patience_s(self, question: SessionRequest) -> float:
