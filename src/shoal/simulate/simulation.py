@@ -146,7 +146,7 @@ def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> RunA
     """What a run comes to with so many workers: with networks that can learn, or with their shapes only. Raises ShoalError where it cannot
     be simulated."""
     if run.alone:
-        raise ShoalError("this run trains alone and has no workers to simulate: choose a strategy for several, as in --set strategy.kind=async")
+        raise ShoalError("this run trains alone and has no workers to simulate: choose another strategy, as in --set strategy.kind=async")
     if run.strategy.gives_answers:
         raise ShoalError(f"workers of the strategy {run.strategy.kind} answer prompts, and how long answers become cannot be foretold")
     if not learns:
