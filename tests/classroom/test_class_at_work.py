@@ -325,7 +325,7 @@ def test_rubbish_from_a_student_spoils_nothing(school: School) -> None:
 
 
 def test_the_teacher_sees_the_class_from_the_database_alone(school: School, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from shoal.reporters.database_figures import Blackboard
+    from shoal.reporters.sinks import Blackboard
     from shoal.transports.postgres import schema
 
     with connect(school.access) as connection:
@@ -367,7 +367,7 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
 def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from shoal.reporters.database_figures import Blackboard
+    from shoal.reporters.sinks import Blackboard
     from shoal.runs.connections import TransportConnection
     from shoal.runs.worker_run import JoinOptions
 

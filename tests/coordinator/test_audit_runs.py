@@ -255,6 +255,7 @@ def test_a_damaged_snapshot(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "snapshot" in found(run, capsys)
 
 
+@pytest.mark.whole
 def test_no_damage_is_a_traceback(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chance = random.Random(7)
     files = [path for path in run.rglob("*") if path.is_file() and path.name != "config.yaml"]

@@ -136,6 +136,7 @@ def _full() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("problem", [Crash, _full])
 def test_wherever_the_disk_fails_what_was_confirmed_comes_back(
     tmp_path: Path, inserted: Callable[[Disk], None], problem: Callable[[], BaseException]

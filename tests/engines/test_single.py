@@ -171,6 +171,7 @@ def test_bf16_and_fp16_stay_near_fp32() -> None:
         assert engine.networks["model"].vector.dtype == torch.float32
 
 
+@pytest.mark.whole
 def test_compile_gives_the_same_gradient() -> None:
     (batch,) = batches(1)
     plain, compiled = engine_for(run_with()), engine_for(run_with("training.compile=true"))

@@ -200,7 +200,9 @@ def test_a_student_whose_role_made_room_gets_a_new_one_and_hears_of_it(database:
     dismiss(database, first)
     told: list[str] = []
     again = own_access(parse(database.conninfo("class")), "mia", tmp_path, PATIENCE_S, told.append)
-    assert told == ["the class does not know `student-mia` any more, whose place another student may have got: this is `student-mia` now"]
+    assert told == [
+        "the class does not know `student-mia` any more, which may have made room for another student: this is `student-mia` now"
+    ]
     connected(again).close()
 
 
@@ -563,7 +565,7 @@ def test_the_watchdog_ends_who_holds_up_others_and_those_go_on(
     issue(server, 8, quorum=8)
     honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
     (unit,), (kept,) = honest.claim(1, 0.0), hostile.claim(1, 0.0)
-    server._pulse.close()  # the coordinator's own watchdog would end it after five seconds, which a slow machine takes for this
+    server._heartbeat.close()  # the coordinator's own watchdog would end it after five seconds, which a slow machine takes for this
     with contextlib.closing(connected(eve)) as keeper, database.connect() as owner:
         keeper.execute("BEGIN")
         handed_in = (hostile._secret, kept.id, kept.lease, kept.iteration, b"x")

@@ -121,7 +121,7 @@ def crowd(outside: Access, sources: Sequence[str], words: bytes) -> Iterator[Cal
     def hold(source: str) -> None:
         held: list[socket.socket] = []
         while not stop.is_set():
-            while len(held) < tls_front.MOST_STRANGERS_AT_ONE:
+            while len(held) < tls_front.MOST_UNAUTHENTICATED_PER_ADDRESS:
                 held.append(socket.create_connection((outside.host, outside.port), PATIENCE_S, source_address=(source, 0)))
                 with contextlib.suppress(OSError):
                     held[-1].sendall(words)
@@ -158,7 +158,7 @@ def test_a_student_is_let_in_beside_strangers_who_take_all_places(outside: Acces
             student = ReconnectingConnection(outside.address)
             assert student.run(lambda connection: connection.info.user, PATIENCE_S) == "class"
             student.close()
-        assert opened() >= tls_front.MOST_STRANGERS_AT_ONE * len(sources)
+        assert opened() >= tls_front.MOST_UNAUTHENTICATED_PER_ADDRESS * len(sources)
 
 
 def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,48 +167,48 @@ def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(m
     strangers, put_out = tls_front.UnauthenticatedClients(2), []
 
     def come(name: str, address: str, *, full: bool = False) -> tls_front.ClientConnection:
-        assert strangers.make_room(address, full=full)
+        assert strangers.admit_one_more(address, full=full)
         visit = tls_front.ClientConnection(strangers, address)
         visit.task = SimpleNamespace(cancel=lambda: put_out.append(name))  # type: ignore[assignment]
         return visit
 
     student = come("student", "school")
-    student.heard()
-    now[0] += tls_front.HEARING_S / 2
-    for number in range(tls_front.MOST_STRANGERS_AT_ONE + 1):
+    student.on_step()
+    now[0] += tls_front.FIRST_BYTES_S / 2
+    for number in range(tls_front.MOST_UNAUTHENTICATED_PER_ADDRESS + 1):
         come(f"silent {number}", "school")
     assert put_out == ["silent 0", "silent 1"], "the places of one address are taken: who came first and said nothing leaves"
-    for number in range(tls_front.MOST_STRANGERS // 2):
-        come(f"other {number}", f"address {number}").heard()
+    for number in range(tls_front.MOST_UNAUTHENTICATED // 2):
+        come(f"other {number}", f"address {number}").on_step()
     come("new", "elsewhere")
     assert put_out[2:] == ["silent 2"], "all places are taken"
-    for visit in strangers.visits:
-        visit.heard()
+    for visit in strangers.clients:
+        visit.on_step()
     come("newer", "elsewhere")
     assert put_out[3:] == ["student"], "all have spoken just now: one leaves from the address that has most of them"
     now[0] += 2 * tls_front.PATIENCE_S
-    for visit in strangers.visits[:-1]:
-        visit.heard()
+    for visit in strangers.clients[:-1]:
+        visit.on_step()
     come("newest", "elsewhere")
     assert put_out[4:] == ["newer"], "one of them was silent since"
     come("next", "elsewhere")
     assert put_out[5] not in ("newest", "next"), "who came this moment may have spoken already, and is heard first"
-    for visit in list(strangers.visits):
-        visit.leave()
-    assert not strangers.make_room("elsewhere", full=True), "clients that were let in are put out for nobody"
+    for visit in list(strangers.clients):
+        visit.close()
+    assert not strangers.admit_one_more("elsewhere", full=True), "clients that were let in are put out for nobody"
 
 
 def test_one_address_leaves_some_of_the_places_for_those_who_are_let_in() -> None:
     strangers = tls_front.UnauthenticatedClients(2)
     visits = [tls_front.ClientConnection(strangers, address) for address in ("school", "school", "school", "elsewhere")]
     for visit in visits[:2]:
-        visit.let_in()
+        visit.on_login()
     with pytest.raises(tls_front.ProxyRefusal, match="as many connections from your address as one address may have"):
-        visits[2].let_in()
-    visits[3].let_in()
-    visits[0].leave()
-    visits[2].let_in()
-    assert strangers.visits == []
+        visits[2].on_login()
+    visits[3].on_login()
+    visits[0].close()
+    visits[2].on_login()
+    assert strangers.clients == []
 
 
 def test_a_client_that_one_address_has_too_many_of_hears_why(outside: Access, server: EmbeddedPostgres, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_addresses_of_one_ipv6_network_count_as_one(one: str, other: str, same: 
 
 def test_who_enrols_stays_a_stranger_and_gives_its_place_up(outside: Access, tmp_path: Path) -> None:
     with contextlib.ExitStack() as held:
-        for _ in range(tls_front.MOST_STRANGERS_AT_ONE):
+        for _ in range(tls_front.MOST_UNAUTHENTICATED_PER_ADDRESS):
             held.enter_context(contextlib.suppress(psycopg.OperationalError))
             held.enter_context(connect(outside))
         for number in range(3):

@@ -21,7 +21,7 @@ from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServe
 from shoal.transports.postgres import coordinator_connection as office
 from shoal.transports.postgres import reconnecting as line
 from shoal.transports.postgres.coordinator_connection import CoordinatorReplaced
-from shoal.transports.postgres.lease_client import LeasedUnit
+from shoal.transports.postgres.lease_client import ClaimedUnit
 from shoal.transports.postgres.reconnecting import ReconnectingConnection
 from shoal.transports.postgres.store import PostgresJournal
 from tests.support.eventually import eventually
@@ -63,7 +63,7 @@ def enter(database: Database) -> Iterator[Enter]:
         desk.close()
 
 
-def claimed(desk: LeaseClient) -> LeasedUnit:
+def claimed(desk: LeaseClient) -> ClaimedUnit:
     """A claim ends with any news: claim until there is a unit."""
     while not (units := desk.claim(1, PATIENCE_S)):
         pass
@@ -113,7 +113,7 @@ def test_one_that_fell_silent_elsewhere_is_replaced_and_cannot_go_on(
         connection.execute("UPDATE shoal.coordinator SET host = 'far-away'")
     with pytest.raises(ShoalError, match="on far-away"):
         serve()
-    old._pulse.close()
+    old._heartbeat.close()
     with database.connect() as connection:
         connection.execute("UPDATE shoal.coordinator SET alive_at = now() - make_interval(secs => %s)", (PATIENCE_S + 1,))
     serve()
@@ -376,12 +376,12 @@ def test_who_tries_in_vain_hears_of_it_meanwhile(monkeypatch: pytest.MonkeyPatch
 def test_a_connection_that_is_lost_while_the_coordinator_tidies_up_ends_nothing(database: Database, serve: Serve) -> None:
     server = serve()
     server._tidied_at -= 60.0
-    look = server._look
+    look = server._new_rows
 
     def look_and_lose() -> list[Request]:
-        server._look = look  # type: ignore[method-assign]
+        server._new_rows = look  # type: ignore[method-assign]
         cut_off(database)
         return []
 
-    server._look = look_and_lose  # type: ignore[method-assign]
+    server._new_rows = look_and_lose  # type: ignore[method-assign]
     assert server.poll(0) == []

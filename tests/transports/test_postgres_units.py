@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Request
-from shoal.transports.postgres import LeaseClient, LeasedUnit, PostgresServer
+from shoal.transports.postgres import ClaimedUnit, LeaseClient, PostgresServer
 from shoal.transports.postgres.coordinator_connection import VACUUM_BYTES
 from tests.support.eventually import eventually
 from tests.support.postgres_server import Database
@@ -101,7 +101,7 @@ def test_units_come_in_the_order_they_were_issued(server: PostgresServer, enter:
 
 def test_two_claimers_never_get_the_same_unit(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     issue(server, 1, 2000)
-    found: list[list[LeasedUnit]] = [[] for _ in range(6)]
+    found: list[list[ClaimedUnit]] = [[] for _ in range(6)]
     desks = [enter() for _ in found]
 
     def work(n: int) -> None:
@@ -294,7 +294,7 @@ def test_of_results_that_come_at_once_a_round_takes_as_many_as_it_needs(
     desks = [enter() for _ in range(4)]
     start = threading.Barrier(len(desks))
 
-    def submit(desk: LeaseClient, unit: LeasedUnit) -> str:
+    def submit(desk: LeaseClient, unit: ClaimedUnit) -> str:
         start.wait(PATIENCE_S)
         return desk.submit(unit, {}, [b"x"])
 
@@ -510,7 +510,7 @@ def test_growth_is_bounded(database: Database, server: PostgresServer, enter: Ca
         desk.submit(desk.claim(1, PATIENCE_S)[0], {}, [frame])
         server.consume(*take(server))
         if iteration % 20 == 19:
-            eventually(lambda: server.freed_bytes - server._pulse._vacuumed_bytes <= VACUUM_BYTES)
+            eventually(lambda: server.freed_bytes - server._heartbeat._vacuumed_bytes <= VACUUM_BYTES)
             sizes.append(database.rows("SELECT pg_database_size(current_database())")[0][0])
     counts = dict(database.rows("SELECT 'units', count(*) FROM shoal.units UNION ALL SELECT 'blobs', count(*) FROM shoal.blobs"))
     assert counts == {"units": 3, "blobs": 0}

@@ -1,4 +1,4 @@
-"""What a run learns from: images, text, streams and mixtures, as batches that can be taken up again at any point."""
+"""The data of a run: images, text, streams and mixtures, as batches whose position can be saved and restored."""
 
 from shoal.data.fake_data import is_local, make_fake_data
 from shoal.data.feed import ShardFeed

@@ -25,7 +25,7 @@ _COLOURS = 3
 
 
 class FakeSamples(Samples):
-    """So many samples of the right shape, with random contents."""
+    """A given number of samples of the right shape, with random contents."""
 
     def __init__(self, info: Info, count: int, length: int) -> None:
         """`length`: tokens of a text."""
@@ -61,7 +61,7 @@ def make_fake_data(run: Run, count: int | None) -> Data:
     known = count or _known_count(run)
     if known is None and run.training.max_steps is None:
         raise ShoalError(
-            f"data.source: {_name(run)} is not on this machine, so nobody here knows how many samples it has: say it with --samples N, or "
+            f"data.source: {_name(run)} is not on this machine, so the number of its samples is not known: give it with --samples N, or "
             "set training.max_steps"
         )
     told = f"{_name(run)}, which is not read: {'no end' if known is None else f'{known:,} samples'} supposed"

@@ -14,7 +14,7 @@ from shoal.data.loader_processes import LoaderOptions
 
 
 class UnitBatches:
-    """Batches of an epoch's order, from any place, and at most so many at a time as a piece has.
+    """Batches of an epoch's order, from any place, and at most `batches_per_piece` at a time.
 
     `loader.num_workers` threads load ahead; to start processes for each piece would take long. `part` (index, count) is for processes that
     step together: each gets its part of every batch.

@@ -130,4 +130,4 @@ def _end_greedy(server: EmbeddedPostgres) -> None:
         from shoal.transports.postgres.access import connect
 
         with connect(server.access) as connection:
-            schema.end_greedy(connection, greedy)
+            schema.end_over_memory(connection, greedy)

@@ -15,7 +15,7 @@ from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
 from shoal.reporters.hub_repository import PushError, Repository
-from shoal.reporters.model_card import Story, write_card
+from shoal.reporters.model_card import CardFacts, write_card
 from shoal.reporters.pusher import Pusher
 from shoal.runs.folder import plugin_record
 from shoal.runs.monitoring.recorder import Recorder, Reporter
@@ -113,9 +113,9 @@ class HubUploads(Reporter):
         config = self._config()
         data = self.folder / "data.json"
         described = json.loads(data.read_text(encoding="utf-8"))["name"] if data.exists() else ""
-        story = Story(self.run, snapshot.step, snapshot.total_steps, snapshot.samples, snapshot.wall_s, snapshot.size, described)
+        facts = CardFacts(self.run, snapshot.step, snapshot.total_steps, snapshot.samples, snapshot.wall_s, snapshot.size, described)
         texts = {
-            "README.md": write_card(story, records, sample, config),
+            "README.md": write_card(facts, records, sample, config),
             "config.yaml": config,
             "metrics.jsonl": "".join(json.dumps(record) + "\n" for record in records),
         }

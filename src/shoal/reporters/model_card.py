@@ -1,17 +1,23 @@
-"""The model card: what a pushed model is, how it was trained, how good it is, how to load it."""
+"""The model card: what a model is, how it was trained, how good it is, how to load it. On the hub, or in the folder of a class's run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.config import Run
+from shoal.config.fields import as_data
+from shoal.config.show import to_yaml
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 
 _NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s", "samples_per_s")
+_NOT_IN_CARD = ("hub", "transport")
+"""Settings that name machines, and may hold secrets."""
 
 
-class Story(NamedTuple):
-    """What the card tells about the run."""
+class CardFacts(NamedTuple):
+    """What the card says about the run."""
 
     run: Run
     step: int
@@ -24,9 +30,9 @@ class Story(NamedTuple):
     """Where the model lies on this machine, for a card that is not on the hub."""
 
 
-def write_card(story: Story, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
+def write_card(facts: CardFacts, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
     """The text of README.md."""
-    parts = [_header(story.run), _introduction(story), _sample(sample), _training(story), _metrics(records), _loading(story)]
+    parts = [_header(facts.run), _introduction(facts), _sample(sample), _training(facts), _metrics(records), _loading(facts)]
     settings = f"## Settings\n\n<details>\n<summary>config.yaml</summary>\n\n````yaml\n{config}````\n\n</details>"
     return "\n\n".join([part for part in parts if part] + [settings]) + "\n"
 
@@ -38,14 +44,14 @@ def _header(run: Run) -> str:
     return "\n".join([*lines, "---"])
 
 
-def _introduction(story: Story) -> str:
-    run = story.run
+def _introduction(facts: CardFacts) -> str:
+    run = facts.run
     base = getattr(run.model, "pretrained", None)
     kind = f"{base}, fine-tuned" if base else f"a model of kind `{run.model.kind}`"
     does = f" that {run.chosen_task.does}" if run.chosen_task.does else ""
-    state = "at the end of its training" if story.step >= story.total_steps else "while it is still being trained"
-    title = run.name or run.hub.repo_id.partition("/")[2] or Path(story.folder).name
-    return f"# {title}\n\nThis is {kind}{does}, with {story.size:,} parameters, trained with Shoal; here {state}."
+    state = "at the end of its training" if facts.step >= facts.total_steps else "while it is still being trained"
+    title = run.name or run.hub.repo_id.partition("/")[2] or Path(facts.folder).name
+    return f"# {title}\n\nThis is {kind}{does}, with {facts.size:,} parameters, trained with Shoal; here {state}."
 
 
 def _sample(sample: Path | None) -> str:
@@ -57,17 +63,17 @@ def _sample(sample: Path | None) -> str:
     return "What it writes:\n\n" + "\n".join(f"    {line}" for line in written.splitlines())
 
 
-def _training(story: Story) -> str:
-    run = story.run
+def _training(facts: CardFacts) -> str:
+    run = facts.run
     rows = {
-        "data": story.data or "-",
+        "data": facts.data or "-",
         "strategy": f"`{run.strategy.kind}`, engine `{run.engine.kind}`",
-        "steps": f"{story.step:,} of {story.total_steps:,}",
-        "samples seen": f"{story.samples:,}",
+        "steps": f"{facts.step:,} of {facts.total_steps:,}",
+        "samples seen": f"{facts.samples:,}",
         "batch size": run.training.batch_size,
         "optimizer": f"{run.training.optimizer.name}, learning rate {run.training.optimizer.learning_rate:g}",
         "seed": run.seed,
-        "time": f"{story.wall_s:,.1f} s",
+        "time": f"{facts.wall_s:,.1f} s",
     }
     return "## How it was trained\n\n| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
@@ -89,12 +95,12 @@ def _figure(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, (int, float)) else "-"
 
 
-def _loading(story: Story) -> str:
-    run = story.run
+def _loading(facts: CardFacts) -> str:
+    run = facts.run
     repo = run.hub.repo_id
-    name = story.folder or repo.partition("/")[2]
+    name = facts.folder or repo.partition("/")[2]
     use = {"images": f"shoal generate {name} --grid grid.png", "text": f'shoal generate {name} --prompt "Once"', "": f"shoal eval {name}"}
-    if story.folder:
+    if facts.folder:
         return f"## How to use it\n\n```sh\n{use[run.chosen_task.shows]}\n```"
     command = f"hf download {repo} --local-dir {name}\n{use[run.chosen_task.shows]}"
     return f"""## How to load it
@@ -111,3 +117,24 @@ from safetensors.torch import load_file
 
 tensors = load_file(hf_hub_download("{repo}", "model.safetensors"))
 ```"""
+
+
+class LocalCard(Reporter):
+    """Writes README.md when the run ends: what the model is, how it was trained, how good it is, and how to use it."""
+
+    def start(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def close(self, summary: dict[str, Any]) -> None:
+        recorder, folder = self.recorder, self.recorder.directory.path
+        described = folder / "data.json"
+        data = json.loads(described.read_text(encoding="utf-8"))["name"] if described.exists() else ""
+        settings = {name: value for name, value in as_data(recorder.run).items() if name not in _NOT_IN_CARD}
+        sample = max((folder / "samples").glob("step-*"), key=lambda path: path.name, default=None)
+        size, steps = recorder.engine.size, recorder.engine.total_steps
+        facts = CardFacts(recorder.run, recorder.step, steps, recorder.samples, recorder.wall_s, size, data, str(folder))
+        try:
+            card = write_card(facts, recorder.directory.metrics(), sample, "dialect: shoal\n" + to_yaml(settings))
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        except OSError as error:
+            recorder.message(f"warning: there is no model card in {folder}: {error.strerror or error}")

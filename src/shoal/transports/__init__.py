@@ -1,11 +1,11 @@
 """How workers and the coordinator reach each other: thin request and reply, whatever is underneath.
 
-Security, in a few lines. Whoever has the join token is a worker; nobody else gets a message into the coordinator's memory, because the
+Security, in a few lines. Every client with the join token is a worker; no other client gets a message into the coordinator's memory: the
 token is checked in the handshake (ZeroMQ) or before a body is read (HTTP). Beyond this machine everything is encrypted and the
 coordinator proves who it is: its public key is in the join line, and a worker's own key is derived from the token, so the token itself
 never travels. (XML-RPC, for debugging, encrypts nothing, and leaves this machine only where `insecure` says so.) Workers are not trusted
 either: what they send is bounded in size, number and rate, decoded without executing anything, refused where it is not exactly a message
-of ours, and counted in `traffic.refused`. All workers share one token: it says *that* somebody may take part, not who it is.
+of ours, and counted in `traffic.refused`. All workers share one token: it proves that a worker may take part, not which one it is.
 """
 
 from shoal.transports.addresses import local_addresses

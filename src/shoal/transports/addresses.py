@@ -1,4 +1,4 @@
-"""Addresses of machines: which are this one, and what to write down for others."""
+"""Network addresses: parse and resolve them, find those of this machine, and free ports."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def is_everywhere(host: str) -> bool:
 
 
 def is_listening(host: str, port: int) -> bool:
-    """Whether somebody takes connections there."""
+    """Whether a program accepts connections there."""
     try:
         socket.create_connection((host, port), 1.0).close()
     except OSError:
@@ -75,7 +75,7 @@ def is_listening(host: str, port: int) -> bool:
 
 
 def free_port(host: str, port: int = 0) -> int | None:
-    """A port nobody listens on at this host: `port` itself, or None where it is taken; for 0 one that can be had again after a restart."""
+    """A free port of this host: `port` itself, or None if it is taken; for 0 one that will be free again after a restart."""
     numeric = resolve(host)
     if port:
         return _if_free(numeric, port)
@@ -100,16 +100,16 @@ def local_addresses() -> list[str]:
     """Addresses under which others on the network probably reach this machine, the likeliest first; 127.0.0.1 where it has no other."""
     found = dict.fromkeys([*_addresses_of_routes(), *_addresses_of_interfaces()])
     useful = [address for address in found if not is_everywhere(address) and not is_loopback(address)]
-    return sorted(useful, key=_is_makeshift) or ["127.0.0.1"]
+    return sorted(useful, key=_is_link_local) or ["127.0.0.1"]
 
 
-def _is_makeshift(address: str) -> bool:
-    """Whether a machine gave itself the address, because nobody else did."""
+def _is_link_local(address: str) -> bool:
+    """Whether the machine assigned the address to itself (link-local)."""
     return ipaddress.ip_address(address.partition("%")[0]).is_link_local
 
 
 def _addresses_of_routes() -> list[str]:
-    """Our addresses on the ways that lead out of the network, where there are such ways.
+    """The addresses of this machine on its routes out of the network, if it has any.
 
     A datagram socket "connected" to an address reserved for documentation learns which of our addresses it would use, and sends nothing.
     """
@@ -125,7 +125,7 @@ def _addresses_of_routes() -> list[str]:
 
 
 def _addresses_of_interfaces() -> list[str]:
-    """The addresses that this machine's network cards have, as far as the system tells: a network without a way out has them, too."""
+    """The addresses of this machine's network cards, as far as the system reports them; also without a route out of the network."""
     with contextlib.suppress(OSError):
         named = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
         return [*_cards().values(), *named]
@@ -133,7 +133,7 @@ def _addresses_of_interfaces() -> list[str]:
 
 
 def own_address_towards(peer: str) -> str | None:
-    """The address of this machine on the way to a peer, which is told nothing; None where there is no way."""
+    """The address of this machine from which it would reach a peer, without sending anything; None if there is no route."""
     with contextlib.suppress(OSError, ShoalError):
         numeric = resolve(peer)
         with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -153,16 +153,16 @@ def interface_of(peer: str) -> str | None:
 
 def _cards() -> dict[str, str]:
     """The network cards and their IPv4 addresses. Windows knows the addresses by the machine's name."""
-    question = {"linux": 0x8915, "darwin": 0xC0206921}.get(sys.platform)  # SIOCGIFADDR
+    request = {"linux": 0x8915, "darwin": 0xC0206921}.get(sys.platform)  # SIOCGIFADDR
     found: dict[str, str] = {}
-    if question is None:
+    if request is None:
         return found
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # a card without an address
-                answer = fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
 

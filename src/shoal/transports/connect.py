@@ -1,6 +1,6 @@
 """The right transport, by the kind in the configuration or the scheme of an address.
 
-Each is imported when it is chosen: nobody waits for ZeroMQ who does not use it.
+Each is imported when it is chosen, so a run does not wait for the import of a transport that it does not use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Threads of one process: the same promises as over a network, with nothing copied but the header.
 
-Frames are handed over as they are, so here above all counts who owns them: the client leaves them alone until it has its answer.
+Frames are handed over as they are, so the client must not write to them until it has its reply.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class InProcessServer:
     ) -> None:
         self.address = SCHEME + (name or f"server-{next(_names)}")
         self.traffic = Traffic()
-        self.desk = RequestQueue(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
+        self.requests = RequestQueue(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
         self._token = token.encode()
         with _changed:
             if self.address in _servers:
@@ -53,19 +53,19 @@ class InProcessServer:
         return False
 
     def poll(self, timeout_s: float) -> list[Request]:
-        return self.desk.poll(timeout_s)
+        return self.requests.poll(timeout_s)
 
     def reply(self, request: Request, message: Message) -> None:
-        self.desk.reply(request, message)
+        self.requests.reply(request, message)
 
     def wake(self) -> None:
-        self.desk.wake()
+        self.requests.wake()
 
     def close(self) -> None:
         with _changed:
             if _servers.get(self.address) is self:
                 del _servers[self.address]
-        self.desk.close()
+        self.requests.close()
 
 
 class InProcessClient:
@@ -79,20 +79,20 @@ class InProcessClient:
         self._peer = str(next(_peers)).encode()
         self._number = 0
         self._calling = threading.Lock()
-        self._waiting: PendingRequest | None = None
+        self._pending: PendingRequest | None = None
         self._closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
         with self._calling:
             self._number += 1
             deadline = time.monotonic() + timeout_s
-            desk = self._find(deadline).desk
-            waiting = self._waiting = desk.ask(self._peer, self._encoded(message))
+            requests = self._find(deadline).requests
+            pending = self._pending = requests.add(self._peer, self._encoded(message))
             try:
-                return self._answer(waiting, deadline)
+                return self._answer(pending, deadline)
             finally:
-                self._waiting = None
-                desk.forget(waiting)
+                self._pending = None
+                requests.forget(pending)
 
     def _find(self, deadline: float) -> InProcessServer:
         with _changed:
@@ -100,7 +100,7 @@ class InProcessClient:
             if self._closed:
                 raise Unreachable("the connection was closed on this side")
             if self.address not in _servers:
-                raise Unreachable(f"nobody answers at {self.address}: there is no such server in this process")
+                raise Unreachable(f"no coordinator answers at {self.address}: there is no such server in this process")
             server = _servers[self.address]
         if not server.admits(self._token):
             raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
@@ -114,9 +114,9 @@ class InProcessClient:
         self.traffic.send(wire.size_of(parts))
         return [bytes(part) for part in parts]  # the asker may write to its frames when it is answered, the other side may keep them
 
-    def _answer(self, waiting: PendingRequest, deadline: float) -> Message:
+    def _answer(self, pending: PendingRequest, deadline: float) -> Message:
         try:
-            parts = [] if self._closed else waiting.answer(deadline - time.monotonic())
+            parts = [] if self._closed else pending.wait(deadline - time.monotonic())
         except TimeoutError:
             raise Unreachable(f"no answer from {self.address} in time") from None
         if not parts:
@@ -128,8 +128,8 @@ class InProcessClient:
         with _changed:
             self._closed = True
             _changed.notify_all()
-        if waiting := self._waiting:
-            waiting.give_up()
+        if pending := self._pending:
+            pending.give_up()
 
 
 def serve(settings: InProcess, options: ListenOptions) -> InProcessServer:

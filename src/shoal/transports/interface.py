@@ -1,13 +1,13 @@
-"""What every transport is: one side asks, the other answers.
+"""The interface of every transport: a client sends requests, a server replies.
 
 ShoalError
 ├── Unreachable      no answer in time, or the connection was lost: the same client may try again
 ├── Refused          will never work as it stands: wrong token, wrong key, too large; `reason` says which
 └── wire.Malformed   bytes that are not a message of ours
 
-**Who owns a frame.** Large frames are never copied on their way out. Whoever hands a frame to `call()` leaves it unchanged until the call
-is answered, or the client is closed. Whoever hands a frame to `reply()` never changes it again: pass bytes, or a snapshot that is replaced
-and not written to. Whoever receives a frame may keep it as long as it likes and must not write to it.
+**Who owns a frame.** Large frames are never copied on their way out. A caller of `call()` leaves its frames unchanged until the call is
+answered, or the client is closed. A caller of `reply()` never changes its frames again: pass bytes, or a snapshot that is replaced and not
+written to. The receiver of a frame may keep it for any time and must not write to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Traffic:
         """Messages received, refused ones among them."""
         self.refused: dict[str, int] = {}
         """By reason: oversized, malformed, unauthorised, handshake (broken off), too-fast, crowded (too many connections),
-        late (an answer nobody waits for any more), gone (nobody left to answer)."""
+        late (a reply that its caller no longer waits for), gone (the caller has disconnected)."""
         self._lock = threading.Lock()
 
     def receive(self, size: int) -> None:
@@ -63,29 +63,29 @@ class Traffic:
 
 
 class Guest(NamedTuple):
-    """Somebody with an invitation of their own."""
+    """A person with an invitation of their own."""
 
     name: str
     token: str
     workers: int
-    """How many workers may be here on it at a time."""
+    """How many workers may use it at a time."""
 
 
 class ListenOptions(NamedTuple):
-    """Where a transport's `serve(settings, options)` is to make a server, and for whom."""
+    """What a transport's `serve(settings, options)` makes a server from."""
 
     hosts: Sequence[str]
     """Addresses to listen on."""
     token: str
-    """What a worker must know to be let in."""
+    """The join token, which authenticates a worker."""
     keys: Keys | None
-    """The coordinator's keys, where what travels must be encrypted."""
+    """The coordinator's keys, if messages must be encrypted."""
     max_frame_bytes: int
     further_ports: Sequence[int] = ()
     insecure: bool = False
     """Whether a transport that cannot encrypt may leave this machine."""
     guests: Callable[[], Sequence[Guest]] = tuple
-    """Who else may come in, besides those who know the run's token. It is asked whenever somebody unknown is at the door."""
+    """Returns the personal invitations that are valid besides the run's token. Called for each client without that token."""
 
 
 class ConnectOptions(NamedTuple):
@@ -100,7 +100,7 @@ class ConnectOptions(NamedTuple):
 
 
 class Server(Protocol):
-    """The side that answers. `poll`, `reply` and `close` belong to one thread; `wake` to any."""
+    """Receives requests and replies to them. `poll`, `reply` and `close` belong to one thread; `wake` to any."""
 
     address: str
     """What workers connect to."""
@@ -120,7 +120,7 @@ class Server(Protocol):
 
 
 class Client(Protocol):
-    """The side that asks: one call at a time."""
+    """Sends requests, one call at a time."""
 
     traffic: Traffic
 

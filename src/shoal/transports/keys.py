@@ -24,7 +24,7 @@ class Keys(NamedTuple):
 
 
 def new_token() -> str:
-    """A join token nobody can guess, safe in an address, and in a command line, where a dash would begin an option."""
+    """A random join token that is safe in an address, and in a command line, where a dash would begin an option."""
     return next(token for token in iter(lambda: secrets.token_urlsafe(24), "") if not token.startswith("-"))
 
 

@@ -1,4 +1,4 @@
-"""How often one peer may ask, and how slow it may be. Each peer has a bucket of permits, which refills with time."""
+"""Rate limit per peer: a token bucket, which refills with time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rate(NamedTuple):
 
 
 class RateLimit:
-    """Knows the peers heard of last. A forgotten one starts with a full bucket, as one that has been quiet would."""
+    """Keeps a bucket for each of the most recent peers. Any other starts with a full bucket, like a peer that has been quiet."""
 
     def __init__(self, rate: Rate) -> None:
         self.rate = rate

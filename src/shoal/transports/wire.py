@@ -1,6 +1,6 @@
 """A message as frames: first a msgpack header `[version, number, header]`, then the message's own frames as they are.
 
-Decoding trusts nobody. The header's structure is surveyed before anything is built from it, because a few bytes can declare lists that
+Decoding trusts no input. The header's structure is checked before anything is built from it, because a few bytes can declare lists that
 would fill the memory, or nest deep enough to exhaust a stack; what passes the survey is bounded by its own size.
 """
 
@@ -73,7 +73,7 @@ def decode(parts: Sequence[Frame], limits: Limits) -> tuple[int, Message]:
 
 
 class Oversized(Malformed):
-    """A message of ours, but larger than agreed. Its number, where it is known, lets the sender be told."""
+    """A valid message that is larger than allowed. Its number, where it is known, makes a reply to the sender possible."""
 
     def __init__(self, message: str, number: int = 0) -> None:
         super().__init__(message, "oversized")

@@ -36,7 +36,7 @@ class Passages(NamedTuple):
 
 
 def cut_passages(documents: Iterable[Document], words: int, most: int) -> Passages:
-    """Passages of up to so many words, from the beginning of the documents, at most `most` of them. Raises ShoalError if there are none."""
+    """The first `most` passages of up to `words` words of the documents. Raises ShoalError if there are none."""
     texts: list[str] = []
     numbers: list[int] = []
     origins: dict[str, int] = {}

@@ -88,7 +88,7 @@ def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encodi
 def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tuple[Documents, HeldOut, list[Document]]:
     """What is learned from, which documents of it are left out, and the documents to be judged on.
 
-    These are of the part's own split; or every 20th document, until there are enough for so many samples; or the end of each document
+    These are of the part's own split; or every 20th document, until there are enough for `count` samples; or the end of each document
     where there are fewer than 20.
     """
     if not count:

@@ -25,7 +25,7 @@ class Document(NamedTuple):
     complete: bool = True
     """False: the next document goes on where this one ends."""
     origin: str = ""
-    """What tells this document from others, whoever reads it: it follows from the content. A `#` stands between a file and its line."""
+    """Identifies the document on every machine: a digest of its content. A `#` separates the digest of a file and a line number."""
     context: str = ""
     """A text to read beside it, by cross-attention."""
 
@@ -43,7 +43,7 @@ class Documents(Protocol):
         ...
 
     def size(self) -> int | None:
-        """How much there is, to weigh it against others; None where nobody knows."""
+        """The amount of text, as a weight in mixtures; None where it is not known."""
         ...
 
 

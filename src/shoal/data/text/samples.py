@@ -133,7 +133,7 @@ def _nothing() -> Tokens:
 
 
 def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:
-    """Token ids as int64, which models want; as int32 if there are so many that the memory matters."""
+    """Token ids as int64, which models need; as int32 above `_LONG_TOKENS`, to save memory."""
     tensor = torch.from_numpy(ids)
     return tensor.long() if len(ids) <= _LONG_TOKENS else tensor
 

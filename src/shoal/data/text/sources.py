@@ -27,7 +27,7 @@ def reads_context(run: Run) -> bool:
 
 
 def expect_reader(source: Text | HubDataset | Preferences, run: Run) -> None:
-    """Raise ShoalError where a context is named that nobody reads."""
+    """Raise ShoalError where a context field is named and the model reads no context."""
     if source.context_field is not None and not reads_context(run):
         raise ShoalError("data.source.context_field is read by cross-attention: set model.cross_attention.enabled, or leave it out")
 

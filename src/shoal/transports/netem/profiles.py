@@ -49,7 +49,7 @@ PROFILES = {
 
 
 def profile(name: str) -> LinkProfile:
-    """The weather of this name, or a quiet link of so many Mbit/s: `50mbit`."""
+    """The profile of this name, or a link without loss of a given rate in Mbit/s: `50mbit`."""
     if rate := re.fullmatch(r"(\d+(?:\.\d+)?)mbit", name):
         if float(rate[1]) <= 0:
             raise ShoalError("a link of 0mbit carries nothing")

@@ -83,7 +83,7 @@ class ProxiedConnection:
 
 
 class NetemProxy:
-    """Connect to its `address` in place of the target's, and have the weather of the profile."""
+    """Listens at `address`, and forwards to the target over a link with this profile."""
 
     def __init__(self, target_address: str, profile: LinkProfile, seed: int = 0) -> None:
         self._target = addresses.parse(target_address)
@@ -97,7 +97,7 @@ class NetemProxy:
         self.address = str(addresses.Address(self._target.scheme, "127.0.0.1", self._listener.getsockname()[1]))
         self._began = time.monotonic()
         self._silent = self._resetting = self._closing = False
-        self._thread = threading.Thread(target=self._run, name="shoal-weather", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shoal-netem", daemon=True)
         self._thread.start()
 
     # --- from any thread ---------------------------------------------------------------------------

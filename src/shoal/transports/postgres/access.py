@@ -1,4 +1,4 @@
-"""The way into a database: a connection, or one line for what stands in the way; and what is done before there is a schema."""
+"""Connect to a database, or explain in one line why that failed; and what is done before there is a schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ try:
 except ImportError:
     raise ShoalError("a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'") from None
 
-# What psycopg remarks while a connection is lost is no news: whoever uses the connection says what happened. A program's own log hears it.
+# psycopg logs each lost connection. Shoal reports that itself, so only a program that configures logging sees those lines.
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -28,7 +28,7 @@ _UNREACHABLE = ("refused", "could not translate", "failed to resolve", "timeout"
 
 
 class NoDatabase(ShoalError):
-    """The server is there, the database is not."""
+    """The server answers, and has no such database."""
 
 
 def connect(access: Access, *, timeout_s: int = 10) -> Connection:
@@ -47,12 +47,12 @@ def connect(access: Access, *, timeout_s: int = 10) -> Connection:
 
 
 def _trust(access: Access, pin: str | None) -> dict[str, str]:
-    """What libpq must be told where an invitation names the server's certificate."""
+    """The options for libpq where an invitation names the server's certificate."""
     return {"sslmode": "verify-ca", "sslrootcert": pinned_certificate(access.host, access.port, pin)} if pin else {}
 
 
 def explained(error: Exception, access: Access) -> ShoalError:
-    """What an error of psycopg means here, and what to do. Servers that speak another language are quoted."""
+    """A ShoalError that says what an error of psycopg means and what to do. Unknown messages are quoted."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text, said = " ".join(lines), lines[0].rpartition("FATAL: ")[2].strip()
     place = f"{bracketed(access.host)}:{access.port}"
@@ -73,7 +73,7 @@ def explained(error: Exception, access: Access) -> ShoalError:
 
 
 def create_database(access: Access) -> bool:
-    """Create the database where it is missing; whether it was."""
+    """Create the database if it is missing; returns whether it was."""
     try:
         connection = connect(access._replace(database=_MAINTENANCE))
     except NoDatabase:
@@ -85,7 +85,7 @@ def create_database(access: Access) -> bool:
             return False
         try:
             connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0 ENCODING 'UTF8' LC_COLLATE 'C' LC_CTYPE 'C'").format(name))
-        except psycopg.errors.DuplicateDatabase:  # somebody was faster
+        except psycopg.errors.DuplicateDatabase:  # another process was faster
             return False
         except psycopg.errors.InsufficientPrivilege:
             raise ShoalError(

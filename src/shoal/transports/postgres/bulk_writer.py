@@ -1,4 +1,4 @@
-"""What the coordinator hands out is written over connections of its own: several at once, while the main one does the rest."""
+"""Writes the frames that the coordinator publishes, over several connections at once, beside the main one."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ _SMALL_BYTES = 1 << 20
 
 
 class BulkWriter:
-    """Writes flyers. They are there for all to see before anything refers to them, and what nothing refers to is thrown away later."""
+    """Frames are committed before any row refers to them; frames that no row refers to are deleted later."""
 
     def __init__(self, conninfo: str) -> None:
-        self._lines = [ReconnectingConnection(conninfo) for _ in range(_CONNECTIONS)]
-        self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="shoal-press")
+        self._connections = [ReconnectingConnection(conninfo) for _ in range(_CONNECTIONS)]
+        self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="shoal-bulk-writer")
 
     def write(self, ids: Sequence[uuid.UUID], content: Sequence[Frame]) -> Callable[[], None]:
-        """Begin to write frames; the function that is returned waits for the end. Unreachable: a connection was lost, and none counts."""
+        """Begin to write frames; the returned function waits for the end. Raises Unreachable if a connection was lost: then none count."""
         sizes = frames.sizes(content)
         rows = list(zip(ids, sizes, strict=True))
-        self._lines[0].run_once(
+        self._connections[0].run_once(
             lambda connection: connection.cursor().executemany("INSERT INTO shoal.published_frames VALUES (%s, %s)", rows)
         )
-        lines = self._lines if sum(sizes) > _SMALL_BYTES else self._lines[:1]
+        used = self._connections if sum(sizes) > _SMALL_BYTES else self._connections[:1]
 
         def write(turn: int) -> None:
             def copy(connection: Connection) -> None:
                 try:
-                    frames.copy_in(connection, "published_parts", ids, content, turn, len(lines))
+                    frames.copy_in(connection, "published_parts", ids, content, turn, len(used))
                 except errors.ForeignKeyViolation:
-                    raise OperationalError("the server crashed, which emptied the table of flyers") from None
+                    raise OperationalError("the server crashed, which emptied the table of published frames") from None
 
-            lines[turn].run_once(copy)
+            used[turn].run_once(copy)
 
-        under_way = [self._pool.submit(write, turn) for turn in range(len(lines))]
+        writes = [self._pool.submit(write, turn) for turn in range(len(used))]
 
         def wait() -> None:
-            problems = [one.exception() for one in under_way]
+            problems = [one.exception() for one in writes]
             for problem in filter(None, problems):
                 raise problem
 
         return wait
 
     def close(self) -> None:
-        for line in self._lines:
-            line.stop()
+        for connection in self._connections:
+            connection.stop()
         self._pool.shutdown()
-        for line in self._lines:
-            line.close()
+        for connection in self._connections:
+            connection.close()

@@ -1,7 +1,7 @@
-"""A server that shows the certificate that an invitation names, and no other.
+"""Certificate pinning: connect only to a server that shows the certificate which an invitation names.
 
-A class's server makes its certificate itself, so nobody else vouches for it. The invitation names the certificate's digest; what the server
-shows is compared with it, and then libpq is told to trust this certificate and nothing else.
+A class's server signs its certificate itself. The invitation names the certificate's digest; the certificate that the server shows is
+compared with it, and libpq then trusts this certificate and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.transports.interface import Refused, Unreachable
 
 _SSL_REQUEST = struct.pack("!ii", 8, 80877103)
 _PIN_DIGITS = 32
-"""128 bits of the digest: nobody finds another certificate with the same, and people can still read it."""
+"""128 bits of the digest: no other certificate with the same can be found, and people can still read it."""
 _TIMEOUT_S = 10.0
 
 
@@ -39,7 +39,7 @@ def pinned_certificate(host: str, port: int, pin: str) -> str:
         ) from None
     if not hmac.compare_digest(digest(shown), pin):
         raise Refused(
-            f"the server at {host}:{port} shows another certificate than the invitation names: somebody may have come between."
+            f"the server at {host}:{port} shows another certificate than the invitation names: the connection may be intercepted."
             " Ask for the line that `shoal coordinate` prints now",
             "unauthorised",
         )

@@ -1,4 +1,4 @@
-"""The side that asks: a question is a row, and its answer is read where the coordinator put it."""
+"""The client's side of requests: inserts a request as a row, and reads the row of its reply."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from shoal.transports.postgres import frames
 from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
 _FIRST_PAUSE_S = 0.05
-"""The pause before the first look if no notification came. Each pause is twice the one before, up to the poll interval."""
+"""The first pause between two queries for the reply, if no notification comes. Each pause is twice the one before, up to the poll
+interval."""
 
 
 class PostgresClient:
-    """One caller. Its `peer` is a secret: whoever knows it could read the answers."""
+    """One caller. Its `peer` is a secret, since it is enough to read the replies."""
 
     def __init__(
         self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES, poll_interval_s: float = 5.0
@@ -59,7 +60,7 @@ class PostgresClient:
         while True:
             answer = self._connection.run(self._look, deadline - time.monotonic())
             if answer is None:
-                raise Unreachable(f"{self._connection.name} has lost the question: the coordinator stopped, or the server crashed")
+                raise Unreachable(f"{self._connection.name} has lost the request: the coordinator stopped, or the server crashed")
             if answer.row[0] == 0:
                 return self._opened(answer)
             if (left := deadline - time.monotonic()) <= 0:
@@ -95,7 +96,7 @@ def channel_of(peer: uuid.UUID) -> str:
 
 
 def _welcome(connection: Connection, content: list[Frame]) -> bool:
-    """Whether the frames would be taken; else the question goes without them, and is refused for their sizes."""
+    """Whether the frames are within the limits; else the request is sent without them, and is refused for their sizes."""
     if wire.size_of(content) < frames.LARGE_BYTES:
         return True
     row = connection.execute("SELECT max_frame_bytes FROM shoal.message_limits()").fetchone()

@@ -37,17 +37,19 @@ class CoordinatorReplaced(ShoalError):
     """Another coordinator has taken over."""
 
 
-class CoordinatorConnection:
-    """Belongs to one thread."""
+class CoordinatorDatabaseConnection:
+    """The coordinator's connection and its transactions. Belongs to one thread.
+
+    Holds: only the newest coordinator of a run commits anything."""
 
     def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
         self.id = uuid.uuid4()
         self.patience_s = patience_s
         self.freed_bytes = self.freed_elsewhere = 0
-        """Bytes freed since the coordinator began, by itself and in `beside`; the tables are vacuumed now and then."""
+        """Bytes freed since the start, in the main connection and in `in_own_transaction`; they decide when tables are vacuumed."""
         self.connection = ReconnectingConnection(conninfo, ["shoal_inbox"])
         self.replaced = threading.Event()
-        """Set when a sign of life found that another coordinator has taken over."""
+        """Set when a heartbeat found that another coordinator has taken over."""
         self._open: Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._under_way: list[Callable[[], None]] = []
@@ -57,7 +59,7 @@ class CoordinatorConnection:
         except BaseException:
             self.connection.close()
             raise
-        self._pulse = _Heartbeat(conninfo, self)
+        self._heartbeat = _Heartbeat(conninfo, self)
 
     # --- one at a time -----------------------------------------------------------------------------
 
@@ -68,7 +70,7 @@ class CoordinatorConnection:
             found = connection.execute(
                 "SELECT host, pid, extract(epoch FROM clock_timestamp() - alive_at)::float8 FROM shoal.coordinator WHERE isfinite(alive_at)"
             ).fetchone()
-            if found and found[2] < SILENT_S and _may_live(found[0], found[1]):
+            if found and found[2] < SILENT_S and _may_be_running(found[0], found[1]):
                 raise ShoalError(
                     f"another coordinator (process {found[1]} on {found[0]}) works on {self.connection.name}:"
                     f" stop it, or wait {SILENT_S:g} s after it died"
@@ -78,7 +80,7 @@ class CoordinatorConnection:
             connection.execute("INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s)", mine)
 
     def _check_still_coordinator(self, connection: Connection) -> str:
-        """The transaction's own number. Raises CoordinatorReplaced if another coordinator has taken over."""
+        """The transaction's id. Raises CoordinatorReplaced if another coordinator has taken over."""
         row = connection.execute(
             "SELECT pg_current_xact_id()::text FROM shoal.coordinator WHERE id = %s FOR KEY SHARE", (self.id,)
         ).fetchone()
@@ -128,7 +130,7 @@ class CoordinatorConnection:
                     self._under_way.pop()()
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
-        """Do something in a transaction, and all of it again where the connection was lost, for as long as patience lasts."""
+        """Do `work` in a transaction; if the connection is lost, all of it again, for up to `patience_s`."""
         deadline = time.monotonic() + self.patience_s
         while True:
             try:
@@ -139,7 +141,7 @@ class CoordinatorConnection:
                     raise
 
     def in_own_transaction(self, work: Callable[[Connection], Result]) -> Result:
-        """From another thread: a transaction over a connection of its own. What is done there must be harmless to do twice."""
+        """From another thread: do `work` in a transaction over a connection of its own. It must be safe to do twice."""
 
         def whole(connection: Connection) -> Result:
             with connection.transaction():
@@ -153,7 +155,7 @@ class CoordinatorConnection:
             line.close()
 
     def before_commit(self, wait: Callable[[], None]) -> None:
-        """Let the open transaction wait before it commits: `wait` returns when something elsewhere that it counts on is done, or raises."""
+        """Call `wait` before the open transaction commits. It returns when work elsewhere that the transaction needs is done, or raises."""
         self._under_way.append(wait)
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
@@ -165,12 +167,12 @@ class CoordinatorConnection:
             undo()
 
     def _was_committed(self, number: str) -> bool:
-        """Whether a transaction whose end was not confirmed took place."""
+        """Whether a transaction whose commit was not confirmed was committed."""
 
         def ask(connection: Connection) -> str:
             row = connection.execute("SELECT pg_xact_status(%s::xid8)", (number,)).fetchone()
             if row is None or row[0] == "in progress":
-                raise psycopg.OperationalError("still under way")
+                raise psycopg.OperationalError("still in progress")
             return str(row[0])
 
         try:
@@ -185,11 +187,11 @@ class CoordinatorConnection:
         return self.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall())
 
     def run(self, work: Callable[[Connection], Result]) -> Result:
-        """Do something over the connection, within the open transaction or on its own."""
+        """Do `work` over the connection, within the open transaction or on its own."""
         return self.connection.run(work, self.patience_s) if self._open is None else work(self._open)
 
     def close_connection(self) -> None:
-        self._pulse.close()
+        self._heartbeat.close()
         self.connection.stop()
         stopped = "UPDATE shoal.coordinator SET alive_at = '-infinity', beat_at = clock_timestamp() - interval '5 s' WHERE id = %s"
         self.connection.execute_last(stopped, (self.id,))
@@ -197,14 +199,14 @@ class CoordinatorConnection:
 
 
 class _Heartbeat:
-    """Signs of life and housekeeping, over a connection of their own, while the coordinator computes."""
+    """Heartbeats, vacuum and the watchdog, in a thread with a connection of its own, while the coordinator computes."""
 
-    def __init__(self, conninfo: str, coordinator: CoordinatorConnection) -> None:
+    def __init__(self, conninfo: str, coordinator: CoordinatorDatabaseConnection) -> None:
         self._connection = ReconnectingConnection(conninfo)
         self._coordinator = coordinator
         self._vacuumed_bytes = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shoal-office", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shoal-heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -232,8 +234,8 @@ class _Heartbeat:
         self._connection.close()
 
 
-def _may_live(host: str, pid: int) -> bool:
-    """Whether a process may be there; on another machine one never knows. One that ended, and that nobody has waited for, is not there."""
+def _may_be_running(host: str, pid: int) -> bool:
+    """Whether a process may be running: always so on another machine. A zombie is not running."""
     if host != socket.gethostname():
         return True
     try:

@@ -20,13 +20,13 @@ from shoal.transports.private_files import write_private
 
 
 def own_access(
-    access: Access, name: str | None, folder: Path, patience_s: float, tell: Callable[[str], None] = lambda text: None
+    access: Access, name: str | None, folder: Path, patience_s: float, warn: Callable[[str], None] = lambda text: None
 ) -> Access:
-    """How this student connects: as who was invited, or as the student that the class's token makes. `folder` keeps what it made.
-    `tell`: that a role which was made before is gone."""
+    """How this student connects: with the role in the invitation, or with a role of its own made with the class's token, which is saved in
+    `folder`. `warn` is called if a role that was saved before no longer exists."""
     file = folder / f"class-{_class_of(access, name)}.json"
     kept = _kept(file, access)
-    if kept is not None and _lets_in(kept, patience_s):
+    if kept is not None and _is_still_enrolled(kept, patience_s):
         return kept
     line = ReconnectingConnection(access.address)
     try:
@@ -38,7 +38,7 @@ def own_access(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_private(file, json.dumps({"user": made.user, "password": made.password}))
     if kept is not None:
-        tell(f"the class does not know `{kept.user}` any more, whose place another student may have got: this is `{made.user}` now")
+        warn(f"the class does not know `{kept.user}` any more, which may have made room for another student: this is `{made.user}` now")
     return made
 
 
@@ -56,8 +56,8 @@ def _kept(file: Path, access: Access) -> Access | None:
         return None  # there is none, or it was damaged: a new role is made
 
 
-def _lets_in(access: Access, patience_s: float) -> bool:
-    """Whether the role is still there. One that is shut out is not: quarantine is told, and no new role is made to get around it."""
+def _is_still_enrolled(access: Access, patience_s: float) -> bool:
+    """Whether the role still exists. Raises ShoalError for a role that is shut out: no new role is made to get around that."""
     line = ReconnectingConnection(access.address)
     try:
         return line.run(_kind, patience_s) == "student"

@@ -16,9 +16,9 @@ from shoal.transports.postgres.reconnecting import Connection
 PART_BYTES = 1 << 18
 """Measured over loopback: smaller parts cost statements, larger ones copies."""
 WINDOW = 128
-"""Parts under way before an answer is waited for: bounds what is in memory twice."""
+"""Parts that are sent before an answer is awaited: bounds what is in memory twice."""
 LARGE_BYTES = 1 << 16
-"""From this size on, the database is asked whether it wants the frames before they are uploaded."""
+"""From this size on, the database is asked whether it accepts the frames before they are uploaded."""
 _ROW = struct.Struct(">hi16siii")
 _COPY_BEGIN, _COPY_END = b"PGCOPY\n\xff\r\n\0" + bytes(8), b"\xff\xff"
 
@@ -31,7 +31,7 @@ def cut(frame: Frame) -> Iterator[tuple[int, memoryview]]:
 
 def upload(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
     """Upload frames part by part through a function, which is all that a student's role may call. It happens within a transaction, at whose
-    end somebody must own the frames."""
+    end some row must refer to the frames."""
     ids = [uuid.uuid4() for _ in frames]
     for window in _windows((blob, n, part) for blob, frame in zip(ids, frames, strict=True) for n, part in cut(frame)):
         with connection.pipeline():
@@ -41,8 +41,8 @@ def upload(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
 
 
 def copy_in(connection: Connection, table: str, ids: Sequence[uuid.UUID], frames: Sequence[Frame], turn: int = 0, of: int = 1) -> None:
-    """Upload frames in one stream, which only the coordinator's role may do; or in one `of` several streams, with the parts whose `turn` it
-    is. `table`: parts, or flyer_parts."""
+    """Upload frames in one stream, which only the coordinator's role may do; or as stream `turn` of `of`, with every `of`-th part.
+    `table`: parts, or published_parts."""
     with connection.cursor().copy(f"COPY shoal.{table} FROM STDIN (FORMAT BINARY)") as stream:
         stream.write(_COPY_BEGIN)
         for owner, frame in zip(ids, frames, strict=True):
@@ -54,7 +54,7 @@ def copy_in(connection: Connection, table: str, ids: Sequence[uuid.UUID], frames
 
 
 def store(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
-    """Store frames as blobs that have one holder each. The caller has a transaction open."""
+    """Store frames as blobs with one use each. The caller has a transaction open."""
     ids = [uuid.uuid4() for _ in frames]
     if ids:
         copy_in(connection, "parts", ids, frames)
@@ -63,7 +63,7 @@ def store(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
 
 
 def release(connection: Connection, blobs: Sequence[uuid.UUID]) -> int:
-    """Give up one hold of each blob; how many bytes nobody holds any more."""
+    """Drop one use of each blob; returns the bytes of those that have none left."""
     if not blobs:
         return 0
     row = connection.execute(
@@ -80,7 +80,7 @@ def sizes(frames: Sequence[Frame]) -> list[int]:
 
 
 class FramedRow(NamedTuple):
-    """What a function such as `answer` returned: its first row, and its frames, put together."""
+    """The result of an SQL function such as `read_reply`: its first row, and its frames."""
 
     row: tuple[Any, ...]
     frames: tuple[memoryview, ...]

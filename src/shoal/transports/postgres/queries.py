@@ -1,4 +1,4 @@
-"""What anybody with the reader's role can see of a run, from the database alone."""
+"""Read-only queries about a run: its progress for the reader's role, its records for an audit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class AuditTrail(NamedTuple):
 
 
 def trail(connection: Connection) -> AuditTrail:
-    """All of the same moment; as somebody who may read the coordinator's tables."""
+    """All of the same moment. It needs a role that may read the coordinator's tables."""
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         ledger = [row[0] for row in connection.execute("SELECT entry FROM shoal.ledger ORDER BY line").fetchall()]

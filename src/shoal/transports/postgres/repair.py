@@ -1,4 +1,4 @@
-"""A run in a database goes back to the last record that is sound: what `shoal repair` asks of the database."""
+"""Repair of a run in a database (`shoal repair`): go back to the last record that is undamaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from shoal.protocol.checksums import crc32
 from shoal.transports.postgres.server import PostgresServer
-from shoal.transports.postgres.store import DamagedJournal, PostgresJournal
+from shoal.transports.postgres.store import DamagedDatabaseJournal, PostgresJournal
 
 
 class SoundRecords(NamedTuple):
@@ -24,7 +24,7 @@ class SoundRecords(NamedTuple):
 
 
 class RemovedRecords(NamedTuple):
-    """What was taken out of the database, for people to look at."""
+    """What was deleted from the database, for people to look at."""
 
     records: list[dict[str, Any]]
     ledger: list[str]
@@ -36,7 +36,7 @@ def sound_since(server: PostgresServer, snapshot: int) -> SoundRecords:
     try:
         for record, _ in PostgresJournal(server).recover(snapshot):
             records.append(record)
-    except DamagedJournal as error:
+    except DamagedDatabaseJournal as error:
         problem = error.what
     ids = _ids(server, snapshot)
     return SoundRecords(records, ids[len(records) - 1] if records else min(ids, default=1) - 1, problem)

@@ -1,4 +1,4 @@
-"""The coordinator's mailbox: questions and results are looked for, brought whole, and answered."""
+"""The coordinator's side of requests: polls the tables for requests and results of units, and writes replies."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
 from shoal.transports.postgres.bulk_writer import BulkWriter
 from shoal.transports.postgres.client import channel_of
-from shoal.transports.postgres.coordinator_connection import CoordinatorConnection
+from shoal.transports.postgres.coordinator_connection import CoordinatorDatabaseConnection
 from shoal.transports.postgres.reconnecting import database_name
 from shoal.transports.request_rate import Rate, RateLimit
 
 BATCH, BATCH_BYTES = 64, 256 << 20
-"""What one poll brings at most."""
+"""The most that one poll returns."""
 _SETTLED_S = 30.0
-"""Rows get their number right before they are committed, and a transaction that dawdles is ended after ten seconds; so nothing
-with a smaller number than one that was there so long ago can still turn up."""
+"""Rows get their number right before they are committed, and an idle transaction is ended after ten seconds. So no row can appear with a
+smaller number than one that was seen this long ago."""
 _ABANDONED_S = 600.0
-"""Answers that nobody fetched for this long are deleted."""
+"""Replies that were not read for this long are deleted."""
 _TIDY_EVERY_S = 5.0
 _WRITTEN_BYTES = 16 << 20
-"""After handing out this much, old flyers are deleted earlier than usual."""
+"""After publishing this much, unused frames are deleted earlier than usual."""
 _READ_S = 0.3
-"""Right after something new was handed out, many workers read it: deleting old rows waits for this long."""
+"""Right after frames were published, many workers read them: deleting old rows waits for this long."""
 _FRAMES_KEPT = 8
 
 
@@ -50,7 +50,7 @@ class KnownFrames:
 
 
 class DeliveredRows:
-    """Numbers of rows that were handed on, and the number from which to look for others."""
+    """Numbers of rows that `poll` has returned, and the number after which to look for others."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
@@ -75,7 +75,7 @@ class _Row(NamedTuple):
     too_large: str | None
 
 
-class RequestTables(CoordinatorConnection):
+class RequestTables(CoordinatorDatabaseConnection):
     """`poll`, `reply` and `close` belong to one thread; `wake` to any."""
 
     def __init__(
@@ -96,45 +96,45 @@ class RequestTables(CoordinatorConnection):
         self._rates = RateLimit(rate)
         self._requests, self._contributions = DeliveredRows(), DeliveredRows()
         self._waiting: dict[tuple[bytes, int], int] = {}
-        """Requests that were handed on and not answered, and their rows."""
+        """Requests that `poll` returned and that have no reply yet, and their rows."""
         self._published_frames: OrderedDict[int, tuple[Frame, uuid.UUID]] = OrderedDict()
         self._published_over = 0
-        """The connection over which the flyers were written."""
+        """Which connection (`connect_count`) the published frames were written over."""
         self._writer = BulkWriter(conninfo)
         self._tidied_at = time.monotonic()
         self._written_at = 0.0
         self._written_bytes = 0
-        """Bytes handed out since old flyers were last deleted."""
+        """Bytes published since unused frames were last deleted."""
 
-    # --- what comes in -----------------------------------------------------------------------------
+    # --- requests and results -----------------------------------------------------------------------------
 
     def poll(self, timeout_s: float) -> list[Request]:
-        """Questions, results of units (`delivered`) and units that failed for good, as soon as there are some."""
+        """Requests, results of units (`delivered`) and units that failed for good, as soon as there are some."""
         self.raise_if_replaced()
-        found = self._look()
+        found = self._new_rows()
         self._tidy(idle=not found)
         if not found and timeout_s > 0:
             self.connection.wait(min(timeout_s, self._poll_interval_s))
-            found = self._look()
+            found = self._new_rows()
         return found
 
     def wake(self) -> None:
         self.connection.wake()
 
-    def _look(self) -> list[Request]:
-        rows = [*self._questions(), *self._results()]
-        brought: list[Request] = []
+    def _new_rows(self) -> list[Request]:
+        rows = [*self._new_requests(), *self._new_results()]
+        opened: list[Request] = []
         size = 0
         for row in rows[:BATCH]:
-            if brought and size + row.size > BATCH_BYTES:
+            if opened and size + row.size > BATCH_BYTES:
                 break
             size += row.size
-            brought += self._bring(row)
+            opened += self._open_row(row)
         if len(rows) > BATCH:
             self.connection.wake()
-        return brought
+        return opened
 
-    def _questions(self) -> list[_Row]:
+    def _new_requests(self) -> list[_Row]:
         self._requests.settle()
         rows = self.fetch(
             "SELECT r.id, r.peer, r.number, r.header, r.frames, r.too_large, (SELECT coalesce(sum(b.bytes), 0)::int8 FROM shoal.blobs b"
@@ -143,25 +143,25 @@ class RequestTables(CoordinatorConnection):
         )
         return [_Row(row[0], Request(row[1].bytes, row[2], Message({}, (row[3],))), row[4], len(row[3]) + row[6], row[5]) for row in rows]
 
-    def _bring(self, row: _Row) -> list[Request]:
+    def _open_row(self, row: _Row) -> list[Request]:
         if row.request.peer == b"":
-            return self._bring_result(row)
+            return self._open_result(row)
         self._requests.add(row.number)
         request = row.request
         self.traffic.receive(row.size)
         if row.too_large is not None:
-            return self._turn_away(request, "oversized", row.too_large)
+            return self._refuse(request, "oversized", row.too_large)
         content = [request.message.frames[0], *self.read(row.blobs)]
         try:
             message = wire.decode(content, self.limits)[1]
         except wire.Malformed as problem:
-            return self._turn_away(request, problem.reason, str(problem))
+            return self._refuse(request, problem.reason, str(problem))
         if not self._rates.admits(request.peer, time.monotonic()):
-            return self._turn_away(request, "too-fast", self._rates.why)
+            return self._refuse(request, "too-fast", self._rates.why)
         self._waiting[request.peer, request.number] = row.number
         return [request._replace(message=message)]
 
-    def _turn_away(self, request: Request, reason: str, why: str) -> list[Request]:
+    def _refuse(self, request: Request, reason: str, why: str) -> list[Request]:
         self.traffic.refuse(reason)
         header = wire.encode(wire.refusal(reason, why), request.number, self.limits)[0]
         self.carry_out(lambda: self._answer(request, header, ()))
@@ -186,10 +186,10 @@ class RequestTables(CoordinatorConnection):
             self.known.add(frame, blob)
         return found.frames
 
-    # --- what goes out -----------------------------------------------------------------------------
+    # --- replies -----------------------------------------------------------------------------
 
     def reply(self, request: Request, message: Message) -> None:
-        """Answer a request. A unit's result has nobody who waits for an answer; replying to it does nothing."""
+        """Reply to a request. No caller waits for a reply to a unit's result: replying to one does nothing."""
         parts = wire.encode(message, request.number, self.limits)
         if request.peer == b"":
             return
@@ -215,7 +215,7 @@ class RequestTables(CoordinatorConnection):
         return True
 
     def publish_frames(self, content: Sequence[Frame]) -> list[uuid.UUID]:
-        """Frames to hand out. One that was handed out a moment ago is there already."""
+        """The ids of frames that are published. One that was published a moment ago is not written again."""
         if not content:
             return []
         if self._published_over != self.connection.connect_count:  # a server that crashed has emptied what is not logged
@@ -236,15 +236,15 @@ class RequestTables(CoordinatorConnection):
         ids = [uuid.uuid4() for _ in new]
         self.before_commit(self._writer.write(ids, new))
         self._written_at, self._written_bytes = time.monotonic(), self._written_bytes + sum(frames.sizes(new))
-        for frame, flyer in zip(new, ids, strict=True):
-            self._published_frames[id(frame)] = frame, flyer
+        for frame, blob in zip(new, ids, strict=True):
+            self._published_frames[id(frame)] = frame, blob
         self.on_rollback(self._published_frames.clear)
 
     def release(self, blobs: Sequence[uuid.UUID]) -> None:
         self.freed_bytes += self.run(lambda connection: frames.release(connection, blobs))
 
     def _tidy(self, idle: bool) -> None:
-        """Delete answers that nobody fetched, and flyers that nobody reads any more, when nobody waits or many have gathered."""
+        """Delete replies that were never read and frames that no row refers to, when there is nothing else to do or much has gathered."""
         now = time.monotonic()
         late, idle = now - self._tidied_at > _TIDY_EVERY_S, idle and now - self._written_at > _READ_S
         if not late and self._written_bytes < (_WRITTEN_BYTES if idle else 16 * _WRITTEN_BYTES):
@@ -257,7 +257,7 @@ class RequestTables(CoordinatorConnection):
         self.drop_unused_frames()
 
     def drop_unused_frames(self) -> None:
-        kept = [flyer for _, flyer in self._published_frames.values()]
+        kept = [blob for _, blob in self._published_frames.values()]
         gone = self.fetch(
             "DELETE FROM shoal.published_frames f WHERE f.id <> ALL (%s::uuid[])"
             " AND NOT EXISTS (SELECT FROM shoal.replies r WHERE f.id = ANY (r.frames))"
@@ -270,9 +270,9 @@ class RequestTables(CoordinatorConnection):
         self._writer.close()
         super().close_connection()
 
-    # --- results of units: see the board -----------------------------------------------------------
+    # --- results of units -----------------------------------------------------------
 
-    def _results(self) -> list[_Row]:
+    def _new_results(self) -> list[_Row]:
         self._contributions.settle()
         rows = self.fetch(
             "SELECT c.seq, c.kind, c.worker, c.unit, c.iteration, c.epoch, c.start, c.batches, c.reason, c.header, c.frames,"
@@ -282,7 +282,7 @@ class RequestTables(CoordinatorConnection):
         )
         return [_Row(row[0], Request(b"", row[0], Message(_headed(row), (row[9] or b"",))), row[10], row[11], None) for row in rows]
 
-    def _bring_result(self, row: _Row) -> list[Request]:
+    def _open_result(self, row: _Row) -> list[Request]:
         self._contributions.add(row.number)
         header, sent = row.request.message.header, row.request.message.frames[0]
         if header["kind"] == "delivered":

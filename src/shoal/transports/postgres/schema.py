@@ -22,7 +22,7 @@ STUDENTS_FUNCTIONS = (
     *("claim", "is_lease_valid", "submit", "return_unit", "fail_unit"),
 )
 _SHUT_FUNCTIONS = r"^(pg_(try_)?advisory_.*|pg_(terminate|cancel)_backend|pg_notify|lo_.*|loread|lowrite)$"
-"""Built-in functions that everybody may call, and no student needs: locks that others would wait for, signals, large objects."""
+"""Built-in functions that any role may call by default and no student needs: advisory locks, signals, large objects."""
 _COORDINATORS_FUNCTIONS = ("pg_advisory_xact_lock(bigint)", "pg_notify(text, text)")
 READERS_TABLES = ("worker_list", "unit_counts", "progress", "metrics", "picture", "facts")
 OLDEST_SERVER = 130000
@@ -68,14 +68,14 @@ def init(connection: Connection) -> int:
                 connection.execute("INSERT INTO shoal.migrations (version) VALUES (%s)", (migration.number,))
         connection.execute("DELETE FROM shoal.student_functions")
         connection.execute("INSERT INTO shoal.student_functions SELECT unnest(%s::text[])", (list(STUDENTS_FUNCTIONS),))
-        _close_doors(connection)
+        _revoke_defaults(connection)
         for name, kind in connection.execute("SELECT name, kind FROM shoal.roles").fetchall():
             _allow(connection, name, kind)
     return latest()
 
 
 def check(connection: Connection) -> None:
-    """Whether the schema is the one this version of Shoal knows. Raises ShoalError."""
+    """Raise ShoalError unless the schema is the one of this version of Shoal."""
     try:
         version = _value(connection, "SELECT shoal.schema_version()")
     except (errors.InvalidSchemaName, errors.UndefinedFunction, errors.UndefinedTable):
@@ -87,7 +87,7 @@ def check(connection: Connection) -> None:
 
 
 def reset(connection: Connection) -> None:
-    """Delete the run and everything about it; roles keep what they may."""
+    """Delete the run and all its data; roles keep their permissions."""
     with connection.transaction():
         kept = "SELECT name, kind, to_jsonb(r) ->> 'enrolled_at', to_jsonb(r) ->> 'enrolled_from' FROM shoal.roles r"
         roles = connection.execute(kept).fetchall() if _exists(connection) else []
@@ -99,7 +99,7 @@ def reset(connection: Connection) -> None:
 
 
 def missing_protections(connection: Connection) -> list[str]:
-    """What this server does not protect a class from, and why: each as a sentence. A server of the run's own protects from all of it."""
+    """Sentences about what this server does not protect a class from, and why. A server of the run's own has all protections."""
     found: list[str] = []
     mine = connection.execute("SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user").fetchone()
     is_superuser, makes_roles = mine or (False, False)
@@ -108,7 +108,7 @@ def missing_protections(connection: Connection) -> list[str]:
     if not is_superuser:
         found.append("only a superuser can bound temporary files (temp_file_limit) and revoke advisory locks, pg_notify and large objects")
     if connection.pgconn.ssl_in_use == 0 and connection.info.host not in ("", "localhost", "127.0.0.1", "::1"):
-        found.append("this connection is not encrypted: whoever listens in the network sees weights and results (sslmode=verify-full)")
+        found.append("this connection is not encrypted: weights and results can be read in the network (sslmode=verify-full)")
     query = (
         "SELECT datname FROM pg_database WHERE datallowconn AND datname <> current_database()"
         " AND has_database_privilege('public', oid, 'CONNECT') ORDER BY 1"
@@ -121,19 +121,19 @@ def missing_protections(connection: Connection) -> list[str]:
 
 
 def close_other_databases(connection: Connection) -> None:
-    """On a server that is the run's own: nobody connects to any other database of it."""
+    """On a server that is the run's own: let no role but its owner connect to another database of it."""
     for (name,) in connection.execute("SELECT datname FROM pg_database WHERE datallowconn").fetchall():
         connection.execute(sql.SQL("REVOKE CONNECT ON DATABASE {} FROM PUBLIC").format(sql.Identifier(name)))
 
 
-def end_greedy(connection: Connection, processes: list[int]) -> None:
-    """End those of these processes of the server that belong to students."""
+def end_over_memory(connection: Connection, processes: list[int]) -> None:
+    """End connections of students: those of these server processes, which take too much memory."""
     connection.execute("SELECT shoal.end_harmful_connections(%s)", (processes,))
 
 
 def grant(connection: Connection, role: str, password: str | None, kind: str) -> None:
-    """Make a role, where it is not there yet, and let it do what its kind may. Without a password an existing one keeps its own. One that
-    was in quarantine is let in again."""
+    """Create a role if it is missing, and grant it what its kind may do. Without a password an existing role keeps its own. This ends a
+    quarantine."""
     if kind not in KINDS:
         raise ShoalError(f"`{kind}` is no kind of role: {', '.join(KINDS)} are")
     name = sql.Identifier(role)
@@ -153,7 +153,7 @@ def grant(connection: Connection, role: str, password: str | None, kind: str) ->
 
 
 def revoke(connection: Connection, role: str) -> None:
-    """Shut a role out, now: it may not log in any more, and who is logged in is thrown out. `grant` with a password lets it in again."""
+    """Shut a role out: it may no longer log in, and its connections are ended. `grant` with a password lets it in again."""
     with connection.transaction():
         if not connection.execute("DELETE FROM shoal.roles WHERE name = %s RETURNING 1", (role,)).fetchone():
             known = [name for (name,) in connection.execute("SELECT name FROM shoal.roles ORDER BY name").fetchall()]
@@ -185,7 +185,7 @@ def describe(connection: Connection) -> dict[str, Any]:
 
 
 def _allow(connection: Connection, role: str, kind: str) -> None:
-    """Exactly what the kind may, whatever the role could do before."""
+    """Grant a role exactly what its kind may do, whatever it could do before."""
     name = sql.Identifier(role)
     database = sql.Identifier(connection.info.dbname)
 
@@ -221,8 +221,8 @@ def _allow(connection: Connection, role: str, kind: str) -> None:
             do("GRANT MAINTAIN ON ALL TABLES IN SCHEMA shoal TO {role}")
 
 
-def _close_doors(connection: Connection) -> None:
-    """Everybody may do more in a fresh database than they need: call any function, make tables of their own, and large objects."""
+def _revoke_defaults(connection: Connection) -> None:
+    """Revoke what PostgreSQL grants to every role in a fresh database: calling functions, creating tables and large objects."""
     connection.execute("REVOKE ALL ON SCHEMA shoal FROM PUBLIC")
     connection.execute("REVOKE ALL ON ALL FUNCTIONS IN SCHEMA shoal FROM PUBLIC")
     connection.execute(sql.SQL("REVOKE TEMPORARY ON DATABASE {} FROM PUBLIC").format(sql.Identifier(connection.info.dbname)))

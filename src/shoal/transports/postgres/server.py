@@ -1,4 +1,4 @@
-"""The coordinator's side of the database: the mailbox, and the board of units."""
+"""The coordinator's side of the database: requests and replies, and units on lease."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shoal.transports.postgres.requests import RequestTables
 
 
 class PostgresServer(RequestTables):
-    """A `Server` like any other, and more: what it does within `transaction()` happens together or not at all."""
+    """A `Server` that also leases units. What it does within `transaction()` is committed together or not at all."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._published: dict[tuple[int, str], tuple[dict[str, Any], tuple[Frame, ...]]] = {}
-        """What can be published again, should a crash of the server have emptied its unlogged tables."""
+        """Kept in memory, to publish again after a crash of the server, which empties unlogged tables."""
         self._connects = self.connection.connect_count
 
     # --- the run -----------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ class PostgresServer(RequestTables):
         return Message(wire.decode([rows[0][0]], self.limits)[1].header, self.read(rows[0][1]))
 
     def open_run(self, welcome: Message, resume: bool, silence_s: float = 90.0) -> Message:
-        """Begin a run, or go on with the one that is there; its description. After `silence_s` a worker that says nothing is gone."""
+        """Begin a run, or resume the stored one; returns its description. A worker without a heartbeat for `silence_s` counts as gone."""
         with self.transaction():
             stored = self.stored_run()
             if resume and stored is None:
@@ -53,7 +53,7 @@ class PostgresServer(RequestTables):
         return welcome
 
     def keep(self, content: Sequence[Frame]) -> list[uuid.UUID]:
-        """Hold frames as blobs. Those that came out of the database get one more holder, and are not written again."""
+        """Store frames as blobs. Frames that came out of the database get one more use, and are not written again."""
         if not content:
             return []
         found = [self.known.blob_of(frame) for frame in content]
@@ -73,7 +73,7 @@ class PostgresServer(RequestTables):
         return [blob or next(fresh) for blob in found]
 
     def put_piece(self, number: int, piece: bytes) -> None:
-        """A piece of the data set, for workers that lack it. Each is a transaction of its own: together they may be gigabytes."""
+        """Store a piece of the data set, for workers that lack it. Each is a transaction of its own: together they may be gigabytes."""
         with self.transaction() as connection:
             connection.execute(
                 "INSERT INTO shoal.pieces (number, data) VALUES (%b, %b) ON CONFLICT (number) DO UPDATE SET data = excluded.data",
@@ -81,7 +81,7 @@ class PostgresServer(RequestTables):
             )
 
     def set_fact(self, name: str, value: Any) -> None:
-        """Write down a fact about the run, for people who look at it; it takes the place of the last one of this name."""
+        """Store a fact about the run for status pages; it replaces an earlier one of this name."""
         with self.transaction() as connection:
             connection.execute(
                 "INSERT INTO shoal.facts VALUES (%s, %s::jsonb) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
@@ -98,7 +98,7 @@ class PostgresServer(RequestTables):
         max_retries: int,
         quorum: int | None = None,
     ) -> None:
-        """Put units (epoch, start, batches) on the board for an iteration; `max_retries` are the attempts at each, in all.
+        """Offer units (epoch, start, batches) for an iteration; `max_retries`: the attempts at each, in all.
 
         `coordinator/units/leases.py` says what that means for units of older iterations and for those that are listed again. Here a result
         may also wait to be consumed; its unit counts as done while it waits. A unit that is listed again later had an unusable result.
@@ -112,8 +112,8 @@ class PostgresServer(RequestTables):
                 (iteration, lease_timeout_s, max_retries, quorum),
             )
             if again:
-                self._put_spoiled_back(iteration, *columns[:2])
-            self._clear_board(iteration)
+                self._requeue_unusable(iteration, *columns[:2])
+            self._cancel_older(iteration)
             issued = connection.execute(
                 "INSERT INTO shoal.units (iteration, epoch, start, batches, attempts)"
                 " SELECT %s, epoch, start, batches, coalesce(attempts, 0)"
@@ -150,20 +150,20 @@ class PostgresServer(RequestTables):
         )
         return [list(column) for column in zip(*rows, strict=True)] or [[], [], []]
 
-    def _put_spoiled_back(self, iteration: int, epochs: Sequence[int], starts: Sequence[int]) -> None:
-        """Units that are listed though their results were consumed: those could not be used, and were attempts in vain."""
-        spoiled = self.fetch(
+    def _requeue_unusable(self, iteration: int, epochs: Sequence[int], starts: Sequence[int]) -> None:
+        """Requeue units that are listed although their results were consumed: those could not be used, and count as failed attempts."""
+        unusable = self.fetch(
             "UPDATE shoal.units u SET iteration = %s FROM unnest(%s::int8[], %s::int8[]) AS listed (epoch, start)"
             " WHERE u.state = 'completed' AND u.epoch = listed.epoch AND u.start = listed.start"
             " AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id) RETURNING u.id",
             (iteration, epochs, starts),
         )
-        for (unit,) in spoiled:
+        for (unit,) in unusable:
             self.fetch("SELECT shoal.requeue_unit(%s, 'its result could not be used', true)", (unit,))
 
-    def _clear_board(self, iteration: int) -> None:
-        """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time, and units whose results
-        wait stay until it is known whether those can be used."""
+    def _cancel_older(self, iteration: int) -> None:
+        """Cancel what is left of older iterations. Units on lease stay until the next iteration, and units whose results wait stay until it
+        is known whether those can be used."""
         self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
         used = "SELECT array_agg(u.id) FROM shoal.units u WHERE iteration < %s AND state = 'completed'"
         self.fetch(
@@ -188,7 +188,7 @@ class PostgresServer(RequestTables):
             )
 
     def consume(self, request: Request) -> None:
-        """Do not deliver a result or a failed unit again: it is in the journal."""
+        """Delete a result or a failed unit, which is in the journal now."""
         with self.transaction():
             for (held,) in self.fetch("DELETE FROM shoal.contributions WHERE seq = %s RETURNING frames", (request.number,)):
                 self.release(held)
@@ -201,7 +201,7 @@ class PostgresServer(RequestTables):
         packed = wire.encode(Message(header, tuple(frames)), 0, self.limits)[0]
         base = header.get("base", version - 1) if kind == "difference" else None
 
-        def put_up() -> None:
+        def insert() -> None:
             self.fetch(
                 "INSERT INTO shoal.weights VALUES (%b::int8, %t, %b::int8, %b, %b::uuid[]) ON CONFLICT (version, kind)"
                 " DO UPDATE SET base = excluded.base, header = excluded.header, frames = excluded.frames RETURNING 1",
@@ -212,7 +212,7 @@ class PostgresServer(RequestTables):
                 self.fetch("DELETE FROM shoal.weights WHERE version <> %s RETURNING 1", (version,))
             self.fetch("SELECT pg_notify('shoal_work', '')")
 
-        self.carry_out(put_up)
+        self.carry_out(insert)
         self._remember(version, kind, header, tuple(frames))
 
     def _remember(self, version: int, kind: str, header: dict[str, Any], frames: tuple[Frame, ...]) -> None:
@@ -227,12 +227,12 @@ class PostgresServer(RequestTables):
         return found
 
     def _publish_again(self) -> None:
-        """After a connection was lost: a server that crashed has emptied what is not logged."""
+        """After a lost connection: a server that crashed has emptied its unlogged tables."""
         if self._published and not self.fetch("SELECT 1 FROM shoal.weights LIMIT 1"):
             for (version, kind), (header, frames) in sorted(self._published.items(), key=lambda item: (item[0][0], item[0][1] != "full")):
                 self.publish(version, kind, header, frames)
 
-    # --- for people to look at ---------------------------------------------------------------------
+    # --- for status pages ---------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
         """All workers that ever took part, with the numbers of their units by outcome."""
@@ -244,11 +244,11 @@ class PostgresServer(RequestTables):
         return counts | dict(self.fetch("SELECT state, units FROM shoal.unit_counts"))
 
     def notes(self) -> list[str]:
-        """What the database wants people to know, once: who was paused, shut out, or is slow."""
+        """Notes for the owner, each returned once: which students were paused, shut out, or are slow."""
         return [note for (note,) in self.fetch("DELETE FROM shoal.notes RETURNING note")]
 
     def keep_out(self, worker: str, out: bool) -> None:
-        """Put the student whose worker has this name into quarantine, or out of it. The owner's own workers are no students: they stay."""
+        """Put the student whose worker has this name into quarantine, or out of it. The owner's own workers are not affected."""
         students = "FROM shoal.workers w JOIN shoal.roles r ON r.name = w.role AND r.kind = 'student' WHERE w.name = %s"
         why = "the teacher keeps you out" if out else None
         with self.transaction() as connection:

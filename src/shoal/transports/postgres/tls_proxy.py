@@ -1,14 +1,15 @@
-"""A small process that speaks TLS in front of a class's PostgreSQL, whose own build cannot.
+"""TLS proxy: a small process in front of a class's PostgreSQL, whose own build has no TLS.
 
-It answers libpq's SSLRequest with the class's certificate and passes on what it decrypts to the server, which listens on this machine only.
-Nobody is passed on unencrypted, nor as the run's own role, which may do anything. Until the server has let somebody in, there is a bound
-on everything they cost: connections in all and from one address, seconds, and bytes. Where the places for such strangers are taken, the one
-who has been silent for longest gives its place up to a new one: a student, who speaks at once, is never that one for long. Who comes with
-the class's token stays a stranger, since to enrol takes a moment; of the places for those who are let in, one address has three quarters.
+It answers libpq's SSLRequest with the class's certificate and forwards what it decrypts to the server, which listens on this machine only.
+It forwards nothing unencrypted, and no login as the run's own role, which may do anything. Until the server has accepted a client's login,
+the proxy bounds what the client costs: connections in all and per address, seconds, and bytes. When the places for such clients are taken,
+a new one replaces the one that has been silent for longest; a student's client, which sends at once, is rarely that one. A client with the
+class's token stays in this group, since it only enrolls. Of the places for clients that are logged in, one address gets three quarters.
 
-The server, which bounds what one address may do, sees every address as another one of its own machine's.
+The proxy connects to the server from another loopback address for each client address, so that the server can apply limits per address.
 
-It is started by its path, and knows nothing of Shoal. The first line of its standard input says what to do; it ends when that is closed.
+It is started by its path and imports nothing of Shoal. The first line of its standard input holds its options as JSON; it ends when that
+input is closed.
 """
 
 from __future__ import annotations
@@ -29,41 +30,41 @@ from collections import Counter
 from typing import Any
 
 SSL_REQUEST, GSS_REQUEST, CANCEL_REQUEST = 80877103, 80877104, 80877102
-GREETING_S = 10.0
+HANDSHAKE_S = 10.0
 LOGIN_S = 30.0
 STARTUP_BYTES, LOGIN_BYTES = 10_000, 65_536
-"""What the first message, and all up to the server's consent, may have at most. PostgreSQL takes no larger first message either."""
-MOST_STRANGERS, MOST_STRANGERS_AT_ONE = 64, 32
-"""Connections that are not let in yet, in all and from one address. A school may be behind one address."""
+"""The most bytes of the first message, and of all messages until the login is accepted. PostgreSQL has the same limit for the first."""
+MOST_UNAUTHENTICATED, MOST_UNAUTHENTICATED_PER_ADDRESS = 64, 32
+"""Connections that are not logged in yet, in all and from one address. A school may be behind one address."""
 PATIENCE_S = 1.0
-"""Between two steps of a student's greeting less time passes. Who is silent for longer gives its place up before anybody else does."""
-HEARING_S = 0.25
-"""So long the first word of a client may be on its way, or wait here to be read."""
-GOODBYE_S = 1.0
-"""How long a client may take to end its side. It has no place any more, and a descriptor still."""
+"""More than the time between two steps of a student's login. Clients that are silent for longer are evicted first."""
+FIRST_BYTES_S = 0.25
+"""Grace period for a client's first bytes."""
+SHUTDOWN_S = 1.0
+"""How long a client may take to close its side. It no longer counts, and still has a descriptor."""
 _CHUNK = 1 << 18
 _SHARE_OF_AN_ADDRESS = 3 / 4
-"""Of the connections that are let in. However many somebody opens, others find a place."""
+"""One address's share of the connections that are logged in."""
 _NAME_BYTES = 63
-"""PostgreSQL cuts longer names of roles off there."""
+"""PostgreSQL truncates longer names of roles to this length."""
 
 
 class ProxyRefusal(Exception):
-    """What is told to a client that is not passed on."""
+    """The message to a client that is refused."""
 
 
 class TlsProxy:
-    """Connections of all clients."""
+    """Accepts clients and forwards their connections to the server."""
 
-    def __init__(self, order: dict[str, Any], context: ssl.SSLContext) -> None:
-        self._server: tuple[str, int] = ("127.0.0.1", order["server_port"])
-        self._forbidden = {name.encode()[:_NAME_BYTES] for name in order["forbidden_roles"]}
-        self._passing = {name.encode()[:_NAME_BYTES] for name in order["passing_roles"]}
-        self._most: int = order["most"]
+    def __init__(self, options: dict[str, Any], context: ssl.SSLContext) -> None:
+        self._server: tuple[str, int] = ("127.0.0.1", options["server_port"])
+        self._forbidden = {name.encode()[:_NAME_BYTES] for name in options["forbidden_roles"]}
+        self._enrolling = {name.encode()[:_NAME_BYTES] for name in options["passing_roles"]}
+        self._most: int = options["most"]
         self._secret = os.urandom(16)
         self._context = context
         self._connections = 0
-        self._strangers = UnauthenticatedClients(int(_SHARE_OF_AN_ADDRESS * self._most))
+        self._unauthenticated = UnauthenticatedClients(int(_SHARE_OF_AN_ADDRESS * self._most))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, listener: socket.socket) -> None:
@@ -71,60 +72,60 @@ class TlsProxy:
         while True:
             try:
                 client, address = await loop.sock_accept(listener)
-            except OSError:  # too many files are open: the next moment is better
+            except OSError:  # too many files are open: try again soon
                 await asyncio.sleep(0.1)
                 continue
-            house = household(address[0])
-            if not self._strangers.make_room(house, full=self._connections >= self._most):
+            group = household(address[0])
+            if not self._unauthenticated.admit_one_more(group, full=self._connections >= self._most):
                 client.close()
                 continue
-            self._admit(client, house)
-            await asyncio.sleep(0)  # it may have spoken already, and is heard before the next one wants its place
+            self._admit(client, group)
+            await asyncio.sleep(0)  # its first bytes may be here already: read them before the next client may evict it
 
     def _admit(self, client: socket.socket, address: str) -> None:
         self._connections += 1
-        visit = ClientConnection(self._strangers, address)
-        task = visit.task = asyncio.get_running_loop().create_task(self._serve(client, visit))
+        client_state = ClientConnection(self._unauthenticated, address)
+        task = client_state.task = asyncio.get_running_loop().create_task(self._serve(client, client_state))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, client: socket.socket, visit: ClientConnection) -> None:
+    async def _serve(self, client: socket.socket, client_state: ClientConnection) -> None:
         handed_over = False
         try:
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            async with asyncio.timeout(GREETING_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 if not await _asks_for_tls(client):
                     return
-                visit.heard()
+                client_state.on_step()
                 handed_over = True
                 reader, writer = await _encrypted(client, self._context)
-                visit.heard()
-            await self._pass_on(reader, writer, visit)
+                client_state.on_step()
+            await self._forward_client(reader, writer, client_state)
         except (OSError, EOFError, TimeoutError, ssl.SSLError, asyncio.IncompleteReadError):
             pass  # clients come and go
         finally:
-            visit.leave()
+            client_state.close()
             self._connections -= 1
             if not handed_over:  # else its transport closes it, and must do so first: the next client may get the same number
                 client.close()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: ClientConnection) -> None:
+    async def _forward_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client_state: ClientConnection) -> None:
         server: asyncio.StreamWriter | None = None
         try:
-            async with asyncio.timeout(GREETING_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 startup = await _startup(reader)
-                visit.heard()
+                client_state.on_step()
                 if (problem := _problem(startup, self._forbidden)) is not None:
                     raise ProxyRefusal(problem)
-                visit.is_passing = _role(startup) in self._passing
-                answers, server = await self._to_server(visit.address)
+                client_state.only_enrolls = _role(startup) in self._enrolling
+                answers, server = await self._to_server(client_state.address)
                 server.write(startup)
-            await _talk(reader, writer, answers, server, visit)
+            await _forward(reader, writer, answers, server, client_state)
         except ProxyRefusal as refusal:
             writer.write(_error(str(refusal)))
             await writer.drain()
-        except asyncio.CancelledError:  # put out: a new client has its place already
+        except asyncio.CancelledError:  # evicted: a new client has its place already
             writer.transport.abort()
             raise
         finally:
@@ -133,7 +134,7 @@ class TlsProxy:
                     end.close()
 
     async def _to_server(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to the server that tells it one address from another. Not every system has so many addresses of its own."""
+        """A connection to the server from the loopback address that stands for the client's. Not every system has several of those."""
         with contextlib.suppress(OSError):
             own = own_address_for(address, self._secret)
             return await asyncio.open_connection(*self._server, limit=_CHUNK, local_addr=(own, 0))
@@ -141,7 +142,7 @@ class TlsProxy:
 
 
 def household(address: str) -> str:
-    """What is counted as one address. With IPv6 anybody has as many addresses as they like, of one network."""
+    """The group of addresses that limits apply to. IPv6 clients own a whole /64. The same as protocol/address_groups.py."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
@@ -149,107 +150,108 @@ def household(address: str) -> str:
 
 
 def own_address_for(address: str, secret: bytes) -> str:
-    """One of this machine's own addresses, the same each time, and not to be guessed."""
+    """The loopback address that stands for a client's address: always the same, and not predictable."""
     digest = hashlib.blake2b(address.encode(), key=secret, digest_size=3).digest()
     return f"127.{1 + digest[0] % 254}.{digest[1]}.{1 + digest[2] % 254}"
 
 
 class UnauthenticatedClients:
-    """The clients that are not let in yet. Their number is bounded, in all and at one address; so is that of one address's who are in."""
+    """The clients that are not logged in yet. Bounds their number, in all and per address, and the logged-in clients per address."""
 
-    def __init__(self, most_let_in_at_one: int) -> None:
-        self.visits: list[ClientConnection] = []
-        self.let_in: Counter[str] = Counter()
-        self.most_let_in_at_one = most_let_in_at_one
+    def __init__(self, most_logged_in_per_address: int) -> None:
+        self.clients: list[ClientConnection] = []
+        self.logged_in: Counter[str] = Counter()
+        self.most_logged_in_per_address = most_logged_in_per_address
 
-    def make_room(self, address: str, *, full: bool) -> bool:
-        """Put a stranger out where a new one from `address` needs its place. False: all places are taken by clients that were let in.
+    def admit_one_more(self, address: str, *, full: bool) -> bool:
+        """Evict a client if a new one from `address` needs its place. Returns False if all places are taken by clients that are logged in.
 
-        `full`: there is no place for any further connection."""
-        own = [visit for visit in self.visits if visit.address == address]
-        if len(own) >= MOST_STRANGERS_AT_ONE:
-            self._longest_silent(own).put_out()
-        elif full or len(self.visits) >= MOST_STRANGERS:
-            if not self.visits:
+        `full`: there is no place for another connection."""
+        own = [one for one in self.clients if one.address == address]
+        if len(own) >= MOST_UNAUTHENTICATED_PER_ADDRESS:
+            self._longest_silent(own).evict()
+        elif full or len(self.clients) >= MOST_UNAUTHENTICATED:
+            if not self.clients:
                 return False
-            self._longest_silent(self._silent() or self._of_the_most_crowded_address()).put_out()
+            self._longest_silent(self._silent() or self._from_the_address_with_most()).evict()
         return True
 
     def _longest_silent(self, among: list[ClientConnection]) -> ClientConnection:
-        """Of those who had the time to speak and did not, who came first. Who came a moment ago is spared, unless most have."""
-        lately = time.monotonic() - HEARING_S
-        mute = [visit for visit in among if not visit.has_spoken]
-        new = [visit for visit in mute if visit.heard_at >= lately]
-        if len(mute) > len(new):
-            among = [visit for visit in mute if visit not in new]
+        """The oldest of those that had the time to send something and did not. Clients that came a moment ago are spared, unless they are
+        the majority."""
+        lately = time.monotonic() - FIRST_BYTES_S
+        silent = [one for one in among if not one.has_sent]
+        new = [one for one in silent if one.step_at >= lately]
+        if len(silent) > len(new):
+            among = [one for one in silent if one not in new]
         elif 2 * len(new) > len(among):
             among = new
         else:
-            among = [visit for visit in among if visit not in new]
-        return min(among, key=lambda visit: visit.heard_at)
+            among = [one for one in among if one not in new]
+        return min(among, key=lambda one: one.step_at)
 
     def _silent(self) -> list[ClientConnection]:
         lately = time.monotonic() - PATIENCE_S
-        return [visit for visit in self.visits if visit.heard_at < lately]
+        return [one for one in self.clients if one.step_at < lately]
 
-    def _of_the_most_crowded_address(self) -> list[ClientConnection]:
-        counts = Counter(visit.address for visit in self.visits)
-        return [visit for visit in self.visits if counts[visit.address] == max(counts.values())]
+    def _from_the_address_with_most(self) -> list[ClientConnection]:
+        counts = Counter(one.address for one in self.clients)
+        return [one for one in self.clients if counts[one.address] == max(counts.values())]
 
 
 class ClientConnection:
-    """One client, who is a stranger until the server lets it in."""
+    """One client, which is unauthenticated until the server accepts its login."""
 
     task: asyncio.Task[None]
 
-    def __init__(self, strangers: UnauthenticatedClients, address: str) -> None:
-        self._strangers, self.address = strangers, address
-        self.is_stranger = True
-        self.is_passing = False
-        """Whether it only enrols: then it stays a stranger."""
-        self._is_let_in = False
-        self.heard_at = time.monotonic()
-        """When it came, or last took a step of its greeting."""
-        self.has_spoken = False
-        strangers.visits.append(self)
+    def __init__(self, clients: UnauthenticatedClients, address: str) -> None:
+        self._unauthenticated, self.address = clients, address
+        self.is_unauthenticated = True
+        self.only_enrolls = False
+        """Whether its role only enrolls: then it never counts as logged in."""
+        self._is_logged_in = False
+        self.step_at = time.monotonic()
+        """When it connected, or last finished a step of its login."""
+        self.has_sent = False
+        clients.clients.append(self)
 
-    def heard(self) -> None:
-        """A further step of its greeting is done. Single bytes are no step: a stranger has a few steps only, however slowly it speaks."""
-        self.heard_at, self.has_spoken = time.monotonic(), True
+    def on_step(self) -> None:
+        """A step of its login is done. Single bytes are no step: a login has only a few steps, however slowly a client sends."""
+        self.step_at, self.has_sent = time.monotonic(), True
 
-    def let_in(self) -> None:
-        """The server has. Raises Refusal where too many of its address are in already."""
-        if self.is_passing:
+    def on_login(self) -> None:
+        """The server accepted its login. Raises ProxyRefusal if too many clients of its address are logged in."""
+        if self.only_enrolls:
             return
-        if self._strangers.let_in[self.address] >= self._strangers.most_let_in_at_one:
+        if self._unauthenticated.logged_in[self.address] >= self._unauthenticated.most_logged_in_per_address:
             raise ProxyRefusal("there are as many connections from your address as one address may have: end some of them")
         self._end()
-        self._is_let_in = True
-        self._strangers.let_in[self.address] += 1
+        self._is_logged_in = True
+        self._unauthenticated.logged_in[self.address] += 1
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self._end()
-        if self._is_let_in:
-            self._is_let_in = False
-            self._strangers.let_in[self.address] -= 1
-            self._strangers.let_in += Counter()  # forgets addresses of which nobody is in
+        if self._is_logged_in:
+            self._is_logged_in = False
+            self._unauthenticated.logged_in[self.address] -= 1
+            self._unauthenticated.logged_in += Counter()  # forgets addresses without a client
 
     def _end(self) -> None:
-        """It is no stranger any more."""
-        if self.is_stranger:
-            self.is_stranger = False
-            self._strangers.visits.remove(self)
+        """It no longer counts as unauthenticated."""
+        if self.is_unauthenticated:
+            self.is_unauthenticated = False
+            self._unauthenticated.clients.remove(self)
 
-    def put_out(self) -> None:
+    def evict(self) -> None:
         self._end()
         self.task.cancel()
 
 
 async def _asks_for_tls(client: socket.socket) -> bool:
-    """Read exactly the request, so that nothing sent unencrypted can pass for encrypted. Others are told what is wrong."""
+    """Read exactly the request, so that nothing sent unencrypted can pass for encrypted. Other clients get an error message."""
     loop = asyncio.get_running_loop()
     for _ in range(2):
-        length, code = struct.unpack("!ii", await _exactly(client, 8))
+        length, code = struct.unpack("!ii", await _read_exactly(client, 8))
         if length == 8 and code == GSS_REQUEST:
             await loop.sock_sendall(client, b"N")
         elif length == 8 and code == SSL_REQUEST:
@@ -263,7 +265,7 @@ async def _asks_for_tls(client: socket.socket) -> bool:
     return False
 
 
-async def _exactly(client: socket.socket, count: int) -> bytes:
+async def _read_exactly(client: socket.socket, count: int) -> bytes:
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < count:
         more = await loop.sock_recv(client, count - len(data))
@@ -278,7 +280,7 @@ async def _encrypted(client: socket.socket, context: ssl.SSLContext) -> tuple[as
     reader = asyncio.StreamReader(limit=_CHUNK)
     protocol = asyncio.StreamReaderProtocol(reader)
     transport, _ = await loop.connect_accepted_socket(
-        lambda: protocol, client, ssl=context, ssl_handshake_timeout=GREETING_S, ssl_shutdown_timeout=GOODBYE_S
+        lambda: protocol, client, ssl=context, ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=SHUTDOWN_S
     )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
@@ -292,7 +294,7 @@ async def _startup(reader: asyncio.StreamReader) -> bytes:
 
 
 def _problem(startup: bytes, forbidden: set[bytes]) -> str | None:
-    """Why a first message is not passed on; None: it is."""
+    """Why a first message is refused; None if it is forwarded."""
     (code,) = struct.unpack("!i", startup[4:8])
     if code == CANCEL_REQUEST:
         return None
@@ -307,51 +309,54 @@ def _problem(startup: bytes, forbidden: set[bytes]) -> str | None:
 
 
 def _role(startup: bytes) -> bytes | None:
-    """Who a first message says it comes from; None: it names nobody, or several."""
+    """The role that a first message names; None if it names none, or several."""
     words = startup[8:].split(b"\0")
     users = [value for name, value in zip(words[::2], words[1::2], strict=False) if name == b"user"]
     return users[0][:_NAME_BYTES] if len(users) == 1 else None
 
 
-async def _talk(
+async def _forward(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     answers: asyncio.StreamReader,
     server: asyncio.StreamWriter,
-    visit: ClientConnection,
+    client_state: ClientConnection,
 ) -> None:
-    """Pass on both ways until either side ends."""
-    ways = {asyncio.create_task(_questions(reader, server, visit)), asyncio.create_task(_answers(answers, writer, visit))}
+    """Forward both directions until either side ends."""
+    directions = {
+        asyncio.create_task(_forward_requests(reader, server, client_state)),
+        asyncio.create_task(_forward_replies(answers, writer, client_state)),
+    }
     try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for way in ways:
-            way.cancel()
-        ended = await asyncio.gather(*ways, return_exceptions=True)
+        for direction in directions:
+            direction.cancel()
+        ended = await asyncio.gather(*directions, return_exceptions=True)
     for problem in ended:
         if isinstance(problem, ProxyRefusal):
             raise problem
 
 
-async def _questions(reader: asyncio.StreamReader, server: asyncio.StreamWriter, visit: ClientConnection) -> None:
+async def _forward_requests(reader: asyncio.StreamReader, server: asyncio.StreamWriter, client_state: ClientConnection) -> None:
     sent = 0
     while data := await reader.read(_CHUNK):
         sent += len(data)
-        if visit.is_stranger and sent > LOGIN_BYTES:
+        if client_state.is_unauthenticated and sent > LOGIN_BYTES:
             return
         server.write(data)
         await server.drain()
 
 
-async def _answers(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: ClientConnection) -> None:
+async def _forward_replies(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, client_state: ClientConnection) -> None:
     async with asyncio.timeout(LOGIN_S):
-        while visit.is_stranger:
+        while client_state.is_unauthenticated:
             head = await answers.readexactly(5)
             (length,) = struct.unpack("!i", head[1:])
             body = await answers.readexactly(length - 4)
-            visit.heard()  # the server asks for the next word: it has understood the last one
+            client_state.on_step()  # the server has processed the client's last message
             if head[:1] == b"R" and body[:4] == bytes(4):
-                visit.let_in()
+                client_state.on_login()
             writer.write(head + body)
     while data := await answers.read(_CHUNK):
         writer.write(data)
@@ -359,7 +364,7 @@ async def _answers(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 def _error(text: str) -> bytes:
-    """A refusal as PostgreSQL words it."""
+    """An error message of PostgreSQL's protocol."""
     fields = b"".join(kind + value.encode() + b"\0" for kind, value in ((b"S", "FATAL"), (b"V", "FATAL"), (b"C", "28000"), (b"M", text)))
     return b"E" + struct.pack("!i", len(fields) + 5) + fields + b"\0"
 
@@ -374,8 +379,8 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _become(user: list[int] | None) -> None:
-    """Go on as the server's user: nothing here needs to be root after the port and the certificate are there."""
+def _drop_privileges(user: list[int] | None) -> None:
+    """Continue as the server's user: root is not needed after the port is bound and the certificate is read."""
     if user:
         os.setgroups([])
         os.setgid(user[1])
@@ -383,17 +388,17 @@ def _become(user: list[int] | None) -> None:
 
 
 def main() -> None:
-    order = json.loads(sys.stdin.readline() or "null")
-    if not order:
+    options = json.loads(sys.stdin.readline() or "null")
+    if not options:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(order["certificate"], order["key"])
-    listener = _listener(order["host"], order["port"])
-    _become(order["user"])
+    context.load_cert_chain(options["certificate"], options["key"])
+    listener = _listener(options["host"], options["port"])
+    _drop_privileges(options["user"])
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(TlsProxy(order, context).listen(listener))
+        asyncio.run(TlsProxy(options, context).listen(listener))
 
 
 if __name__ == "__main__":

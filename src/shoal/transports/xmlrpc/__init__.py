@@ -1,7 +1,7 @@
 """XML-RPC over HTTP, for debugging: the same results, slower, and readable with any network tool.
 
 One method, `shoal.call(header, frames)`, all of it base64. The join token travels in the Authorization header and is checked before a body
-is read. Nothing is encrypted, so a server does not leave this machine unless told that this is meant.
+is read. Nothing is encrypted, so a server listens only on this machine unless `insecure` is set.
 """
 
 from shoal.config.schema.cluster import XmlRpc

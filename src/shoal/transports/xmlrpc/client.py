@@ -1,4 +1,4 @@
-"""The side that asks: one connection that is kept, and made anew after any trouble."""
+"""The client's side: one connection, which is kept, and made again after any error."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import time
 from shoal.errors import ShoalError
 from shoal.transports import addresses, wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
-from shoal.transports.xmlrpc.encoding import most_body_bytes, only_here, pack, unpack
+from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loopback, unpack
 
-_HANGING_UP = (OSError, http.client.HTTPException)
+_LOST = (OSError, http.client.HTTPException)
 
 
 class XmlRpcClient:
-    """Keeps one connection, and makes a new one after any trouble."""
+    """Keeps one connection, and makes a new one after any error."""
 
     def __init__(
         self, address: str, *, token: str, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES, insecure: bool = False
     ) -> None:
         self._target = addresses.parse(address)
-        only_here(self._target.host, insecure)
+        require_loopback(self._target.host, insecure)
         self.address = address
         self.traffic = Traffic()
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
@@ -43,10 +43,10 @@ class XmlRpcClient:
                 self.traffic.send(wire.size_of(parts))
                 return self._opened(self._exchange(connection, "POST", pack(parts, answer=False), deadline))
             except ShoalError:
-                self._hang_up()
+                self._disconnect()
                 raise
-            except _HANGING_UP as problem:
-                self._hang_up()
+            except _LOST as problem:
+                self._disconnect()
                 raise Unreachable(f"no answer from {self.address}: {problem or 'the connection was lost'}") from None
 
     def _encoded(self, message: Message) -> list[Frame]:
@@ -71,9 +71,9 @@ class XmlRpcClient:
     def _exchange(self, connection: http.client.HTTPConnection, method: str, body: bytes, deadline: float) -> bytes:
         if self._closed.is_set():
             raise ConnectionError("closed")
-        self._be_patient_until(connection, deadline)
+        self._set_timeout(connection, deadline)
         connection.request(method, "/RPC2", body, self._headers)
-        self._be_patient_until(connection, deadline)
+        self._set_timeout(connection, deadline)
         response = connection.getresponse()
         content = self._read(connection, response, deadline)
         if response.status == 401:
@@ -90,13 +90,13 @@ class XmlRpcClient:
         while piece := response.read(1 << 16):
             content += piece
             if len(content) > most:
-                raise http.client.HTTPException("an answer without end")
-            self._be_patient_until(connection, deadline)
+                raise http.client.HTTPException("a reply that is too long")
+            self._set_timeout(connection, deadline)
         if response.length:
             raise http.client.IncompleteRead(bytes(content))
         return bytes(content)
 
-    def _be_patient_until(self, connection: http.client.HTTPConnection, deadline: float) -> None:
+    def _set_timeout(self, connection: http.client.HTTPConnection, deadline: float) -> None:
         if connection.sock:
             connection.sock.settimeout(_left(deadline))
 
@@ -107,11 +107,11 @@ class XmlRpcClient:
         except wire.Malformed as problem:
             raise Unreachable(f"{self.address} answers with something else: {problem}") from None
         if number != self._number:
-            raise Unreachable(f"{self.address} answered another question")
+            raise Unreachable(f"{self.address} answered another request")
         self.traffic.receive(wire.size_of(parts))
         return message
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._connection:
             self._connection.close()
         self._connection = None
@@ -123,7 +123,7 @@ class XmlRpcClient:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
         if self._calling.acquire(timeout=1.0):  # a call that still tries to connect hangs up by itself
-            self._hang_up()
+            self._disconnect()
             self._calling.release()
 
 

@@ -1,4 +1,4 @@
-"""Messages as XML-RPC documents, and the distrust that XML deserves."""
+"""Messages as XML-RPC documents. Documents that could make the parser expand entities are refused."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def most_body_bytes(limits: wire.Limits) -> int:
     return (limits.header_bytes + limits.frames * limits.frame_bytes) * 7 // 5 + 65536
 
 
-def only_here(host: str, insecure: bool) -> None:
+def require_loopback(host: str, insecure: bool) -> None:
     if not insecure and not addresses.is_loopback(host):
         raise ShoalError(f"XML-RPC is not encrypted and {host} is beyond this machine: use the zmq transport, or say that this is meant")

@@ -13,7 +13,7 @@ from shoal.transports.http_server import LimitedHandler, LimitedHttpServer, shut
 from shoal.transports.interface import Message, Request, Traffic
 from shoal.transports.request_queue import RequestQueue
 from shoal.transports.request_rate import SLOWEST_BYTES_PER_S, Rate
-from shoal.transports.xmlrpc.encoding import most_body_bytes, only_here, pack, unpack
+from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loopback, unpack
 
 MOST_CONNECTIONS = 256
 IDLE_S = 30.0
@@ -36,7 +36,7 @@ class XmlRpcServer:
         insecure: bool = False,
     ) -> None:
         host = addresses.resolve(host)
-        only_here(host, insecure)
+        require_loopback(host, insecure)
         port = port or addresses.free_port(host) or 0
         self.traffic = Traffic()
         self._requests = RequestQueue(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
@@ -107,16 +107,16 @@ class _XmlRpcHandler(LimitedHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.connections.mark_authenticated(self.connection, is_busy=True)
         try:
-            waiting = self.server.requests.ask(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
+            pending = self.server.requests.add(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
         except wire.Malformed as problem:
             self._turn_away(400, problem.reason)
             return
         while not self._gone():
             with contextlib.suppress(TimeoutError):
-                if parts := waiting.answer(1.0):
+                if parts := pending.wait(1.0):
                     self._respond(200, pack(parts, answer=True))
                 break
-        self.server.requests.forget(waiting)
+        self.server.requests.forget(pending)
         self.server.connections.mark_authenticated(self.connection, is_busy=False)
 
     def _authorised(self) -> bool:

@@ -1,4 +1,4 @@
-"""ZeroMQ: a ROUTER that answers, DEALERs that ask, and nobody in between.
+"""ZeroMQ: clients are DEALER sockets, the server is a ROUTER, and there is no broker.
 
 Every connection is authenticated in its handshake, so an unauthorised peer never gets a message into memory: on loopback by the token
 itself (PLAIN), beyond it by CURVE, where a worker's key is derived from the token and everything is encrypted.

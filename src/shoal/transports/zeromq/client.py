@@ -1,4 +1,4 @@
-"""The side that asks: a DEALER, and a monitor that reports why no answer comes."""
+"""The client's side: a DEALER socket, and a monitor that reports why no reply comes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SU
 _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-class _Line:
-    """One socket towards the server, and what its monitor reported about the connection."""
+class _ClientSocket:
+    """A socket to the server, and what its monitor reported about the connection."""
 
     def __init__(self, context: zmq.Context[Socket], wakeup: Wakeup) -> None:
         self.socket: Socket = context.socket(zmq.DEALER)
@@ -41,7 +41,7 @@ class _Line:
             poller.register(wakeup, zmq.POLLIN)
 
     def wait(self, writing: bool, timeout_s: float) -> tuple[bool, bool]:
-        """Until the socket is ready, something happened to the connection, or somebody rang; whether the first two."""
+        """Wait until the socket is ready, the connection changed, or `wakeup`; returns whether the first, and whether the second."""
         wanted = zmq.POLLOUT if writing else zmq.POLLIN
         ready = dict(self._pollers[wanted].poll(max(0, int(timeout_s * 1000) + 1)))
         happened = self.events in ready
@@ -67,7 +67,7 @@ class _Credentials(NamedTuple):
 
 
 class ZmqClient:
-    """One worker's line to its coordinator. It connects with the first call, and again whenever that is needed."""
+    """One worker's connection to its coordinator. It connects at the first call, and again whenever that is needed."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ZmqClient:
         """`local`: the address of this machine to connect from, where it has several; null: as the system chooses."""
         target = addresses.parse(address)
         if server_key is None:
-            _only_here_in_clear(target.host)
+            _require_loopback(target.host)
         elif not keys.is_key(server_key):
             raise Refused("the server's key must be 40 characters, as the coordinator printed it", "wrong-key")
         keys.check(token)
@@ -94,14 +94,14 @@ class ZmqClient:
         self._credentials = _Credentials(token, server_key)
         self._context: zmq.Context[Socket] = zmq.Context()
         self._wakeup = Wakeup()
-        self._line: _Line | None = None
+        self._line: _ClientSocket | None = None
         self._number = 0
         self._patience_s = LEAST_PATIENCE_S
         self._calling = threading.RLock()
         self._closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
-        with self._calling:  # no other question may come between this one and its answer
+        with self._calling:  # no other request may come between this one and its reply
             deadline = time.monotonic() + timeout_s
             self.post(message, timeout_s)
             return self.answer(deadline - time.monotonic())
@@ -136,7 +136,7 @@ class ZmqClient:
             raise Unreachable("the connection was closed on this side")
 
     @contextlib.contextmanager
-    def _giving_up(self, line: _Line) -> Iterator[None]:
+    def _giving_up(self, line: _ClientSocket) -> Iterator[None]:
         try:
             yield
         except (Unreachable, Refused):
@@ -149,9 +149,9 @@ class ZmqClient:
         except wire.Oversized as problem:
             raise Refused(str(problem), problem.reason) from None
 
-    def _connect(self) -> _Line:
+    def _connect(self) -> _ClientSocket:
         host = self._host()
-        line = _Line(self._context, self._wakeup)
+        line = _ClientSocket(self._context, self._wakeup)
         tune(line.socket, self._limits, [host])
         line.socket.linger = 0
         line.socket.reconnect_ivl, line.socket.reconnect_ivl_max = 50, 500
@@ -167,7 +167,7 @@ class ZmqClient:
         except ShoalError as problem:
             raise Unreachable(str(problem)) from None
 
-    def _ask(self, line: _Line, parts: list[Frame], deadline: float) -> None:
+    def _ask(self, line: _ClientSocket, parts: list[Frame], deadline: float) -> None:
         self._follow(line, in_flight=False)
         while True:
             try:
@@ -177,7 +177,7 @@ class ZmqClient:
             except zmq.Again:
                 self._wait(line, deadline, writing=True)
 
-    def _answer(self, line: _Line, deadline: float) -> Message:
+    def _answer(self, line: _ClientSocket, deadline: float) -> Message:
         """The answer to this call; answers to calls given up long ago are let go."""
         while True:
             self._wait(line, deadline, writing=False)
@@ -201,7 +201,7 @@ class ZmqClient:
         self.traffic.refuse("late")
         return None
 
-    def _wait(self, line: _Line, deadline: float, *, writing: bool) -> None:
+    def _wait(self, line: _ClientSocket, deadline: float, *, writing: bool) -> None:
         """Until the socket is ready; Unreachable at the deadline, when the connection is lost, or when the client is closed."""
         while True:
             ready, happened = line.wait(writing, deadline - time.monotonic())
@@ -214,8 +214,8 @@ class ZmqClient:
             elif time.monotonic() >= deadline:
                 raise Unreachable(self._why(line))
 
-    def _follow(self, line: _Line, *, in_flight: bool) -> None:
-        """Take note of what happened to the connection. With a question in flight its loss means that no answer will come."""
+    def _follow(self, line: _ClientSocket, *, in_flight: bool) -> None:
+        """Handle the monitor's events. If the connection is lost while a request is in flight, no reply will come."""
         while line.events.poll(0):
             event = recv_monitor_message(line.events)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -233,20 +233,20 @@ class ZmqClient:
                 if in_flight:
                     raise Unreachable(f"the connection to {self.address} was lost before the answer came")
 
-    def _why(self, line: _Line) -> str:
+    def _why(self, line: _ClientSocket) -> str:
         if line.connected:
             return f"no answer from {self.address} in time"
         if line.broken_since is None:
-            return f"nobody answers at {self.address}: is the coordinator running, and may this machine reach it?"
+            return f"no coordinator answers at {self.address}: is the coordinator running, and may this machine reach it?"
         return (
             f"{self.address} breaks the connection off before it is made. Either the server key in the join line is not this "
             "coordinator's, or one side encrypts and the other does not, or something else listens there"
         )
 
-    def _give_up(self, line: _Line) -> None:
+    def _give_up(self, line: _ClientSocket) -> None:
         """After a failed call: keep a line that is slow, so that what it carries arrives in the end; drop one that is dead.
 
-        Which of the two it is nobody can tell, so patience doubles each time it was in vain.
+        The two cannot be told apart, so patience doubles after each failure.
         """
         if line.connected and not self._closed:
             if time.monotonic() - (line.unanswered_since or math.inf) < self._patience_s:
@@ -267,7 +267,7 @@ class ZmqClient:
             self._wakeup.close()
 
 
-def _only_here_in_clear(host: str) -> None:
+def _require_loopback(host: str) -> None:
     if not addresses.is_loopback(host):
         raise Refused(
             f"{host} is another machine: the join line must carry the server's key, so that the token does not travel in clear", "no-key"

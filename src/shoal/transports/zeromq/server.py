@@ -17,17 +17,17 @@ from shoal.transports.connection_limits import ConnectionLimiter
 from shoal.transports.interface import Guest, Message, Request, Traffic
 from shoal.transports.request_rate import Rate, RateLimit
 from shoal.transports.wakeup import Wakeup
-from shoal.transports.zeromq.authentication import DOMAIN, Admits, Authenticator
+from shoal.transports.zeromq.authentication import DOMAIN, Admits, ZapAuthenticator
 from shoal.transports.zeromq.byte_limits import ByteLimiter
 from shoal.transports.zeromq.sockets import USER, Received, Socket, receive, send, tune
 
 BATCH, BATCH_BYTES = 64, 256 << 20
-"""What one poll brings at most."""
+"""The most that one poll returns."""
 UNFINISHED_BYTES = 8 << 20
 """What a connection may send beyond one message of the largest size before it finishes a message."""
 _IO_THREADS, _LINGER_MS = 2, 2000
-QUESTION_BYTES = 64 << 10
-"""The longest header of a question: only answers carry a configuration."""
+REQUEST_HEADER_BYTES = 64 << 10
+"""The longest header of a request: only replies carry a configuration."""
 _BYTES_PER_PERMIT = 1024
 """To look at a long header takes longer, so it counts as several messages."""
 
@@ -51,12 +51,12 @@ class ZmqServer:
         connections_per_address: int = 2048,
     ) -> None:
         hosts = [addresses.resolve(each) for each in ([host] if isinstance(host, str) else host)]
-        _only_here_without_a_key(hosts, secret_key)
+        _require_key_beyond_loopback(hosts, secret_key)
         keys.check(token)
         own = keys.keys_from_secret(secret_key) if secret_key is not None else None
         self.traffic = Traffic()
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
-        self._asked = self._limits._replace(header_bytes=min(max_header_bytes, QUESTION_BYTES))
+        self._request_limits = self._limits._replace(header_bytes=min(max_header_bytes, REQUEST_HEADER_BYTES))
         self._rates = RateLimit(rate)
         self._wakeup = Wakeup()
         self._context: zmq.Context[Socket] = zmq.Context(_IO_THREADS)
@@ -67,7 +67,7 @@ class ZmqServer:
         self._byte_limiter = ByteLimiter(_most_unfinished_bytes(self._limits), _mechanism(own))
         limiter = ConnectionLimiter[int](connections, connections_per_address)
         admits = _require_credentials(self._socket, token, own, guests)
-        self._authenticator = Authenticator(self._context, self._socket, admits, self.traffic, self._byte_limiter, limiter)
+        self._authenticator = ZapAuthenticator(self._context, self._socket, admits, self.traffic, self._byte_limiter, limiter)
         self._poller = _poller_of(self._socket, self._wakeup)
         try:
             self.addresses = tuple(address for each in (port, *further_ports) for address in _bind(self._socket, hosts, each))
@@ -83,13 +83,14 @@ class ZmqServer:
         enough = self.traffic.received_bytes + BATCH_BYTES
         with contextlib.suppress(zmq.Again):
             for _ in range(BATCH):
-                requests += self._decoded(receive(self._socket, self._asked, addressed=True))
+                requests += self._decoded(receive(self._socket, self._request_limits, addressed=True))
                 if self.traffic.received_bytes > enough:
                     break
         return requests
 
     def _decoded(self, received: Received) -> list[Request]:
-        """The request in a message, or none. Nonsense is not answered, and counts like any message; one that is too large is refused."""
+        """The request in a message, or none. A malformed message gets no reply, and counts for the rate limit; one that is too large is
+        refused."""
         peer, parts = received.peer, received.parts
         self._byte_limiter.on_message(received.last)
         self.traffic.receive(wire.size_of(parts))
@@ -98,8 +99,8 @@ class ZmqServer:
             if received.problem is not None:
                 raise received.problem
             if not admitted and len(parts[0]) > _BYTES_PER_PERMIT:
-                raise wire.Malformed("too long to be looked at, from one who sends too much", "too-fast")
-            number, message = wire.decode(parts, self._asked)
+                raise wire.Malformed("a long header from a peer that sends too much", "too-fast")
+            number, message = wire.decode(parts, self._request_limits)
         except wire.Malformed as problem:
             self.traffic.refuse(problem.reason)
             if isinstance(problem, wire.Oversized) and admitted:
@@ -144,7 +145,7 @@ def _poller_of(*sources: Socket | Wakeup) -> zmq.Poller:
     return poller
 
 
-def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
+def _require_key_beyond_loopback(hosts: Sequence[str], secret_key: object) -> None:
     exposed = [host for host in hosts if not addresses.is_loopback(host)]
     if exposed and secret_key is None:
         raise ShoalError(f"{exposed[0]} is reachable from other machines, so what travels must be encrypted: give the server a key pair")

@@ -68,7 +68,7 @@ def shut_down(descriptor: int) -> None:
 
 def in_pieces(parts: Sequence[Frame]) -> list[Frame]:
     """A message as it travels: the sizes of its parts, and the parts, of which long ones are cut. ZeroMQ takes a frame of the largest size
-    in before it knows who sends it, so that size must be small; and it is the same for everybody."""
+    in before it knows who sends it, so that size must be small; and it is the same for all peers."""
     pieces: list[Frame] = [struct.pack(f">{len(parts)}Q", *map(len, parts))]
     for part in parts:
         if len(part) <= PIECE_BYTES:
