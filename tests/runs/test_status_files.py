@@ -154,7 +154,7 @@ def test_top_needs_a_terminal_and_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert main(["top"]) == 2
     assert main(["top", str(status(tmp_path / "run"))]) == 2
-    assert "this is none" in capsys.readouterr().err
+    assert "needs a terminal" in capsys.readouterr().err
 
 
 def test_the_newest_run_is_meant_where_none_is_named(tmp_path: Path) -> None:
