@@ -25,7 +25,7 @@ from shoal.config.load import resolve_data
 from shoal.config.schema.model import Moe
 from shoal.config.schema.training import Fp8
 from shoal.engines.precision import fp8
-from shoal.models.expert_layer import ExpertAssignment, ExpertLayer
+from shoal.models.layers.expert_layer import ExpertAssignment, ExpertLayer
 
 TOKENS, STEPS, LAST = 16 * 1024, 300, 50
 SIZES: dict[str, dict[str, Any]] = {

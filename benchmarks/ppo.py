@@ -118,7 +118,7 @@ def updates(given: dict[str, Any], model: Any, device: Any, training: dict[str, 
     """Updates of a feed and an engine, put together as a run does: what each took by the clock, and its score."""
     from shoal.config.load import resolve_data
     from shoal.engines import SingleEngine
-    from shoal.models.value_head import add_value_head
+    from shoal.models.layers.value_head import add_value_head
     from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
     from shoal.tasks.policy_gradient import PolicyGradient
 

@@ -93,7 +93,7 @@ def storyteller(
     }
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
     assert run.rlhf is not None
-    from shoal.models.value_head import add_value_head
+    from shoal.models.layers.value_head import add_value_head
 
     torch.manual_seed(seed)
     model = load_story_model(DATA / "lm", model_name)[0].requires_grad_(True)

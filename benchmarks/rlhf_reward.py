@@ -30,7 +30,7 @@ from shoal.config.schema.data import Preferences
 from shoal.data.text.encoding import Encoding, Sample, collate
 from shoal.data.text.preferences import Pair, answer_samples, read_preferences
 from shoal.engines import SingleEngine
-from shoal.models.value_head import ScoreModel
+from shoal.models.layers.value_head import ScoreModel
 from shoal.tasks.answer_logprobs import PromptAnswers, at_the_end, given_to
 from shoal.tasks.reward import Reward
 

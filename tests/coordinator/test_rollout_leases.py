@@ -16,9 +16,9 @@ import torch
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.events import ServingStarted
-from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.batch_sampling import sample, tokens_to_send
 from shoal.models.generation.decoding import group_draws
+from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.protocol.frames import UpdateError
 from shoal.runs.build_run import assemble
 from shoal.runs.coordinator_setup import agree, plan_for

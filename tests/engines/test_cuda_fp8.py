@@ -12,7 +12,7 @@ from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
 from shoal.engines.precision.fp8 import LARGEST, ScaleHistory, codes_of
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import ExpertAssignment
+from shoal.models.layers.expert_layer import ExpertAssignment
 from tests.engines.test_cuda_step import batches, engine
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from shoal.engines import SingleEngine
 from shoal.engines.optim.adam_state import GradientClip
 from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.models import build
-from shoal.models.expert_layer import grouped_linear
+from shoal.models.layers.expert_layer import grouped_linear
 from shoal.tasks.language import LanguageModelling
 from shoal.updates.layout import FlatNetwork
 

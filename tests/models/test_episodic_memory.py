@@ -11,8 +11,8 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.model import EpisodicMemory, Experts
 from shoal.config.schema.serving import Decoding
 from shoal.models import generate
-from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.episodic_memory import EpisodicMemory as Memory
+from shoal.models.layers.cross_attention import WithCrossAttention
+from shoal.models.layers.episodic_memory import EpisodicMemory as Memory
 from shoal.models.moe import Moe
 from shoal.models.step_state import step_states
 from shoal.tasks.language import LanguageModelling

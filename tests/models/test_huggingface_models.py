@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.models import build, generate
 from shoal.models.generation.batch_sampling import sample
 from shoal.models.generation.decoding import group_draws
-from shoal.models.value_head import ScoreModel
+from shoal.models.layers.value_head import ScoreModel
 from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import build as build_task
 from shoal.tasks.answer_logprobs import as_text, as_used, log_probs

@@ -15,7 +15,7 @@ from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import ExpertLayer, grouped_linear
+from shoal.models.layers.expert_layer import ExpertLayer, grouped_linear
 from shoal.models.mixtral import as_mixtral
 from shoal.models.moe import Moe
 from shoal.models.routers import Routes, build_router

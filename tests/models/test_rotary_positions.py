@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.models import rotary
-from shoal.models.rotary import Rotary, rotate
+from shoal.models.layers import rotary
+from shoal.models.layers.rotary import Rotary, rotate
 
 
 @pytest.mark.parametrize("with_complex", [True, False])

@@ -101,7 +101,7 @@ def test_a_memory_survives_a_kill_to_identical_records(folder: Path) -> None:
 _KILLED = """
 import os, signal
 from shoal.cli.main import main
-from shoal.models.episodic_memory import EpisodicMemory
+from shoal.models.layers.episodic_memory import EpisodicMemory
 before, steps = EpisodicMemory.end_step, []
 def end_step(self):
     steps.append(before(self))

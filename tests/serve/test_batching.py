@@ -14,11 +14,11 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import generate
-from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.generation.kv_cache import KeyValueCache
 from shoal.models.generation.side_texts import SideTexts
 from shoal.models.gpt import Gpt
+from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
 from shoal.serve.backend import LocalBackend

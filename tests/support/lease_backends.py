@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from shoal.coordinator.units.leases import PATIENCE_LEASES, GivenUp, Leases
 from shoal.transports.database_address import parse
-from shoal.transports.postgres import LeaseClient, LeasedUnit, PostgresServer
+from shoal.transports.postgres import ClaimedUnit, LeaseClient, PostgresServer
 from shoal.transports.postgres.enrolment import own_access
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import PATIENCE_S
@@ -128,7 +128,7 @@ class PostgresKeeper:
         self._set_patience()
         self.server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1_000_000)
         self.desks: dict[str, LeaseClient] = {}
-        self.units: dict[tuple[str, int, int], LeasedUnit] = {}
+        self.units: dict[tuple[str, int, int], ClaimedUnit] = {}
         """By worker, unit and version: what the worker last leased of that."""
         self.version = -1
         self._given_up: dict[int, str] = {}
@@ -175,7 +175,7 @@ class PostgresKeeper:
         )
         return bool(row and row[0])
 
-    def _leased(self, worker: str, unit: int, version: int) -> LeasedUnit | None:
+    def _leased(self, worker: str, unit: int, version: int) -> ClaimedUnit | None:
         return self.units.get((worker, unit, version))
 
     def submit(self, worker: str, unit: int, version: int) -> str:

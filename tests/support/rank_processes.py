@@ -27,8 +27,8 @@ from shoal.data import load_tokenizer
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
 from shoal.launch import forkserver
 from shoal.models import build as build_models
-from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.generate import generate
+from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt

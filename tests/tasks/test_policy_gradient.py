@@ -18,12 +18,12 @@ from shoal.config.schema.rlhf import SentimentReward as Sentiment
 from shoal.data import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.embedding import TokenEmbedding
 from shoal.models.generation.batch_sampling import sample
 from shoal.models.generation.decoding import group_draws
 from shoal.models.gpt import Gpt
 from shoal.models.kernels.cpu_packing import packed_for
-from shoal.models.value_head import ScoreModel, add_value_head
+from shoal.models.layers.embedding import TokenEmbedding
+from shoal.models.layers.value_head import ScoreModel, add_value_head
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.runs.training.train_alone import prepare

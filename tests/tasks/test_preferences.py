@@ -17,8 +17,8 @@ from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
+from shoal.models.layers.value_head import ScoreModel
 from shoal.models.moe import Moe
-from shoal.models.value_head import ScoreModel
 from shoal.runs.trained_model import export, open_run
 from shoal.runs.training.train_alone import prepare
 from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_used, log_probs

@@ -21,7 +21,7 @@ from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServe
 from shoal.transports.postgres import coordinator_connection as office
 from shoal.transports.postgres import reconnecting as line
 from shoal.transports.postgres.coordinator_connection import CoordinatorReplaced
-from shoal.transports.postgres.lease_client import LeasedUnit
+from shoal.transports.postgres.lease_client import ClaimedUnit
 from shoal.transports.postgres.reconnecting import ReconnectingConnection
 from shoal.transports.postgres.store import PostgresJournal
 from tests.support.eventually import eventually
@@ -63,7 +63,7 @@ def enter(database: Database) -> Iterator[Enter]:
         desk.close()
 
 
-def claimed(desk: LeaseClient) -> LeasedUnit:
+def claimed(desk: LeaseClient) -> ClaimedUnit:
     """A claim ends with any news: claim until there is a unit."""
     while not (units := desk.claim(1, PATIENCE_S)):
         pass

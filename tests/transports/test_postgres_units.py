@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Request
-from shoal.transports.postgres import LeaseClient, LeasedUnit, PostgresServer
+from shoal.transports.postgres import ClaimedUnit, LeaseClient, PostgresServer
 from shoal.transports.postgres.coordinator_connection import VACUUM_BYTES
 from tests.support.eventually import eventually
 from tests.support.postgres_server import Database
@@ -101,7 +101,7 @@ def test_units_come_in_the_order_they_were_issued(server: PostgresServer, enter:
 
 def test_two_claimers_never_get_the_same_unit(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     issue(server, 1, 2000)
-    found: list[list[LeasedUnit]] = [[] for _ in range(6)]
+    found: list[list[ClaimedUnit]] = [[] for _ in range(6)]
     desks = [enter() for _ in found]
 
     def work(n: int) -> None:
@@ -294,7 +294,7 @@ def test_of_results_that_come_at_once_a_round_takes_as_many_as_it_needs(
     desks = [enter() for _ in range(4)]
     start = threading.Barrier(len(desks))
 
-    def submit(desk: LeaseClient, unit: LeasedUnit) -> str:
+    def submit(desk: LeaseClient, unit: ClaimedUnit) -> str:
         start.wait(PATIENCE_S)
         return desk.submit(unit, {}, [b"x"])
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.engines.single import SingleEngine
-from shoal.models.episodic_memory import EpisodicMemory
-from shoal.models.expert_layer import ExpertLayer
+from shoal.models.layers.episodic_memory import EpisodicMemory
+from shoal.models.layers.expert_layer import ExpertLayer
 from shoal.models.moe import Loads
 from shoal.models.step_state import StepState
 from shoal.updates.episodes import EpisodeRows

@@ -9,7 +9,7 @@ from shoal.config import Run
 from shoal.config.schema.model import Model
 from shoal.errors import ShoalError
 from shoal.models.data_shapes import DataShapes
-from shoal.models.value_head import ScoreModel, add_value_head
+from shoal.models.layers.value_head import ScoreModel, add_value_head
 
 Players = dict[str, nn.Module]
 

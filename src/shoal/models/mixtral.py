@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.rotary import THETA
+from shoal.models.layers.rotary import THETA
 from shoal.models.trunk import Trunk
 
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.models.compile_rules import not_compiled
-from shoal.models.cross_attention import ContextEncoder, WithCrossAttention, attends_to_context, has_context
 from shoal.models.data_shapes import DataShapes, vocab_size_for
-from shoal.models.episodic_memory import EpisodicMemory
-from shoal.models.expert_layer import ExpertLayer
 from shoal.models.gpt import Attention
-from shoal.models.mixture_of_heads import MixtureOfHeads
+from shoal.models.layers.cross_attention import ContextEncoder, WithCrossAttention, attends_to_context, has_context
+from shoal.models.layers.episodic_memory import EpisodicMemory
+from shoal.models.layers.expert_layer import ExpertLayer
+from shoal.models.layers.mixture_of_heads import MixtureOfHeads
 from shoal.models.routers import HeldExperts
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.step_state import StepState

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.embedding import TokenEmbedding
 from shoal.models.generation.kv_cache import KeyValueCache, LayerCache
-from shoal.models.rotary import Rotary
+from shoal.models.layers.embedding import TokenEmbedding
+from shoal.models.layers.rotary import Rotary
 
 INITIAL_STD = 0.02
 NEVER = 2**62

@@ -19,7 +19,7 @@ from shoal.worker.session import COMPUTING, Frames
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import LeaseClient
-    from shoal.transports.postgres.lease_client import LeasedUnit, PublishedWeights
+    from shoal.transports.postgres.lease_client import ClaimedUnit, PublishedWeights
 
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
@@ -99,7 +99,7 @@ class DatabaseConnection:
     def __init__(self, desk: LeaseClient, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
         self.desk, self.welcome, self.tell = desk, welcome, tell
         self.sent_bytes = 0
-        self._unit: LeasedUnit | None = None
+        self._unit: ClaimedUnit | None = None
         self._lease_s, self._leased_at, self._told_slow = lease_s, 0.0, False
         self._notice_at = 0.0
         self._fetching = False
@@ -234,7 +234,7 @@ class DatabaseConnection:
 WorkerConnection = TransportConnection | DatabaseConnection
 
 
-class ConnectOptions(NamedTuple):
+class WorkerConnectOptions(NamedTuple):
     """How a worker connects: the name it wants, the folder of its secrets, how long it waits, and a function for messages."""
 
     name: str | None
@@ -243,7 +243,7 @@ class ConnectOptions(NamedTuple):
     tell: Callable[[str], None]
 
 
-def connect_worker(address: str, token: str, key: str | None, caller: ConnectOptions) -> tuple[WorkerConnection, WorkerConnection]:
+def connect_worker(address: str, token: str, key: str | None, caller: WorkerConnectOptions) -> tuple[WorkerConnection, WorkerConnection]:
     """A worker's connection to its coordinator, and one for its heartbeats."""
     if is_address(address):
         address = _own_address(address, caller)
@@ -252,7 +252,7 @@ def connect_worker(address: str, token: str, key: str | None, caller: ConnectOpt
     return TransportConnection(address, token, key), TransportConnection(address, token, key)
 
 
-def _own_address(address: str, caller: ConnectOptions) -> str:
+def _own_address(address: str, caller: WorkerConnectOptions) -> str:
     """The address with this worker's own database role, which is created where the address names the class's role."""
     from shoal.transports.postgres.enrolment import own_access  # imported here: only databases need the driver
 

@@ -26,7 +26,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, header_of
 from shoal.runs.build_run import Progress, RunParts, feed_for_seat
-from shoal.runs.connections import ConnectOptions, DatabaseConnection, TransportConnection, connect_worker
+from shoal.runs.connections import DatabaseConnection, TransportConnection, WorkerConnectOptions, connect_worker
 from shoal.runs.folder.resume_rules import settings_digest
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.runs.invitation import Invitation
@@ -79,7 +79,7 @@ class JoinedWorker:
 
     def __init__(self, way: JoinOptions, tell: Callable[[str], None]) -> None:
         self.way, identity = way, way.own_key()
-        caller = ConnectOptions(way.name, way.state or state_folder(), way.patience_s, tell)
+        caller = WorkerConnectOptions(way.name, way.state or state_folder(), way.patience_s, tell)
         self.lines = connect_worker(way.address, way.token, way.key, caller)
         self.protocol = WorkerSession(way.name, describe_machine(), PROTOCOL, secrets.token_hex(8), way.patience_s, identity)
         self.sender = Sender(self.lines[0], self.protocol, tell)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.config import Run
 from shoal.engines import SingleEngine, StepResult
-from shoal.models.embedding import TokenEmbedding
+from shoal.models.layers.embedding import TokenEmbedding
 from shoal.scheduling import memory_estimate
 from shoal.tasks import Batch, Task
 

@@ -110,8 +110,7 @@ class Worker:
         """Of the contributions that were taken."""
         self.unit: LeasedUnit | None = None
         """What it has leased."""
-        self.steps = 0
-        self.server_step = 0.0
+        self.steps, self.server_step = 0, 0.0
         self.busy = 1.0
         """At the end: the share of the time in which it did not wait for an answer."""
         self._feed: Feed | None = None

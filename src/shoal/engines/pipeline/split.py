@@ -16,7 +16,7 @@ from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import ExpertLayer
+from shoal.models.layers.expert_layer import ExpertLayer
 from shoal.models.partial_model import layers_in
 from shoal.models.split_model import layer_count, make_ends, make_stage
 from shoal.scheduling.layer_split import MachineSpec, split

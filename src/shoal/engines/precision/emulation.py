@@ -19,7 +19,7 @@ from shoal.engines.precision import fp8, nvfp4
 from shoal.engines.precision.fp8 import Fp8Linear, ScaleHistory
 from shoal.errors import ShoalError
 from shoal.models.compile_rules import not_compiled
-from shoal.models.expert_layer import per_row
+from shoal.models.layers.expert_layer import per_row
 
 _LAST_SHARE = 0.15
 """Of the blocks, at the end, that nvfp4 leaves in bf16; one at least."""

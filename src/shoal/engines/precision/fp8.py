@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema.training import Fp8, Training
 from shoal.errors import ShoalError
-from shoal.models.expert_layer import per_row
+from shoal.models.layers.expert_layer import per_row
 
 LARGEST = 448.0
 """That e4m3 holds."""

@@ -36,7 +36,7 @@ _WORKER_METRICS = {
 }
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One value, and the labels that tell it from the others of its metric."""
 
     value: Any
@@ -50,7 +50,7 @@ class Metric(NamedTuple):
     kind: str
     """`counter` or `gauge`."""
     help: str
-    samples: Iterable[Sample]
+    samples: Iterable[MetricSample]
 
     def lines(self) -> list[str]:
         """Holds: empty where no sample has a value."""
@@ -104,28 +104,30 @@ def _token(path: Path) -> str:
 def run_metrics(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
     """All metrics of runs, from their statuses by name."""
     for field, (kind, help) in _RUN_METRICS.items():
-        yield Metric(_full_name(field, kind), kind, help, [Sample(status.get(field), {"run": run}) for run, status in runs.items()])
-    working = [Sample(int(one["state"] in ("running", "paused", "ending")), {"run": run}) for run, one in runs.items()]
+        yield Metric(_full_name(field, kind), kind, help, [MetricSample(status.get(field), {"run": run}) for run, status in runs.items()])
+    working = [MetricSample(int(one["state"] in ("running", "paused", "ending")), {"run": run}) for run, one in runs.items()]
     yield Metric("shoal_up", "gauge", "Whether the run is in progress.", working)
-    present = [Sample(len(one["members"]) + one["members_left_out"], {"run": run}) for run, one in runs.items()]
+    present = [MetricSample(len(one["members"]) + one["members_left_out"], {"run": run}) for run, one in runs.items()]
     yield Metric("shoal_workers", "gauge", "Workers that take part.", present)
     for field, label, help in (
         ("contributions", "outcome", "Contributions by outcome."),
         ("refused", "reason", "Messages that were refused, by reason."),
     ):
-        counts = [Sample(count, {"run": run, label: name}) for run, one in runs.items() for name, count in one[field].items()]
+        counts = [MetricSample(count, {"run": run, label: name}) for run, one in runs.items() for name, count in one[field].items()]
         yield Metric(f"shoal_{field}_total", "counter", help, counts)
     yield Metric("shoal_figure", "gauge", "The newest value of each figure that the run records.", _figures(runs))
     for field, (kind, help) in _WORKER_METRICS.items():
-        values = [Sample(row.get(field), {"run": run, "worker": str(row["worker"])}) for run, one in runs.items() for row in one["members"]]
+        values = [
+            MetricSample(row.get(field), {"run": run, "worker": str(row["worker"])}) for run, one in runs.items() for row in one["members"]
+        ]
         yield Metric(_full_name(f"worker_{field}", kind), kind, help, values)
 
 
-def _figures(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+def _figures(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[MetricSample]:
     for run, status in runs.items():
         for split, figures in status["figures"].items():
             for name, value in figures.items():
-                yield Sample(value, {"run": run, "split": split, "figure": name})
+                yield MetricSample(value, {"run": run, "split": split, "figure": name})
 
 
 def _full_name(field: str, kind: str) -> str:

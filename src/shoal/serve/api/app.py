@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from shoal.models.generation.decoding import TokenDraws, Warp
-from shoal.runs.monitoring.prometheus import Metric, Sample, exposition
+from shoal.runs.monitoring.prometheus import Metric, MetricSample, exposition
 from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, prompt_ids
 from shoal.serve.api.openapi import describe, generated_responses
@@ -42,7 +42,7 @@ class Metrics:
 
     def text(self) -> str:
         engine = self.engine
-        by_status = [Sample(count, {"status": str(status)}) for status, count in sorted(self.answered.items())]
+        by_status = [MetricSample(count, {"status": str(status)}) for status, count in sorted(self.answered.items())]
         counters = (
             ("shoal_prompt_tokens_total", "counter", "Tokens of prompts that the model has read.", engine.tokens_read),
             ("shoal_reused_tokens_total", "counter", "Tokens of prompts from the prefix cache.", engine.tokens_reused),
@@ -52,7 +52,7 @@ class Metrics:
             ("shoal_requests_waiting", "gauge", "Answers that wait to be generated.", len(engine.waiting)),
             ("shoal_places", "gauge", "Answers that can be generated at once.", engine.most_running),
         )
-        metrics = [Metric(name, kind, help, [Sample(value)]) for name, kind, help, value in counters]
+        metrics = [Metric(name, kind, help, [MetricSample(value)]) for name, kind, help, value in counters]
         return exposition([Metric("shoal_requests_total", "counter", "Requests by HTTP status.", by_status), *metrics])
 
 

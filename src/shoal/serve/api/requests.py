@@ -28,7 +28,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class TextPart(StrictModel):
+class MessageTextPart(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -43,7 +43,7 @@ def _joined_parts(value: Any) -> Any:
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[MessageTextPart])]
     name: str | None = Field(default=None, description="Accepted and not used.")
 
     @model_validator(mode="before")

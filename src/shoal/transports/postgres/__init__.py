@@ -12,11 +12,11 @@ they do not arrive, both sides look again after `poll_interval_s`.
 from shoal.config.schema.cluster import Postgres
 from shoal.transports.interface import ConnectOptions, ListenOptions
 from shoal.transports.postgres.client import PostgresClient
-from shoal.transports.postgres.lease_client import LeaseClient, LeasedUnit, PublishedWeights, stored_run
+from shoal.transports.postgres.lease_client import ClaimedUnit, LeaseClient, PublishedWeights, stored_run
 from shoal.transports.postgres.reconnecting import conninfo_of
 from shoal.transports.postgres.server import PostgresServer
 
-__all__ = ["LeaseClient", "LeasedUnit", "PostgresClient", "PostgresServer", "PublishedWeights", "connect", "serve", "stored_run"]
+__all__ = ["ClaimedUnit", "LeaseClient", "PostgresClient", "PostgresServer", "PublishedWeights", "connect", "serve", "stored_run"]
 
 
 def serve(settings: Postgres, options: ListenOptions) -> PostgresServer:

@@ -37,7 +37,7 @@ class CoordinatorReplaced(ShoalError):
     """Another coordinator has taken over."""
 
 
-class CoordinatorConnection:
+class CoordinatorDatabaseConnection:
     """The coordinator's connection and its transactions. Belongs to one thread.
 
     Holds: only the newest coordinator of a run commits anything."""
@@ -201,7 +201,7 @@ class CoordinatorConnection:
 class _Heartbeat:
     """Heartbeats, vacuum and the watchdog, in a thread with a connection of its own, while the coordinator computes."""
 
-    def __init__(self, conninfo: str, coordinator: CoordinatorConnection) -> None:
+    def __init__(self, conninfo: str, coordinator: CoordinatorDatabaseConnection) -> None:
         self._connection = ReconnectingConnection(conninfo)
         self._coordinator = coordinator
         self._vacuumed_bytes = 0

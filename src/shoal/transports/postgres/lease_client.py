@@ -27,7 +27,7 @@ _RECLAIM_EVERY_S = 1.0
 """While there is other work, expired leases of other workers are requeued this often."""
 
 
-class LeasedUnit(NamedTuple):
+class ClaimedUnit(NamedTuple):
     """A range of batches of an epoch's order, on lease."""
 
     id: int
@@ -102,7 +102,7 @@ class LeaseClient:
             return False
         return True
 
-    def claim(self, count: int, timeout_s: float) -> list[LeasedUnit]:
+    def claim(self, count: int, timeout_s: float) -> list[ClaimedUnit]:
         """Up to `count` units, as soon as there is one. An empty list after the timeout, `wake`, or a notification of something else: read
         the weights then, and claim again."""
         with self._working:
@@ -113,7 +113,7 @@ class LeaseClient:
             self._woken.clear()
             return units
 
-    def _try_to_claim(self, count: int) -> tuple[list[LeasedUnit], float]:
+    def _try_to_claim(self, count: int) -> tuple[list[ClaimedUnit], float]:
         lease, attempts = uuid.uuid4(), 0
         reclaim = time.monotonic() - self._reclaimed_at > _RECLAIM_EVERY_S
 
@@ -133,7 +133,7 @@ class LeaseClient:
             self._after = 0
             return [], math.inf if rows[0][7] is None else rows[0][7]
         self._after = max(row[6] for row in rows)
-        return [LeasedUnit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
+        return [ClaimedUnit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
 
     def read_piece(self, number: int) -> bytes | None:
         """A piece of the data set, if the coordinator put it into the database."""
@@ -151,7 +151,7 @@ class LeaseClient:
         answer = self._read(query, (have,))
         return PublishedWeights(answer.row[4], answer.row[5], _decoded(answer.row[3]), answer.frames) if answer else None
 
-    def submit(self, unit: LeasedUnit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
+    def submit(self, unit: ClaimedUnit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
         """Submit a unit's result; returns `accepted`, or `cancelled` or `late` if it was dropped."""
         packed, *content = wire.encode(Message(header, tuple(frames)), 0, _LIMITS)
 
@@ -170,14 +170,14 @@ class LeaseClient:
         with self._working:
             return self._connection.run(submit, self.patience_s)
 
-    def _is_worth_uploading(self, connection: Connection, unit: LeasedUnit, content: Sequence[Frame]) -> bool:
+    def _is_worth_uploading(self, connection: Connection, unit: ClaimedUnit, content: Sequence[Frame]) -> bool:
         """Whether the lease is still valid. Asked only for large results, whose upload would cost more than the question."""
         if wire.size_of(content) < blobs.LARGE_BYTES:
             return True
         row = connection.execute("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
         return bool(row and row[0])
 
-    def is_lease_valid(self, unit: LeasedUnit) -> bool:
+    def is_lease_valid(self, unit: ClaimedUnit) -> bool:
         """Whether the lease is still valid. The database is asked only after a notification."""
         with self._working:
             notifications = self._connection.notification_count()
@@ -186,11 +186,11 @@ class LeaseClient:
             self._notifications = notifications
             return bool(self._ask("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease))[0][0])
 
-    def return_unit(self, unit: LeasedUnit) -> None:
+    def return_unit(self, unit: ClaimedUnit) -> None:
         """Return a unit, so that another worker may do it. This does not count as an attempt."""
         self._ask("SELECT shoal.return_unit(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
 
-    def fail_unit(self, unit: LeasedUnit, reason: str) -> None:
+    def fail_unit(self, unit: ClaimedUnit, reason: str) -> None:
         """Report that a unit failed here. Another worker tries it, unless its attempts are used up."""
         self._ask("SELECT shoal.fail_unit(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
 

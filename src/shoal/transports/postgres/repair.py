@@ -10,7 +10,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from shoal.protocol.checksums import crc32
 from shoal.transports.postgres.server import PostgresServer
-from shoal.transports.postgres.store import DamagedJournal, PostgresJournal
+from shoal.transports.postgres.store import DamagedDatabaseJournal, PostgresJournal
 
 
 class SoundRecords(NamedTuple):
@@ -36,7 +36,7 @@ def sound_since(server: PostgresServer, snapshot: int) -> SoundRecords:
     try:
         for record, _ in PostgresJournal(server).recover(snapshot):
             records.append(record)
-    except DamagedJournal as error:
+    except DamagedDatabaseJournal as error:
         problem = error.what
     ids = _ids(server, snapshot)
     return SoundRecords(records, ids[len(records) - 1] if records else min(ids, default=1) - 1, problem)

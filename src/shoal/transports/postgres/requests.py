@@ -15,7 +15,7 @@ from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
 from shoal.transports.postgres.bulk_writer import BulkWriter
 from shoal.transports.postgres.client import channel_of
-from shoal.transports.postgres.coordinator_connection import CoordinatorConnection
+from shoal.transports.postgres.coordinator_connection import CoordinatorDatabaseConnection
 from shoal.transports.postgres.reconnecting import database_name
 from shoal.transports.request_rate import Rate, RateLimit
 
@@ -75,7 +75,7 @@ class _Row(NamedTuple):
     too_large: str | None
 
 
-class RequestTables(CoordinatorConnection):
+class RequestTables(CoordinatorDatabaseConnection):
     """`poll`, `reply` and `close` belong to one thread; `wake` to any."""
 
     def __init__(

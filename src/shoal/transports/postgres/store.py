@@ -40,7 +40,7 @@ def checksum_of(journal: int, record: bytes, frames: Frames) -> int:
     return checksum
 
 
-class DamagedJournal(ShoalError):
+class DamagedDatabaseJournal(ShoalError):
     """The journal cannot be read to its end; `what` is wrong with it."""
 
     def __init__(self, server: PostgresServer, what: str) -> None:
@@ -87,7 +87,7 @@ class PostgresJournal:
         """Every record since a snapshot; what follows is appended after the last."""
         numbers = [row[0] for row in self._server.fetch("SELECT number FROM shoal.journals WHERE number >= %s ORDER BY 1", (snapshot,))]
         if numbers[:1] != [snapshot]:
-            raise DamagedJournal(self._server, f"the journal that follows snapshot {snapshot} is missing")
+            raise DamagedDatabaseJournal(self._server, f"the journal that follows snapshot {snapshot} is missing")
         rows = self._server.fetch("SELECT id, bytes FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))
         last: int | None = None
         for place, (number, _) in enumerate(rows, 1):
@@ -110,8 +110,8 @@ class PostgresJournal:
         except (ShoalError, ValueError, IndexError) as error:
             raise self._damaged(f"the frames of record {place} since the snapshot cannot be read ({error})", place - 1) from None
 
-    def _damaged(self, what: str, sound: int) -> DamagedJournal:
-        return DamagedJournal(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")
+    def _damaged(self, what: str, sound: int) -> DamagedDatabaseJournal:
+        return DamagedDatabaseJournal(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")
 
     def close(self) -> None:
         """There is nothing to close: each record was written when it was appended."""
@@ -154,7 +154,7 @@ class PostgresLedger:
             " ORDER BY line LIMIT 1"
         )
         for line, record in self._server.fetch(query, (length,)):
-            raise DamagedJournal(self._server, f"line {line} of the ledger tells of record {record}, and the records end before it")
+            raise DamagedDatabaseJournal(self._server, f"line {line} of the ledger tells of record {record}, and the records end before it")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for (entry,) in self._server.fetch("SELECT entry FROM shoal.ledger ORDER BY line"):

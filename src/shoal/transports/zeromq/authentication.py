@@ -34,7 +34,7 @@ Admits = Callable[[bytes, list[bytes]], str | None]
 """Whose invitation (empty: the run's token) admits a mechanism with these credentials; None: they are refused."""
 
 
-class Authenticator:
+class ZapAuthenticator:
     """Serves one server's socket, from before it is bound, and counts the handshakes that fail."""
 
     def __init__(

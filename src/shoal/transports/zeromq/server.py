@@ -17,7 +17,7 @@ from shoal.transports.connection_limits import ConnectionLimiter
 from shoal.transports.interface import Guest, Message, Request, Traffic
 from shoal.transports.request_rate import Rate, RateLimit
 from shoal.transports.wakeup import Wakeup
-from shoal.transports.zeromq.authentication import DOMAIN, Admits, Authenticator
+from shoal.transports.zeromq.authentication import DOMAIN, Admits, ZapAuthenticator
 from shoal.transports.zeromq.byte_limits import ByteLimiter
 from shoal.transports.zeromq.sockets import USER, Received, Socket, receive, send, tune
 
@@ -67,7 +67,7 @@ class ZmqServer:
         self._byte_limiter = ByteLimiter(_most_unfinished_bytes(self._limits), _mechanism(own))
         limiter = ConnectionLimiter[int](connections, connections_per_address)
         admits = _require_credentials(self._socket, token, own, guests)
-        self._authenticator = Authenticator(self._context, self._socket, admits, self.traffic, self._byte_limiter, limiter)
+        self._authenticator = ZapAuthenticator(self._context, self._socket, admits, self.traffic, self._byte_limiter, limiter)
         self._poller = _poller_of(self._socket, self._wakeup)
         try:
             self.addresses = tuple(address for each in (port, *further_ports) for address in _bind(self._socket, hosts, each))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
-from shoal.models.mixture_of_activations import ACTIVATIONS, blend
+from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.routers import HeldExperts, Routes, build_router
 from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 

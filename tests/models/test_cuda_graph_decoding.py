@@ -14,7 +14,7 @@ from shoal.models.generation import cuda_graph_decoding as recorded
 from shoal.models.generation.batch_sampling import SampledAnswers, sample
 from shoal.models.generation.decoding import group_draws
 from shoal.models.gpt import Gpt
-from shoal.models.value_head import add_value_head
+from shoal.models.layers.value_head import add_value_head
 
 VOCABULARY, LONGEST = 50, 64
 PROMPTS = [[5, 6, 7, 8], [9], [3, 4], [1, 2, 3]]

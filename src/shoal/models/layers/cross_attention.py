@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.gpt import Attention, FeedForward
-from shoal.models.rotary import Rotary
+from shoal.models.layers.rotary import Rotary
 from shoal.models.trunk import NEVER, Block, BlockPart, EncodedContext, LayerInputs, SideOutputs, norm
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from shoal.config.schema import model as schema
 from shoal.config.schema.model import CrossAttention, EpisodicMemory, Experts, Retrieval
-from shoal.models.cross_attention import ContextEncoder, WithCrossAttention
 from shoal.models.generation.batch_sampling import SampledAnswers, sample
 from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
+from shoal.models.layers.cross_attention import ContextEncoder, WithCrossAttention
+from shoal.models.layers.value_head import ScoreModel
 from shoal.models.moe import Moe
-from shoal.models.value_head import ScoreModel
 from shoal.tasks.answer_logprobs import PromptAnswers, as_text, as_used, given_to, log_probs
 
 CHUNK, LENGTH = 4, 13

@@ -15,9 +15,9 @@ from shoal.config.schema.model import CrossAttention, Experts, MixtureOfActivati
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import SideTexts, generate
-from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.mixture_of_activations import ACTIVATIONS, blend
-from shoal.models.mixture_of_heads import MixtureOfHeads as RoutedHeads
+from shoal.models.layers.cross_attention import WithCrossAttention
+from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
+from shoal.models.layers.mixture_of_heads import MixtureOfHeads as RoutedHeads
 from shoal.models.moe import Moe
 from shoal.models.trunk import LayerInputs
 

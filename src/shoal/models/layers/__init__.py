@@ -1,0 +1,1 @@
+"""Layers that the models are built from: attention, experts, embeddings, memory."""
