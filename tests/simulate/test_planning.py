@@ -181,8 +181,9 @@ def test_the_commands_of_the_page_run_and_write_a_file_that_passes(
     commands = re.findall(r"^    shoal (plan .*|config check .*)$", page, re.MULTILINE)
     Path("runs/my-run").mkdir(parents=True)
     Path("runs/my-run/config.yaml").write_text("dialect: shoal\n")
-    members = [{"worker": "desk", "computing_s": 10.0, "samples": 6400}]
-    Path("runs/my-run/status.json").write_text(json.dumps({"schema": 2, "members": members}))
+    Path("runs/my-run/status.json").write_text(
+        json.dumps({"schema": 2, "members": [{"worker": "desk", "computing_s": 10.0, "samples": 6400}]})
+    )
     assert len(commands) == 4
     for command in commands:
         assert main(command.split()) == 0, command
