@@ -38,9 +38,9 @@ STREAMS, TOKENS = 8, 40
 class Equal(LayerPlanner):
     """Each machine has as many layers as every other."""
 
-    def quickest(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
+    def fastest_split(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
         bounds = [len(self.costs) * i // len(nodes) for i in range(len(nodes) + 1)]
-        return tuple(node.stop(bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
+        return tuple(node.stage(bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
 
 
 def measure() -> list[Row]:
@@ -53,8 +53,8 @@ def measure() -> list[Row]:
             written(stages)
             start = time.perf_counter()
             rates[kind] = written(stages) / (time.perf_counter() - start)
-            assert stages.fleet.current is not None
-            print("   ", kind.__name__, [(stop.name, stop.last - stop.first) for stop in stages.fleet.current.stops], file=sys.stderr)
+            assert stages.placement.current is not None
+            print("   ", kind.__name__, [(stop.name, stop.last - stop.first) for stop in stages.placement.current.stages], file=sys.stderr)
     ratio = rates[LayerPlanner] / rates[Equal]
     return [Row("min–max split, slowdowns 1, 2, 4", rates[LayerPlanner], rates[Equal], "tokens/s", ratio, "≥ 1.5", "equal split beside it")]
 
@@ -69,7 +69,7 @@ def spread(model: Gpt, kind: type[LayerPlanner]) -> Iterator[DistributedModel]:
         "bench", model, ByteTokenizer(), ChatTemplate(None, {}), Serving(), (), frozenset(), len(SLOWDOWNS), described=described
     )
     stages = DistributedModel(served, server, lambda text: None)
-    stages.fleet.planner = kind(stages.fleet.planner.sizes, stages.fleet.planner.bytes_of_one, 0)
+    stages.placement.planner = kind(stages.placement.planner.sizes, stages.placement.planner.bytes_of_one, 0)
     with ExitStack() as ended:
         ended.callback(stages.close)
         for slowdown in SLOWDOWNS[1:]:
@@ -79,7 +79,7 @@ def spread(model: Gpt, kind: type[LayerPlanner]) -> Iterator[DistributedModel]:
             )
             ended.callback(node.wait)
             ended.callback(node.terminate)
-        while stages.fleet.current is None:
+        while stages.placement.current is None:
             time.sleep(0.05)
         yield stages
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("fastapi", reason="serving needs fastapi: pip install 'shoal[serve]'")
 pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal[serve]'")
 
-from shoal.serve.nodes import placement as fleet
-from shoal.serve.nodes import server as hub
+from shoal.serve.nodes import placement
+from shoal.serve.nodes import server as node_server
 from shoal.serve.server import ModelServer
 from tests.support.processes import HANG_S
 from tests.support.small_service import running, small_served
@@ -25,11 +25,11 @@ def service() -> Iterator[ModelServer]:
 
 
 @pytest.fixture(autouse=True)
-def patient_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines that hold layers are threads of the test: one that is silent waits for its turn on a busy machine, and is not lost. One that
     was lost is shown for as long as the test takes."""
-    monkeypatch.setattr(hub, "SILENCE_S", HANG_S)
-    monkeypatch.setattr(fleet, "_SHOWN_S", HANG_S)
+    monkeypatch.setattr(node_server, "SILENCE_S", HANG_S)
+    monkeypatch.setattr(placement, "_SHOWN_S", HANG_S)
 
 
 FLAGS = [

@@ -12,7 +12,7 @@ import torch
 from shoal.errors import ShoalError
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.kv_caches import KvCaches
-from shoal.serve.nodes import node as hops
+from shoal.serve.nodes import node as node_module
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, LoadedLayers, TokenBatch
 from shoal.serve.nodes.messages import (
     NextHop,
@@ -24,36 +24,36 @@ from shoal.serve.nodes.messages import (
     unpack_hidden_states,
 )
 from shoal.serve.nodes.node import PeerSender, ReadHistory, open_receiver
-from shoal.serve.nodes.pipeline import Pipeline
+from shoal.serve.nodes.pipeline import NodePipeline
 from shoal.transports import Message, new_keys
-from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread
+from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, finish, job, make, split_evenly, spread
 from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not answer at once when it is probed waits for its turn on a busy machine, and can be reached."""
-    monkeypatch.setattr(hops, "_PROBE_S", HANG_S)
+    """A machine that does not answer a probe at once waits for its turn on a busy test machine, and can be reached."""
+    monkeypatch.setattr(node_module, "_PROBE_S", HANG_S)
 
 
 @pytest.fixture
 def patient_hands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of whoever is handed something."""
-    monkeypatch.setattr(hops, "_PASS_S", HANG_S)
+    """The same for a machine that is sent a batch directly."""
+    monkeypatch.setattr(node_module, "_HAND_ON_S", HANG_S)
 
 
 @contextmanager
-def layers_as_told() -> Iterator[set[tuple[str, LayerRange]]]:
-    """Which layers machines have loaded, as they tell."""
-    loaded, held = set[tuple[str, LayerRange]](), Pipeline.held
+def loaded_layers() -> Iterator[set[tuple[str, LayerRange]]]:
+    """The layers that machines have reported as loaded."""
+    loaded, on_loaded = set[tuple[str, LayerRange]](), NodePipeline.on_loaded
 
-    def noted(self: Pipeline, name: str, place: LayerRange) -> None:
-        loaded.add((name, place))
-        held(self, name, place)
+    def noted(self: NodePipeline, name: str, layers: LayerRange) -> None:
+        loaded.add((name, layers))
+        on_loaded(self, name, layers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "held", noted)
+        patch.setattr(NodePipeline, "on_loaded", noted)
         yield loaded
 
 
@@ -62,17 +62,17 @@ def three(*names: str) -> Iterator[tuple[BatchingEngine, Machines, torch.nn.Modu
     """A server and machines over encrypted TCP, and a count of the readings that the server itself gave to each. All have loaded their
     layers: whoever has not yet cannot use what another machine hands to it."""
     model, described = make("gpt")
-    with layers_as_told() as loaded, spread(model, described, list(names), keys=new_keys()) as (engine, machines):
-        even_stops(engine, 3)
-        eventually(lambda: {(stop.name, stop.place) for stop in engine.backend.fleet.current.stops} <= loaded)
+    with loaded_layers() as loaded, spread(model, described, list(names), keys=new_keys()) as (engine, machines):
+        split_evenly(engine, 3)
+        eventually(lambda: {(stage.name, stage.layers) for stage in engine.backend.placement.current.stages} <= loaded)
         brought: Counter[str] = Counter()
-        send = engine.backend.fleet.send
+        send = engine.backend.placement.send
 
-        def noted(name: str, order: NodeCommand) -> None:
-            brought[name] += order.kind == "read"
-            send(name, order)
+        def noted(name: str, command: NodeCommand) -> None:
+            brought[name] += command.kind == "read"
+            send(name, command)
 
-        engine.backend.fleet.send = noted
+        engine.backend.placement.send = noted
         yield engine, machines, model, brought
 
 
@@ -89,11 +89,11 @@ def listeners() -> list[Heard]:
 
 def names(engine: BatchingEngine) -> list[str]:
     """The machines in the order of their layers; which of them joined first is chance."""
-    return [stop.name for stop in engine.backend.fleet.current.stops]
+    return [stage.name for stage in engine.backend.placement.current.stages]
 
 
 def straight(engine: BatchingEngine) -> bool:
-    return any(engine.backend.fleet.direct.values())
+    return any(engine.backend.placement.reachable.values())
 
 
 @pytest.mark.usefixtures("patient_hands")
@@ -103,7 +103,7 @@ def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keep
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert brought[names(engine)[1]] > 20
         assert brought[names(engine)[2]] == 0
-        eventually(lambda: not engine.backend._trailing and not engine.backend._trips)
+        eventually(lambda: not engine.backend._unreported and not engine.backend._in_flight)
 
 
 @pytest.mark.parametrize("end", [1, 2])
@@ -115,7 +115,7 @@ def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
 
         def pull() -> None:
             if lost in machines.running and len(heard[2].tokens) >= 8:
-                machines.unplug(lost, engine.backend.hub)
+                machines.unplug(lost, engine.backend.node_server)
 
         assert write(engine, heard, pull) == alone(model, PROMPTS, LENGTHS)
         assert lost not in machines.running
@@ -124,13 +124,13 @@ def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
 
 
 def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, say = Counter(), PeerSender._say
+    taken, say = Counter(), PeerSender._call
 
-    def deaf_after_five(self, door, message, timeout_s):
+    def deaf_after_five(self, endpoint, message, timeout_s):
         taken[message.header["kind"]] += 1
-        return taken["pass"] <= 5 and say(self, door, message, timeout_s)
+        return taken["pass"] <= 5 and say(self, endpoint, message, timeout_s)
 
-    monkeypatch.setattr(PeerSender, "_say", deaf_after_five)
+    monkeypatch.setattr(PeerSender, "_call", deaf_after_five)
     with three("pi1", "pi2") as (engine, _, model, brought):
         eventually(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
@@ -139,8 +139,8 @@ def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(mon
 
 
 def test_a_machine_that_cannot_be_reached_is_served_through_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hops, "_PROBE_S", 0.1)
-    monkeypatch.setattr(hops.PeerReceiver, "_accept", lambda self, message: False)
+    monkeypatch.setattr(node_module, "_PROBE_S", 0.1)
+    monkeypatch.setattr(node_module.PeerReceiver, "_accept", lambda self, message: False)
     with three("pi1", "pi2") as (engine, _, model, brought):
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
         assert brought[names(engine)[2]] > 10
@@ -151,9 +151,9 @@ def test_a_machine_that_cannot_be_reached_is_served_through_the_server(monkeypat
 def test_what_a_machine_cannot_use_yet_is_brought_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     can_read, asked = ReadHistory.can_read, Counter()
 
-    def every_third(self, order, holder):
+    def every_third(self, command, host):
         asked["times"] += 1
-        return asked["times"] % 3 != 0 and can_read(self, order, holder)
+        return asked["times"] % 3 != 0 and can_read(self, command, host)
 
     monkeypatch.setattr(ReadHistory, "can_read", every_third)
     with three("pi1", "pi2") as (engine, _, model, brought):
@@ -162,41 +162,45 @@ def test_what_a_machine_cannot_use_yet_is_brought_by_the_server(monkeypatch: pyt
         assert 0 < brought[names(engine)[2]] < brought[names(engine)[1]]
 
 
-def read(trip: int, request: int = 7, position: int = 0) -> NodeCommand:
-    return NodeCommand("read", LayerRange(0, 1), trip, TokenBatch([request], [position], [[1]]), torch.zeros(1, 1, 4))
+def read(batch_number: int, request: int = 7, position: int = 0) -> NodeCommand:
+    return NodeCommand("read", LayerRange(0, 1), batch_number, TokenBatch([request], [position], [[1]]), torch.zeros(1, 1, 4))
 
 
 def test_what_comes_late_or_twice_is_not_read_again() -> None:
-    seen = ReadHistory()
-    seen.note(read(5))
-    assert [seen.is_stale(read(trip)) for trip in (4, 5, 6, -1)] == [True, True, False, False]
-    seen.note(NodeCommand("release", requests=(7,)))
-    assert not seen.is_stale(read(4))
-    assert 7 in seen._ended
+    history = ReadHistory()
+    history.note(read(5))
+    assert [history.is_stale(read(batch_number)) for batch_number in (4, 5, 6, -1)] == [True, True, False, False]
+    history.note(NodeCommand("release", requests=(7,)))
+    assert not history.is_stale(read(4))
+    assert 7 in history._ended
 
 
 @pytest.mark.usefixtures("patient_hands")
 def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hops, "needs_keys", lambda settings, hosts: True)
+    monkeypatch.setattr(node_module, "needs_keys", lambda settings, hosts: True)
     got: list[NodeCommand] = []
-    inbox = open_receiver("tcp://127.0.0.1:9", 1 << 20, got.append, print)
-    handing = PeerSender(1 << 20)
+    receiver = open_receiver("tcp://127.0.0.1:9", 1 << 20, got.append, print)
+    peer_sender = PeerSender(1 << 20)
     try:
-        assert inbox.door.key, "what travels is encrypted"
-        order = read(3)._replace(onward=(NextHop("pi2", LayerRange(1, 2), inbox.door),))
-        strange = order._replace(onward=(NextHop("pi2", LayerRange(1, 2), PeerEndpoint(inbox.door.address, "another", inbox.door.key)),))
-        assert not handing.probe(strange.onward[0].door)
-        assert not handing.pass_on(strange, False)
-        assert not handing.pass_on(order, False), "nobody is handed anything who was not reached before"
-        assert handing.probe(inbox.door)
-        assert handing.pass_on(order, False)
+        assert receiver.endpoint.key, "what travels is encrypted"
+        command = read(3)._replace(next_hops=(NextHop("pi2", LayerRange(1, 2), receiver.endpoint),))
+        strange = command._replace(
+            next_hops=(NextHop("pi2", LayerRange(1, 2), PeerEndpoint(receiver.endpoint.address, "another", receiver.endpoint.key)),)
+        )
+        assert not peer_sender.probe(strange.next_hops[0].endpoint)
+        assert not peer_sender.hand_on(strange, False)
+        assert not peer_sender.hand_on(command, False), "nobody is handed anything who was not reached before"
+        assert peer_sender.probe(receiver.endpoint)
+        assert peer_sender.hand_on(command, False)
         eventually(lambda: bool(got))
-        assert (got[0].place, got[0].trip, got[0].onward) == (LayerRange(1, 2), 3, ())
-        assert not handing.pass_on(order._replace(reading=TokenBatch([7, 8], [0, 0], [[1], [1]])), False), "a row for each request"
+        assert (got[0].layers, got[0].batch_number, got[0].next_hops) == (LayerRange(1, 2), 3, ())
+        assert not peer_sender.hand_on(command._replace(token_batch=TokenBatch([7, 8], [0, 0], [[1], [1]])), False), (
+            "a row for each request"
+        )
         assert open_receiver("https://example.org/", 1 << 20, got.append, print) is None
     finally:
-        handing.close()
-        inbox.close()
+        peer_sender.close()
+        receiver.close()
 
 
 NONSENSE = [None, "7", "", [], [[]], {}, {"a": 1}, -2, 2.5, float("inf"), float("nan"), 2**63, True, [None], ["7"], [[1]], b"x"]
@@ -217,16 +221,16 @@ def mutated(value) -> Iterator:
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_message_with_nonsense_in_it_is_refused_or_harmless(int8: bool) -> None:
-    holder, seen = LayerHost(lambda: None, lambda name: torch.zeros(1), torch.device("cpu")), ReadHistory()
-    holder.held[LayerRange(0, 1)] = LoadedLayers(torch.nn.Identity(), KvCaches(lambda tokens: None, True, torch.device("cpu")))
-    order = NodeCommand("read", LayerRange(0, 1), 3, TokenBatch([7, 8], [0, 0], [[1], [2]]), torch.zeros(2, 1, 4), onward=(onward,))
-    right, frames = command_message(order, int8)
+    host, history = LayerHost(lambda: None, lambda name: torch.zeros(1), torch.device("cpu")), ReadHistory()
+    host.loaded[LayerRange(0, 1)] = LoadedLayers(torch.nn.Identity(), KvCaches(lambda tokens: None, True, torch.device("cpu")))
+    command = NodeCommand("read", LayerRange(0, 1), 3, TokenBatch([7, 8], [0, 0], [[1], [2]]), torch.zeros(2, 1, 4), next_hops=(next_hop,))
+    right, frames = command_message(command, int8)
     taken = Counter()
     for header in mutated(right):
         try:
             found = command_from(header, frames)
-            seen.is_stale(found)
-            seen.can_read(found, holder)
+            history.is_stale(found)
+            history.can_read(found, host)
             taken["harmless"] += 1
         except ShoalError:
             taken["refused"] += 1
@@ -234,44 +238,44 @@ def test_a_message_with_nonsense_in_it_is_refused_or_harmless(int8: bool) -> Non
     assert taken["harmless"] < 150, "another number, a name or a door of text is an order, too"
 
 
-onward = NextHop("pi2", LayerRange(1, 2), PeerEndpoint("tcp://127.0.0.1:9", "token", None))
+next_hop = NextHop("pi2", LayerRange(1, 2), PeerEndpoint("tcp://127.0.0.1:9", "token", None))
 
 
 @pytest.mark.usefixtures("patient_hands")
 def test_a_machine_goes_on_to_take_what_others_hand_to_it_after_something_went_wrong() -> None:
     got, told = list[int](), list[str]()
 
-    def carry_out(order: NodeCommand) -> None:
-        got.append(order.trip)
-        if order.trip == 3:
+    def on_command(command: NodeCommand) -> None:
+        got.append(command.batch_number)
+        if command.batch_number == 3:
             raise TypeError("nobody thought of this")
 
-    inbox, handing = open_receiver("tcp://127.0.0.1:9", 1 << 20, carry_out, told.append), PeerSender(1 << 20)
+    receiver, peer_sender = open_receiver("tcp://127.0.0.1:9", 1 << 20, on_command, told.append), PeerSender(1 << 20)
     try:
-        assert handing.probe(inbox.door)
-        for trip in (3, 4):
-            assert handing.pass_on(read(trip)._replace(onward=(onward._replace(door=inbox.door),)), False)
+        assert peer_sender.probe(receiver.endpoint)
+        for batch_number in (3, 4):
+            assert peer_sender.hand_on(read(batch_number)._replace(next_hops=(next_hop._replace(endpoint=receiver.endpoint),)), False)
         eventually(lambda: got == [3, 4])
         assert "nobody thought of this" in told[0]
     finally:
-        handing.close()
-        inbox.close()
+        peer_sender.close()
+        receiver.close()
 
 
 def test_the_server_survives_whatever_a_machine_says_it_has_done() -> None:
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (engine, machines):
-        client = machines.reached.client()
-        enter = {"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "pi1", "door": list(onward.door)}
+        client = machines.server_address.client()
+        enter = {"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "pi1", "door": list(next_hop.endpoint)}
         about = {"trip": 1, "seconds": 1.0, "frame": 0, "handed_on": True, "shape": [1, 1, 24], "type": "float32", "int8": False}
         done = [{"kind": "read", **about}, {"kind": "held", "place": [0, 1]}, {"kind": "unheld", "place": [0, 1], "problem": "none"}]
         for said in ({}, *mutated(enter), *mutated(done)):
             if isinstance(said, dict):
                 client.call(Message(said), HANG_S)
             else:
-                session = client.call(Message(enter), HANG_S).header["session"]
-                client.call(Message({"kind": "done", "session": session, "done": said}, (bytes(96),)), HANG_S)
-            engine.backend.hub.guests.clear()
+                session_id = client.call(Message(enter), HANG_S).header["session"]
+                client.call(Message({"kind": "done", "session": session_id, "done": said}, (bytes(96),)), HANG_S)
+            engine.backend.node_server.sessions.clear()
         assert client.call(Message({"kind": "node"}), HANG_S).header["kind"] == "model"
         client.close()
 
@@ -280,11 +284,11 @@ def test_the_words_of_a_machine_cannot_steer_the_servers_terminal(monkeypatch: p
     model, described = make("gpt")
     words: list[str] = []
     with spread(model, described, [], expected=1) as (engine, machines):
-        hub = engine.backend.hub
-        monkeypatch.setattr(hub, "tell", words.append)
-        monkeypatch.setattr(hub.pipeline, "fail", lambda trip, why: words.append(why))
-        monkeypatch.setattr(hub.pipeline, "unheld", lambda name, place, why: words.append(why))
-        client = machines.reached.client()
+        node_server = engine.backend.node_server
+        monkeypatch.setattr(node_server, "tell", words.append)
+        monkeypatch.setattr(node_server.pipeline, "fail", lambda batch_number, why: words.append(why))
+        monkeypatch.setattr(node_server.pipeline, "on_load_failed", lambda name, layers, why: words.append(why))
+        client = machines.server_address.client()
         entered = client.call(Message({"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "\x1b[2Jpi"}), HANG_S).header
         steering = "\x1b]0;owned\x07" * 100
         done = [{"kind": "failed", "trip": 1, "problem": steering}, {"kind": "unheld", "place": [0, 1], "problem": steering}]
@@ -316,14 +320,14 @@ def test_int8_travels_only_where_it_is_asked_for() -> None:
     sizes: Counter[bool] = Counter()
     for settings in ({}, {"hidden_states": "int8"}):
         with spread(model, described, ["pi1"], keys=new_keys(), **settings) as (engine, _):
-            even_stops(engine, 2)
-            hub, take = engine.backend.hub, engine.backend.hub._take
+            split_evenly(engine, 2)
+            node_server, take = engine.backend.node_server, engine.backend.node_server._handle_reports
 
-            def weighed(node, header, frames, hub=hub, take=take) -> None:
-                sizes[hub.int8] += sum(map(len, frames))  # and not the signs of life, which are more the longer it takes
+            def weighed(node, header, frames, node_server=node_server, take=take) -> None:
+                sizes[node_server.int8] += sum(map(len, frames))  # and not the signs of life, which are more the longer it takes
                 take(node, header, frames)
 
-            hub._take = weighed
+            node_server._handle_reports = weighed
             heard = listeners()
             found, wanted = write(engine, heard), alone(model, PROMPTS, LENGTHS)
             assert found == wanted or settings

@@ -22,7 +22,7 @@ from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model
 from shoal.serve.nodes.node import NodeProcess, ServerAddress
-from shoal.serve.nodes.placement import HERE, LayerPlanner, NodeState, RouteStage, spare_nodes
+from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, NodeState, RouteStage, spare_nodes
 from shoal.serve.nodes.server import NodeServer
 from shoal.serve.nodes.weights import RemoteWeights
 from shoal.transports import Message, Refused, Server
@@ -83,12 +83,12 @@ class Machines:
     """Threads of this process that hold layers, each with a server's invitation."""
 
     def __init__(self, server: Server, token: str, key: str | None) -> None:
-        self.server, self.reached = server, ServerAddress(server.address, token, key)
+        self.server, self.server_address = server, ServerAddress(server.address, token, key)
         self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
         self.problems: list[Exception] = []
 
     def join(self, name: str) -> None:
-        node = NodeProcess(self.reached, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
+        node = NodeProcess(self.server_address, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
         thread = threading.Thread(target=self._work, args=(node,), name=name)
         thread.start()
         self.running[name] = (node, thread)
@@ -99,13 +99,13 @@ class Machines:
         except Exception as problem:  # the test has ended, or pulled the plug, or something is wrong
             self.problems.append(problem)
 
-    def unplug(self, name: str, hub: NodeServer) -> None:
+    def unplug(self, name: str, node_server: NodeServer) -> None:
         """As when its process is killed: it says nothing more, and whoever started it notices."""
         node, thread = self.running.pop(name)
-        node.session = ""
+        node.session_id = ""
         node.stop()
         node.client.close()
-        hub.lose(name, "it was unplugged")
+        node_server.remove(name, "it was unplugged")
         thread.join()
 
 
@@ -119,16 +119,16 @@ def spread(
     if keys is not None:
         server = serve(Zmq(port=0), token=token, keys=keys, max_frame_bytes=1 << 24, hosts=("127.0.0.1",))
     served = small_served(model, **settings)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
-    stages, machines = DistributedModel(served, server, lambda text: None), Machines(server, token, keys and keys.public)
+    backend, machines = DistributedModel(served, server, lambda text: None), Machines(server, token, keys and keys.public)
     try:
         for name in names:
             machines.join(name)
-        eventually(lambda: machines.problems or len([one for one in stages.machines() if one.alive]) == 1 + len(names))
+        eventually(lambda: machines.problems or len([one for one in backend.machines() if one.alive]) == 1 + len(names))
         if machines.problems:
             raise machines.problems[0]
-        yield BatchingEngine(stages, most_running=4, most_waiting=100, clock=time.monotonic), machines
+        yield BatchingEngine(backend, most_running=4, most_waiting=100, clock=time.monotonic), machines
     finally:
-        stages.close()
+        backend.close()
         for _, thread in machines.running.values():
             thread.join()
 
@@ -172,8 +172,8 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
             engine.step()
         finish(engine)
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
-        assert not engine.backend._live
-        assert not engine.backend._trips
+        assert not engine.backend._active
+        assert not engine.backend._in_flight
 
 
 def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypatch, tmp_path):
@@ -182,7 +182,7 @@ def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypa
     received = []
     monkeypatch.setattr(RemoteWeights, "_receive", lambda self, name, *rest: received.append(name) or original(self, name, *rest))
     with spread(model, described, ["pi1"], keys=new_keys()) as (engine, machines):
-        even_stops(engine, 2)
+        split_evenly(engine, 2)
         heard = Heard()
         engine.submit(job([3, 1, 4], heard, 12))
         finish(engine)
@@ -198,24 +198,24 @@ def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypa
 original = RemoteWeights._receive
 
 
-def even_stops(engine: BatchingEngine, machines: int) -> None:
+def split_evenly(engine: BatchingEngine, machines: int) -> None:
     """Machines of equal speed: a split that uses all of them, whatever was measured in this moment."""
-    stages = engine.backend
-    with stages._changed:
-        for node in stages.fleet.nodes.values():
+    backend = engine.backend
+    with backend._changed:
+        for node in backend.placement.nodes.values():
             node.layer_s, node.fixed_s = 1.0, 0.0
-        stages.fleet.take(stages.fleet.planned())
-        stages._move()
-        assert len(stages.fleet.current.stops) == machines
+        backend.placement.use_route(backend.placement.plan())
+        backend._reroute()
+        assert len(backend.placement.current.stages) == machines
 
 
 def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
-    planner, stops = LayerPlanner([10] * 4, 1, 0), (RouteStage("pi1", 0, 2), RouteStage("pi2", 2, 3), RouteStage("pi3", 3, 4))
-    assert planner.reserve(stops, NodeState("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]
-    assert planner.reserve(stops, NodeState("pi4", 1.0, 20)) == [(0, 2)]
-    assert planner.reserve(stops, NodeState("pi4", 1.0, 19)) == [(2, 3)]
-    ready = NodeState("pi5", 1.0, 40, holds={LayerRange(2, 3)})
-    assert planner.replaced(stops, "pi2", [NodeState("pi4", 1.0, 40), ready]) == (stops[0], RouteStage("pi5", 2, 3), stops[2]), (
+    planner, stages = LayerPlanner([10] * 4, 1, 0), (RouteStage("pi1", 0, 2), RouteStage("pi2", 2, 3), RouteStage("pi3", 3, 4))
+    assert planner.reserve(stages, NodeState("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]
+    assert planner.reserve(stages, NodeState("pi4", 1.0, 20)) == [(0, 2)]
+    assert planner.reserve(stages, NodeState("pi4", 1.0, 19)) == [(2, 3)]
+    ready = NodeState("pi5", 1.0, 40, assigned={LayerRange(2, 3)})
+    assert planner.with_replacement(stages, "pi2", [NodeState("pi4", 1.0, 40), ready]) == (stages[0], RouteStage("pi5", 2, 3), stages[2]), (
         "it need not load"
     )
 
@@ -224,23 +224,23 @@ def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
 def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
     model, described = make("gpt")
     with spread(model, described, ["pi1", "pi2", "pi3"] if spare else ["pi1", "pi2"]) as (engine, machines):
-        even_stops(engine, 3)
-        stages = engine.backend
-        lost = stages.fleet.current.stops[1].name
-        wanted = {stop.place for stop in stages.fleet.current.stops if stop.name != HERE}
-        reserves = [node.holds for node in spare_nodes(stages.fleet.current.stops, stages.fleet.alive())]
-        assert [wanted <= held for held in reserves] == [True] * spare, "a spare has loaded them beforehand"
+        split_evenly(engine, 3)
+        backend = engine.backend
+        lost = backend.placement.current.stages[1].name
+        wanted = {stage.layers for stage in backend.placement.current.stages if stage.name != SERVER_NODE}
+        reserves = [node.assigned for node in spare_nodes(backend.placement.current.stages, backend.placement.alive())]
+        assert [wanted <= assigned for assigned in reserves] == [True] * spare, "a spare has loaded them beforehand"
         heard = [Heard() for _ in PROMPTS]
         for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
             engine.submit(job(prompt, one, length))
 
         def pull() -> None:
             if lost in machines.running and len(heard[2].tokens) >= 8:
-                machines.unplug(lost, engine.backend.hub)
+                machines.unplug(lost, engine.backend.node_server)
 
         finish(engine, pull)
         assert lost not in machines.running
-        assert len(engine.backend.fleet.current.stops) == (3 if spare else 2)
+        assert len(engine.backend.placement.current.stages) == (3 if spare else 2)
         assert [one.end for one in heard] == ["length"] * 4
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
         assert [one.alive for one in engine.backend.machines() if one.name == lost] == [False]
@@ -249,70 +249,70 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
 @pytest.fixture
 def nothing_fits(monkeypatch):
     """The machines of these names load one layer, to measure it before they join, and none afterwards."""
-    names, hold = set[str](), LayerHost.hold
+    names, load = set[str](), LayerHost.load
 
-    def refuse(self, place):
-        if threading.current_thread().name in names and place not in self.held and hasattr(self, "joined"):
-            raise MemoryError(f"no room for {place}")
+    def refuse(self, layers):
+        if threading.current_thread().name in names and layers not in self.loaded and hasattr(self, "joined"):
+            raise MemoryError(f"no room for {layers}")
         self.joined = True
-        return hold(self, place)
+        return load(self, layers)
 
-    monkeypatch.setattr(LayerHost, "hold", refuse)
+    monkeypatch.setattr(LayerHost, "load", refuse)
     return names
 
 
-def holds_nothing(stages: DistributedModel, name: str) -> bool:
+def holds_nothing(backend: DistributedModel, name: str) -> bool:
     """Whether a machine has not even two layers, and is not asked to load any. While it says so itself, half of that is written down."""
-    with stages._changed:
-        node = stages.fleet.nodes.get(name)
-        return node is not None and node.memory_bytes < stages.fleet.planner.bytes_of(LayerRange(0, 2)) and not node.holds
+    with backend._changed:
+        node = backend.placement.nodes.get(name)
+        return node is not None and node.memory_bytes < backend.placement.planner.bytes_of(LayerRange(0, 2)) and not node.assigned
 
 
 def test_a_spare_machine_that_could_not_load_takes_nobodys_place(nothing_fits):
     model, described = make("gpt")
     with spread(model, described, ["pi1", "pi2"]) as (engine, machines):
-        even_stops(engine, 3)
-        stages, heard = engine.backend, Heard()
+        split_evenly(engine, 3)
+        backend, heard = engine.backend, Heard()
         nothing_fits.add("pi3")
         machines.join("pi3")
-        eventually(lambda: holds_nothing(stages, "pi3"))
-        assert stages.fleet.coming is None
+        eventually(lambda: holds_nothing(backend, "pi3"))
+        assert backend.placement.upcoming is None
         engine.submit(job([3, 1, 4], heard, 20))
         while len(heard.tokens) < 5:
             engine.step()
-        machines.unplug("pi2", stages.hub)
+        machines.unplug("pi2", backend.node_server)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4]], [20]))
-        assert not stages.fleet.current.goes_through("pi3")
+        assert not backend.placement.current.uses_node("pi3")
 
 
-@pytest.mark.parametrize("failing", ["pi1", HERE])
+@pytest.mark.parametrize("failing", ["pi1", SERVER_NODE])
 def test_layers_that_a_machine_cannot_load_go_to_others_and_a_request_waits_for_that(failing, nothing_fits):
     model, described = make("gpt")
     with spread(model, described, ["pi1"], expected=99) as (engine, _):
         heard = Heard()
-        nothing_fits.add("shoal-layers" if failing == HERE else failing)
+        nothing_fits.add("shoal-layers" if failing == SERVER_NODE else failing)
         engine.submit(job([3, 1, 4], heard, 10))
         engine.step()
-        even_stops(engine, 2)
+        split_evenly(engine, 2)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4]], [10]))
-        assert [stop.name for stop in engine.backend.fleet.current.stops] == [HERE if failing == "pi1" else "pi1"]
+        assert [stage.name for stage in engine.backend.placement.current.stages] == [SERVER_NODE if failing == "pi1" else "pi1"]
 
 
 def test_a_cache_that_cannot_be_cut_is_refilled_from_the_beginning_after_a_restart():
     model, described = make("mistral")  # whose attention has a window
     with spread(model, described, ["pi1", "pi2", "pi3"]) as (engine, machines):
-        even_stops(engine, 3)
-        stages, heard = engine.backend, Heard()
+        split_evenly(engine, 3)
+        backend, heard = engine.backend, Heard()
         engine.submit(job([3, 1, 4, 1, 5, 9, 2, 6], heard, 20))
         while len(heard.tokens) < 8:
             engine.step()
-        last = stages.fleet.current.stops[-1].name
-        stages.fleet.nodes[last].orders = Deaf()  # the others have read the next token, and this machine has not heard of it
+        last = backend.placement.current.stages[-1].name
+        backend.placement.nodes[last].commands = Deaf()  # the others have read the next token, and this machine has not heard of it
         engine._start()
-        eventually(lambda: any(2 in trip.given for trip in stages._trips.values()))
-        machines.unplug(last, stages.hub)
+        eventually(lambda: any(2 in in_flight.sent for in_flight in backend._in_flight.values()))
+        machines.unplug(last, backend.node_server)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4, 1, 5, 9, 2, 6]], [20]))
 
@@ -320,39 +320,41 @@ def test_a_cache_that_cannot_be_cut_is_refilled_from_the_beginning_after_a_resta
 class Deaf(deque):
     """Orders that nobody reads."""
 
-    def append(self, order) -> None:
+    def append(self, command) -> None:
         pass
 
 
 def test_all_machines_but_the_server_may_go_one_after_the_other():
     model, described = make("hash")
     with spread(model, described, ["pi1", "pi2"]) as (engine, machines):
-        even_stops(engine, 3)
+        split_evenly(engine, 3)
         heard = Heard()
         engine.submit(job([3, 1], heard, 30))
 
         def pull() -> None:
             for name, tokens in (("pi2", 5), ("pi1", 15)):
                 if name in machines.running and len(heard.tokens) >= tokens:
-                    machines.unplug(name, engine.backend.hub)
+                    machines.unplug(name, engine.backend.node_server)
 
         finish(engine, pull)
         assert [heard.tokens] == alone(model, [[3, 1]], [30])
-        assert [stop.name for stop in engine.backend.fleet.current.stops] == [HERE]
+        assert [stage.name for stage in engine.backend.placement.current.stages] == [SERVER_NODE]
 
 
 def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, machines):
-        even_stops(engine, 2)
-        stages, heard = engine.backend, Heard()
-        stages.fleet.nodes[HERE].memory_bytes = 3.5 * max(stages.fleet.planner.layer_bytes)  # nobody has room for all layers
+        split_evenly(engine, 2)
+        backend, heard = engine.backend, Heard()
+        backend.placement.nodes[SERVER_NODE].memory_bytes = 3.5 * max(
+            backend.placement.planner.layer_bytes
+        )  # nobody has room for all layers
         engine.submit(job([3, 1], heard, 20))
         while len(heard.tokens) < 5:
             engine.step()
-        machines.unplug("pi1", stages.hub)
+        machines.unplug("pi1", backend.node_server)
         engine.step()
-        assert stages.fleet.current is None
+        assert backend.placement.current is None
         machines.join("pi1")
         finish(engine)
         assert [heard.tokens] == alone(model, [[3, 1]], [20])
@@ -361,14 +363,14 @@ def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
 def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (engine, machines):
-        engine.backend.fleet.nodes[HERE].layer_s = 1.0  # so slow that any other machine helps
+        engine.backend.placement.nodes[SERVER_NODE].layer_s = 1.0  # so slow that any other machine helps
         first, second = Heard(), Heard()
         engine.submit(job([3, 1], first, 40))
         for _ in range(3):
             engine.step()
         machines.join("pi1")
-        eventually(lambda: engine.backend.fleet.current.goes_through("pi1"))
-        assert [stop.name for stop in engine.backend.fleet.current.stops] == ["pi1"]
+        eventually(lambda: engine.backend.placement.current.uses_node("pi1"))
+        assert [stage.name for stage in engine.backend.placement.current.stages] == ["pi1"]
         assert engine.backend.microbatches == 2, "the server embeds and chooses tokens meanwhile"
         engine.submit(job([4, 4], second, 5))
         finish(engine)
@@ -376,24 +378,24 @@ def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
 
 
 def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.serve.nodes.pipeline._LOOK_EVERY", 30)
+    monkeypatch.setattr("shoal.serve.nodes.pipeline._REPLAN_EVERY", 30)
     monkeypatch.setattr("shoal.serve.nodes.distributed_model._WINDOW_S", 0.0)  # what the server itself takes is not looked at
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
-        even_stops(engine, 2)
-        stages, first, second = engine.backend, Heard(), Heard()
-        before, done = stages.fleet.current, stages.done
+        split_evenly(engine, 2)
+        backend, first, second = engine.backend, Heard(), Heard()
+        before, done = backend.placement.current, backend.on_read
 
         def reported(name, number, y_BLD, seconds, handed_on=False):
             done(name, number, y_BLD, 12.0 if name == "pi1" else 3.0, handed_on)
 
-        monkeypatch.setattr(stages, "done", reported)
+        monkeypatch.setattr(backend, "on_read", reported)
         (number,) = engine.submit(job([3, 1], first, 80))
         while len(first.tokens) < 40:
             engine.step()
-        assert stages._route_of(number) == before, "what is under way stays where its caches are"
-        eventually(lambda: stages.fleet.current != before)
-        layers = {stop.name: stop.last - stop.first for stop in stages.fleet.current.stops}
+        assert backend._active[number].route == before, "what is under way stays where its caches are"
+        eventually(lambda: backend.placement.current != before)
+        layers = {stage.name: stage.last - stage.first for stage in backend.placement.current.stages}
         assert layers["server"] == 5
         engine.submit(job([4, 4], second, 20))
         finish(engine)
@@ -401,22 +403,22 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
 
 
 def test_what_the_server_does_beside_its_layers_counts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.serve.nodes.pipeline._LOOK_EVERY", 30)
+    monkeypatch.setattr("shoal.serve.nodes.pipeline._REPLAN_EVERY", 30)
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
-        even_stops(engine, 2)
-        stages, heard = engine.backend, Heard()
-        monkeypatch.setattr(stages, "_now_spent", iter([(0.0, 0.0, 0.0), (10.0, 9.0 * torch.get_num_threads(), 3.0)] * 100).__next__)
-        stages._spent = stages._now_spent()
+        split_evenly(engine, 2)
+        backend, heard = engine.backend, Heard()
+        monkeypatch.setattr(backend, "_now_spent", iter([(0.0, 0.0, 0.0), (10.0, 9.0 * torch.get_num_threads(), 3.0)] * 100).__next__)
+        backend._spent = backend._now_spent()
         engine.submit(job([3, 1], heard, 40))
         finish(engine)
-        assert stages.fleet.nodes[HERE].fixed_s == pytest.approx(6.0 / 30)
+        assert backend.placement.nodes[SERVER_NODE].fixed_s == pytest.approx(6.0 / 30)
 
 
 def test_requests_that_end_early_are_forgotten_on_all_machines():
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
-        even_stops(engine, 2)
+        split_evenly(engine, 2)
         left, kept = Heard(), Heard()
         numbers = engine.submit(job([3, 1], left, 60), job([5], kept, 20))
         for _ in range(6):
@@ -425,32 +427,32 @@ def test_requests_that_end_early_are_forgotten_on_all_machines():
         finish(engine)
         assert (left.end, kept.end) == ("cancelled", "length")
         assert [kept.tokens] == alone(model, [[5]], [20])
-        own = engine.backend.layers
-        eventually(lambda: not own.node.orders and all(held.caches.empty for held in own.holder.held.values()))
+        own = engine.backend.local_node
+        eventually(lambda: not own.node.commands and all(loaded.caches.empty for loaded in own.host.loaded.values()))
 
 
 def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
-        even_stops(engine, 2)
-        stages, heard = engine.backend, Heard()
-        original = stages.hub._take
+        split_evenly(engine, 2)
+        backend, heard = engine.backend, Heard()
+        original = backend.node_server._handle_reports
 
         def short(node, header, frames):
             lies = [{**done, "shape": [1, 1, 3]} if done["kind"] == "read" else done for done in header["done"]]
             original(node, {**header, "done": lies}, frames)
 
-        stages.hub._take = short
+        backend.node_server._handle_reports = short
         engine.submit(job([3, 1], heard, 10))
         finish(engine)
         assert [heard.tokens] == alone(model, [[3, 1]], [10])
-        assert [one.name for one in stages.machines() if one.alive] == [HERE]
+        assert [one.name for one in backend.machines() if one.alive] == [SERVER_NODE]
 
 
 def test_training_workers_and_strangers_are_told_what_this_is():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (_, machines):
-        client = machines.reached.client()
+        client = machines.server_address.client()
         answer = client.call(Message({"kind": "join", "name": "w1"}), HANG_S)
         assert "--node" in answer.header["detail"]
         assert client.call(Message({"kind": "turn"}), HANG_S).header["kind"] == "refused"

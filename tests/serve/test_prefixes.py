@@ -12,7 +12,7 @@ from shoal.serve.batching import BatchingEngine
 from shoal.serve.kv_caches import SHORTEST, PrefixCache
 from tests.serve.test_batching import Heard, alone, finish, job, make_model
 from tests.serve.test_nodes import alone as alone_whole
-from tests.serve.test_nodes import even_stops, make, spread
+from tests.serve.test_nodes import make, split_evenly, spread
 from tests.support.processes import HANG_S
 from tests.support.small_service import running, small_served
 
@@ -95,46 +95,46 @@ def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
 def test_several_machines_share_beginnings_also_after_one_was_lost(spare: bool, lost: int | None) -> None:
     model, described = make("gpt")
     with spread(model, described, ["pi1", "pi2", "pi3"] if spare else ["pi1", "pi2"]) as (engine, machines):
-        even_stops(engine, 3)
+        split_evenly(engine, 3)
         engine.prefixes.most_tokens = 500
         first = asked(engine, BEGINNING)
         if lost is not None:
-            machines.unplug(engine.backend.fleet.current.stops[lost].name, engine.backend.hub)
+            machines.unplug(engine.backend.placement.current.stages[lost].name, engine.backend.node_server)
         longer, started, start = [*BEGINNING, *first, 7, 7], list[ForwardBatch](), engine.backend.start
         engine.backend.start = lambda work: started.append(work) or start(work)
         assert [asked(engine, longer)] == alone_whole(model, [longer], [8])
         assert started[0].ids == ((first[-1], 7, 7),)
         assert engine.tokens_reused == len(BEGINNING) + len(first) - 1
-        assert not engine.backend._live
+        assert not engine.backend._active
 
 
 def test_a_beginning_that_was_shared_survives_the_loss_of_a_machine_in_mid_sentence() -> None:
     model, described = make("gpt")
     with spread(model, described, ["pi1", "pi2", "pi3"]) as (engine, machines):
-        even_stops(engine, 3)
+        split_evenly(engine, 3)
         engine.prefixes.most_tokens = 500
         asked(engine, BEGINNING)
-        heard, longer, name = Heard(), [*BEGINNING, 7, 7], engine.backend.fleet.current.stops[1].name
+        heard, longer, name = Heard(), [*BEGINNING, 7, 7], engine.backend.placement.current.stages[1].name
         engine.submit(job(longer, heard, 12))
         while engine.busy:
             engine.step()
             if name in machines.running and len(heard.tokens) >= 4:
-                machines.unplug(name, engine.backend.hub)
+                machines.unplug(name, engine.backend.node_server)
         assert [heard.tokens] == alone_whole(model, [longer], [12])
 
 
 def test_layers_that_are_dropped_take_the_kept_texts_with_them() -> None:
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
-        even_stops(engine, 2)
+        split_evenly(engine, 2)
         engine.prefixes.most_tokens = 500
         asked(engine, BEGINNING)
-        stages = engine.backend
-        with stages._changed:
-            stages.fleet.nodes["pi1"].layer_s = 0.2
-            stages.fleet.take(stages.fleet.planned())
-            stages._retire()
-        assert not stages._resting
+        backend = engine.backend
+        with backend._changed:
+            backend.placement.nodes["pi1"].layer_s = 0.2
+            backend.placement.take(backend.placement.plan())
+            backend._drop_unused()
+        assert not backend._retained
         longer = [*BEGINNING, 7, 7]
         assert [asked(engine, longer)] == alone_whole(model, [longer], [8])
         assert engine.tokens_reused == 0

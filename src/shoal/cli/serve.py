@@ -93,7 +93,7 @@ def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], co
         def look() -> None:
             while not ending.wait(_LOOK_S):
                 try:
-                    workers.look_after(print_log, lambda name: stages.hub.lose(name, "its process ended"))
+                    workers.look_after(print_log, lambda name: stages.node_server.remove(name, "its process ended"))
                 except ShoalError as problem:
                     warn(f"{problem}; this process goes on alone")
                     return

@@ -1,4 +1,4 @@
-"""A model that is served from several machines: the server's own layers, the door for the others, and what holds them together."""
+"""A model that is served from several machines: the pipeline, the server's own layers, and the server that machines join."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from shoal.serve.batching import moving_average
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
 from shoal.serve.nodes.node import FRAME_BYTES
-from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.placement import HERE, NodeState
+from shoal.serve.nodes.pipeline import NodePipeline
+from shoal.serve.nodes.placement import SERVER_NODE, NodeState
 from shoal.serve.nodes.server import LocalNode, NodeServer
 from shoal.serve.nodes.weights import WeightStore
 from shoal.transports import Server
 
 _MEASURED = 8
 _WINDOW_S = 60.0
-"""When it took longer until so many groups came through, the server did nothing for much of the time, and what it spent tells little."""
+"""Longest time between two plans for which the server's processor time is used: in a longer one it was mostly idle."""
 _ROWS = 4
-"""Requests with which the ends are weighed against a layer: it is with several that an equal share of work matters, and then the output
-matrix takes longer than so many layers as with one."""
+"""Requests in the batch that compares the ends with a layer. Balance matters with several requests, and the output matrix then costs more
+relative to a layer than with one."""
 
 
-class DistributedModel(Pipeline):
-    """A pipeline with the server's own layers and the hub that others reach it by."""
+class DistributedModel(NodePipeline):
+    """A pipeline with the server's own layers and the server that other machines join."""
 
     def __init__(self, served: ServedModel, server: Server, tell: Callable[[str], None]) -> None:
         refuse_unserved(served.model)
@@ -57,23 +57,23 @@ class DistributedModel(Pipeline):
         pack_matrices(ends, memory_for_layers(next(ends.parameters()).device))
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens
-        forgets = getattr(served.model, "joins_rows", True)
-        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
-        holder = LayerHost(lambda: served.model, get, self.device)
-        layer_s, crowded_s = holder.measure(self.width), holder.measure(self.width, _ROWS)
-        self.fleet.crowding = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
-        holder.drop(LayerRange(0, 1))
-        self.hub = NodeServer(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
-        node = NodeState(HERE, layer_s, float(memory_for_layers(self.device)), self._measured_ends() / crowded_s * layer_s)
-        self.layers = LocalNode(self, holder, node)
+        can_rewind = getattr(served.model, "joins_rows", True)
+        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, can_rewind=can_rewind, tell=tell)
+        host = LayerHost(lambda: served.model, get, self.device)
+        layer_s, crowded_s = host.measure(self.width), host.measure(self.width, _ROWS)
+        self.placement.batch_slowdown = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
+        host.drop(LayerRange(0, 1))
+        self.node_server = NodeServer(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
+        node = NodeState(SERVER_NODE, layer_s, float(memory_for_layers(self.device)), self._measured_ends() / crowded_s * layer_s)
+        self.local_node = LocalNode(self, host, node)
         self._spent = self._now_spent()
-        self.layers.start()
+        self.local_node.start()
         self.add(node)
-        self.hub.start()
+        self.node_server.start()
 
     @torch.inference_mode()
     def _measured_ends(self) -> float:
-        """Seconds for the embedding, the head and the choice of the next token of several requests."""
+        """Seconds for the embedding, the head and the choice of the next token of `_ROWS` requests."""
         taken, ids_B1 = [], torch.zeros(_ROWS, 1, dtype=torch.long, device=self.device)
         for _ in range(_MEASURED):
             start = time.perf_counter()
@@ -81,40 +81,40 @@ class DistributedModel(Pipeline):
             taken.append(time.perf_counter() - start)
         return min(taken)
 
-    def look_again(self, weight: float) -> None:
-        """Messages, threads and answers cost the server time, too, which is known only while it serves."""
+    def replan(self, weight: float) -> None:
+        """Also update the server's time for messages, threads and answers, which can be measured only while it serves."""
         before, self._spent = self._spent, self._now_spent()
         wall_s, all_s, layers_s = (now - then for now, then in zip(self._spent, before, strict=True))
         if self.device.type == "cpu" and wall_s < _WINDOW_S:
-            self.layers.node.fixed_s = moving_average(
-                self.layers.node.fixed_s, max(0.0, all_s / torch.get_num_threads() - layers_s) / weight
+            self.local_node.node.fixed_s = moving_average(
+                self.local_node.node.fixed_s, max(0.0, all_s / torch.get_num_threads() - layers_s) / weight
             )
-        super().look_again(weight)
+        super().replan(weight)
 
     def _now_spent(self) -> tuple[float, float, float]:
-        """The time on the clock, what this process has computed, and how much of that its layers took."""
-        return time.monotonic(), time.process_time(), self.layers.computed_s
+        """Wall-clock time, processor time of this process, and the part of it that its layers took."""
+        return time.monotonic(), time.process_time(), self.local_node.computed_s
 
     def close(self) -> None:
-        self.hub.close()
-        self.layers.close()
+        self.node_server.close()
+        self.local_node.close()
 
 
 def open_server(served: ServedModel, hosts: tuple[str, ...]) -> tuple[Server, Invitation]:
-    """Where machines join; the same door as before, for a model that was served before."""
+    """The server that machines join; for a model that was served before, with the same port and keys."""
     assert served.run is not None
     return listen(served.run, served.run.transport, hosts, _folder(served.name), FRAME_BYTES, served.nodes)
 
 
 def open_local_server(served: ServedModel) -> tuple[Server, Invitation]:
-    """Where processes join that this one starts: at any port, with secrets that nobody needs later."""
+    """The server that child processes join: on any free port, with temporary keys."""
     assert served.run is not None
     with tempfile.TemporaryDirectory(prefix="shoal-door-") as folder:
         return listen(served.run, served.run.transport.replace(port=0), ("127.0.0.1",), Path(folder), FRAME_BYTES, served.nodes)
 
 
 def _folder(name: str) -> Path:
-    """Where the token and the keys of this door are kept. Nobody else may read them."""
+    """The folder of the token and the keys, readable by this user alone."""
     folder = state_folder() / "serving" / hashlib.sha256(name.encode()).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
     os.chmod(folder, 0o700)

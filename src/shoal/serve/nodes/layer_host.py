@@ -1,4 +1,4 @@
-"""What one machine does for a model that is served: it holds layers, and the caches of requests in them."""
+"""The layers of a served model that one machine holds, and the caches of requests in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerRange(NamedTuple):
 
 
 class LoadedLayers(NamedTuple):
-    """Layers that are here, and the caches of their requests."""
+    """Loaded layers, and the caches of their requests."""
 
     stage: ModelStage
     caches: KvCaches
@@ -42,7 +42,7 @@ class TokenBatch(NamedTuple):
 
     requests: Sequence[int]
     positions: Sequence[int]
-    """Of the first of these tokens, in each request."""
+    """Of the first of these tokens in each request."""
     ids: Sequence[Sequence[int]]
 
     def select(self, rows: Sequence[int]) -> TokenBatch:
@@ -52,26 +52,26 @@ class TokenBatch(NamedTuple):
 
 
 class LayerHost:
-    """The layers that are here. A machine may hold overlapping ones while requests move from one split to the next."""
+    """The loaded layers. They may overlap while requests move from one split to the next."""
 
     def __init__(self, skeleton: Callable[[], Any], tensor: Callable[[str], Tensor], device: torch.device, slowdown: float = 1.0) -> None:
-        """`skeleton` makes the model without numbers, or is the model itself; `tensor` gets one by name."""
+        """`skeleton` makes the model without weights, or returns the model itself; `tensor` gets a weight by name."""
         self.skeleton, self.tensor, self.device, self.slowdown = skeleton, tensor, device, slowdown
-        self.held: dict[LayerRange, LoadedLayers] = {}
+        self.loaded: dict[LayerRange, LoadedLayers] = {}
         self._tensors: dict[str, Tensor] = {}
 
-    def hold(self, place: LayerRange) -> int:
-        """Load layers, unless they are here. Return how many parameters they have. Whatever goes wrong, nothing of them stays."""
-        if place not in self.held:
+    def load(self, layers: LayerRange) -> int:
+        """Load layers, unless they are loaded. Return their number of parameters. After an error nothing of them stays in memory."""
+        if layers not in self.loaded:
             try:
-                self.held[place] = self._load(place)
+                self.loaded[layers] = self._make_layers(layers)
             except Exception:
-                self.drop(place)
+                self.drop(layers)
                 raise
-        return sum(parameter.numel() for parameter in self.held[place].stage.parameters())
+        return sum(parameter.numel() for parameter in self.loaded[layers].stage.parameters())
 
-    def _load(self, place: LayerRange) -> LoadedLayers:
-        stage = make_stage(self.skeleton(), *place).eval()
+    def _make_layers(self, layers: LayerRange) -> LoadedLayers:
+        stage = make_stage(self.skeleton(), *layers).eval()
         if any(parameter.is_meta for parameter in stage.parameters()):
             load_tensors(stage, {name: self._loaded(name, like) for name, like in required_tensors(stage).items()})
         stage.to(self.device)
@@ -84,59 +84,59 @@ class LayerHost:
             self._tensors[name] = tensor.to(like.dtype) if like.is_floating_point() else tensor
         return self._tensors[name]
 
-    def drop(self, place: LayerRange) -> None:
-        self.held.pop(place, None)
-        names = {name for held in self.held.values() for name in required_tensors(held.stage)}
+    def drop(self, layers: LayerRange) -> None:
+        self.loaded.pop(layers, None)
+        names = {name for loaded in self.loaded.values() for name in required_tensors(loaded.stage)}
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     @torch.inference_mode()
-    def copy_prefix(self, place: LayerRange, request: int, other: int, length: int) -> None:
-        """A request begins with the first tokens of another's cache. Raises ShoalError where they are not here."""
-        caches = self.held[place].caches
+    def copy_prefix(self, layers: LayerRange, request: int, other: int, length: int) -> None:
+        """Begin a request with the first tokens of another's cache. Raises ShoalError where the cache has fewer."""
+        caches = self.loaded[layers].caches
         if caches.length(other) < length:
             raise ShoalError(f"request {request} begins with {length} tokens of {other}, and the caches here hold {caches.length(other)}")
         caches.copy_prefix(request, other, length)
 
     def release(self, requests: Sequence[int]) -> None:
-        for held in self.held.values():
+        for loaded in self.loaded.values():
             for request in requests:
-                held.caches.release(request)
+                loaded.caches.release(request)
 
     @torch.inference_mode()
-    def read(self, place: LayerRange, reading: TokenBatch, x_BLD: Tensor) -> Tensor:
-        """The stream after these layers. Caches that hold more than the position says forget the rest. Raises ShoalError."""
+    def read(self, layers: LayerRange, token_batch: TokenBatch, x_BLD: Tensor) -> Tensor:
+        """The hidden states after these layers. Caches with tokens beyond the position are rewound. Raises ShoalError."""
         start = time.perf_counter()
-        held = self.held[place]
-        for request, position in zip(reading.requests, reading.positions, strict=True):
-            if held.caches.length(request) < position:
-                raise ShoalError(f"request {request} is at token {position}, and the caches here hold {held.caches.length(request)}")
-            held.caches.rewind(request, position)
-        y_BLD = self._through(held, reading, x_BLD.to(self.device))
+        loaded = self.loaded[layers]
+        for request, position in zip(token_batch.requests, token_batch.positions, strict=True):
+            if loaded.caches.length(request) < position:
+                raise ShoalError(f"request {request} is at token {position}, and the caches here hold {loaded.caches.length(request)}")
+            loaded.caches.rewind(request, position)
+        y_BLD = self._through(loaded, token_batch, x_BLD.to(self.device))
         if self.slowdown > 1:
             time.sleep((self.slowdown - 1) * (time.perf_counter() - start))
         return y_BLD
 
-    def _through(self, held: LoadedLayers, reading: TokenBatch, x_BLD: Tensor) -> Tensor:
-        ids_BL = torch.tensor(reading.ids, device=self.device)
-        if len(reading.requests) > 1 and held.caches.joins:
-            cache, mask_BS = held.caches.of_several(reading.requests, ids_BL.shape[1])
-            joined: Tensor = held.stage(x_BLD, ids_BL, cache=cache, attention_mask=mask_BS)
+    def _through(self, loaded: LoadedLayers, token_batch: TokenBatch, x_BLD: Tensor) -> Tensor:
+        ids_BL = torch.tensor(token_batch.ids, device=self.device)
+        if len(token_batch.requests) > 1 and loaded.caches.joins:
+            cache, mask_BS = loaded.caches.of_several(token_batch.requests, ids_BL.shape[1])
+            joined: Tensor = loaded.stage(x_BLD, ids_BL, cache=cache, attention_mask=mask_BS)
             return joined
         rows = []
-        for i, request in enumerate(reading.requests):
-            cache = held.caches.of_one(request, ids_BL.shape[1])
-            rows.append(held.stage(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
+        for i, request in enumerate(token_batch.requests):
+            cache = loaded.caches.of_one(request, ids_BL.shape[1])
+            rows.append(loaded.stage(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
         return torch.cat(rows)
 
     def measure(self, width: int, rows: int = 1) -> float:
-        """Seconds that this machine takes for one token of so many requests in one layer."""
-        place, requests = LayerRange(0, 1), [-1 - row for row in range(rows)]
-        self.hold(place)
-        x_BLD = torch.zeros(rows, 1, width, dtype=next(iter(required_tensors(self.held[place].stage).values())).dtype)
+        """Seconds that this machine takes for one token of each of `rows` requests in one layer."""
+        layers, requests = LayerRange(0, 1), [-1 - row for row in range(rows)]
+        self.load(layers)
+        x_BLD = torch.zeros(rows, 1, width, dtype=next(iter(required_tensors(self.loaded[layers].stage).values())).dtype)
         taken = []
         for position in range(_MEASURED):
             start = time.perf_counter()
-            self.read(place, TokenBatch(requests, [position] * rows, [[0]] * rows), x_BLD).cpu()  # a GPU is waited for
+            self.read(layers, TokenBatch(requests, [position] * rows, [[0]] * rows), x_BLD).cpu()  # waits for a GPU
             taken.append(time.perf_counter() - start)
         self.release(requests)
         return min(taken)

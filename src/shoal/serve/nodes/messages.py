@@ -1,4 +1,4 @@
-"""Orders to machines that hold layers: as messages, and carried out. Hidden states travel exactly, or as int8 where that is asked for.
+"""Commands to machines that hold layers: their message format and their execution. Hidden states are sent exactly, or rounded to int8.
 
 Shapes: B batch, L tokens, D width.
 """
@@ -20,11 +20,11 @@ from shoal.serve.nodes.weights import as_frame, claimed_bytes, from_frame, type_
 _MOST_REQUESTS = 4096
 _MOST_LAYERS = 1 << 20
 _MOST_TOKENS = 1 << 40
-_DOOR_LENGTH = 200
+_LONGEST_FIELD = 200
 
 
 class PeerEndpoint(NamedTuple):
-    """Where a machine takes what others hand to it."""
+    """Where a machine accepts batches from other machines."""
 
     address: str
     token: str
@@ -32,32 +32,32 @@ class PeerEndpoint(NamedTuple):
 
 
 class NextHop(NamedTuple):
-    """A stop that can be reached straight from the one before it."""
+    """A stage that the machine before it sends to directly."""
 
     name: str
-    place: LayerRange
-    door: PeerEndpoint
+    layers: LayerRange
+    endpoint: PeerEndpoint
 
 
 class NodeCommand(NamedTuple):
-    """What a machine is to do: `hold` or `drop` layers, `read` tokens through them, let one of two requests `share` what the other's cache
-    holds, `release` requests, or `probe` whether it reaches another machine."""
+    """What a machine is to do: `hold` (load) or `drop` layers, `read` tokens through them, `share` one request's cache with another,
+    `release` requests, or `probe` whether it reaches another machine."""
 
     kind: str
-    place: LayerRange = LayerRange(0, 0)
-    trip: int = -1
-    reading: TokenBatch | None = None
+    layers: LayerRange = LayerRange(0, 0)
+    batch_number: int = -1
+    token_batch: TokenBatch | None = None
     x_BLD: Tensor | None = None
     requests: tuple[int, ...] = ()
     length: int = 0
-    """Tokens that are shared."""
-    onward: tuple[NextHop, ...] = ()
-    """The stops after this one to which what was read is handed on, without the server; or whom to probe."""
+    """Tokens to share."""
+    next_hops: tuple[NextHop, ...] = ()
+    """The next stages, to which machines send directly; or the machine to probe."""
 
 
 def pack_hidden_states(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:
-    """What is said about hidden states, and their bytes. As int8 each token has a scale of its own, and no number is off by more than a
-    254th of the token's largest one."""
+    """Header fields and bytes of hidden states. As int8 each token has its own scale, and no number is off by more than a 254th of the
+    token's largest one."""
     about = {"shape": list(x_BLD.shape), "type": type_name(x_BLD), "int8": int8}
     if not int8:
         return about, as_frame(x_BLD)
@@ -67,7 +67,7 @@ def pack_hidden_states(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame
 
 
 def unpack_hidden_states(frame: Frame, about: Mapping[str, Any]) -> Tensor:
-    """The hidden states that a frame claims to be. Raises ShoalError where its bytes do not fit."""
+    """The hidden states in a frame. Raises ShoalError where its length does not match its header."""
     shape, name = about["shape"], about["type"]
     if not about.get("int8"):
         return from_frame(frame, shape, name)
@@ -77,88 +77,93 @@ def unpack_hidden_states(frame: Frame, about: Mapping[str, Any]) -> Tensor:
     return (small_BLD.float() * scales_BL1).to(getattr(torch, name))
 
 
-def command_message(order: NodeCommand, int8: bool) -> tuple[dict[str, Any], tuple[Frame, ...]]:
-    """An order as a header, and the frame that belongs to it."""
-    header: dict[str, Any] = {"kind": order.kind, "place": list(order.place), "requests": list(order.requests), "length": order.length}
-    header["onward"] = [[one.name, list(one.place), list(one.door)] for one in order.onward]
-    if order.reading is None or order.x_BLD is None:
+def command_message(command: NodeCommand, int8: bool) -> tuple[dict[str, Any], tuple[Frame, ...]]:
+    """The header and the frame of a command."""
+    header: dict[str, Any] = {
+        "kind": command.kind,
+        "place": list(command.layers),
+        "requests": list(command.requests),
+        "length": command.length,
+    }
+    header["onward"] = [[one.name, list(one.layers), list(one.endpoint)] for one in command.next_hops]
+    if command.token_batch is None or command.x_BLD is None:
         return header, ()
-    about, frame = pack_hidden_states(order.x_BLD, int8)
-    requests, positions, ids = order.reading
-    reading = {"requests": list(requests), "positions": list(positions), "ids": [list(row) for row in ids]}
-    return header | about | {"trip": order.trip, "reading": reading}, (frame,)
+    about, frame = pack_hidden_states(command.x_BLD, int8)
+    requests, positions, ids = command.token_batch
+    token_batch = {"requests": list(requests), "positions": list(positions), "ids": [list(row) for row in ids]}
+    return header | about | {"trip": command.batch_number, "reading": token_batch}, (frame,)
 
 
 def command_from(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCommand:
-    """The order that a message is. Raises ShoalError where it is none."""
+    """The command in a message. Raises ShoalError where there is none."""
     try:
-        return _order(header, frames)
+        return _parse_command(header, frames)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        raise ShoalError("this is no order for a machine that holds layers") from None
+        raise ShoalError("this is no command for a machine that holds layers") from None
 
 
-def _order(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCommand:
-    place, onward = _place(header["place"]), tuple(_onward(*one) for one in header["onward"])
+def _parse_command(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCommand:
+    layers, next_hops = _layer_range(header["place"]), tuple(_next_hop(*one) for one in header["onward"])
     if "reading" not in header:
-        requests, length = _wholes(header["requests"]), _whole(header["length"], most=_MOST_TOKENS)
-        return NodeCommand(str(header["kind"]), place, requests=requests, length=length, onward=onward)
-    trip, told, x_BLD = _whole(header["trip"], least=-1), header["reading"], unpack_hidden_states(frames[0], header)
-    ids = tuple(_wholes(row, _MOST_TOKENS) for row in told["ids"])
-    reading = TokenBatch(_wholes(told["requests"]), _wholes(told["positions"], _MOST_TOKENS), ids)
-    if not _fits(reading, x_BLD):
-        raise ShoalError(f"hidden states of the shape {tuple(x_BLD.shape)} are none of {len(reading.requests)} requests")
-    return NodeCommand("read", place, trip, reading, x_BLD, onward=onward)
+        requests, length = _integers(header["requests"]), _integer(header["length"], most=_MOST_TOKENS)
+        return NodeCommand(str(header["kind"]), layers, requests=requests, length=length, next_hops=next_hops)
+    batch_number, value, x_BLD = _integer(header["trip"], least=-1), header["reading"], unpack_hidden_states(frames[0], header)
+    ids = tuple(_integers(row, _MOST_TOKENS) for row in value["ids"])
+    token_batch = TokenBatch(_integers(value["requests"]), _integers(value["positions"], _MOST_TOKENS), ids)
+    if not _fits(token_batch, x_BLD):
+        raise ShoalError(f"hidden states of the shape {tuple(x_BLD.shape)} are none of {len(token_batch.requests)} requests")
+    return NodeCommand("read", layers, batch_number, token_batch, x_BLD, next_hops=next_hops)
 
 
-def _whole(told: Any, least: int = 0, most: int = 2**53) -> int:
-    if type(told) is not int or not least <= told <= most:
-        raise ShoalError(f"a whole number from {least} to {most} must stand in an order where {str(told)[:40]!r} does")
-    return told
+def _integer(value: Any, least: int = 0, most: int = 2**53) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ShoalError(f"a whole number from {least} to {most} must stand in a command where {str(value)[:40]!r} does")
+    return value
 
 
-def _wholes(told: Any, most: int = 2**53) -> tuple[int, ...]:
-    if not isinstance(told, list):
-        raise ShoalError(f"a list of whole numbers must stand in an order where {str(told)[:40]!r} does")
-    return tuple(_whole(one, most=most) for one in told)
+def _integers(value: Any, most: int = 2**53) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ShoalError(f"a list of whole numbers must stand in a command where {str(value)[:40]!r} does")
+    return tuple(_integer(one, most=most) for one in value)
 
 
-def _place(told: Any) -> LayerRange:
-    first, last = _wholes(told, _MOST_LAYERS)
+def _layer_range(value: Any) -> LayerRange:
+    first, last = _integers(value, _MOST_LAYERS)
     return LayerRange(first, last)
 
 
-def _onward(name: Any, place: Any, door: Any) -> NextHop:
-    return NextHop(str(name), _place(place), endpoint_from(door))
+def _next_hop(name: Any, layers: Any, endpoint: Any) -> NextHop:
+    return NextHop(str(name), _layer_range(layers), endpoint_from(endpoint))
 
 
-def endpoint_from(told: Any) -> PeerEndpoint:
-    """The door that a message tells of. Raises ShoalError, or what a list raises that is too short."""
-    address, token, key = told
-    if not all(isinstance(one, str) and len(one) <= _DOOR_LENGTH for one in (address, token, "" if key is None else key)):
-        raise ShoalError("a machine's door is an address, a token and a key")
+def endpoint_from(value: Any) -> PeerEndpoint:
+    """The endpoint in a message. Raises ShoalError, or ValueError or TypeError where it is not a list of three."""
+    address, token, key = value
+    if not all(isinstance(one, str) and len(one) <= _LONGEST_FIELD for one in (address, token, "" if key is None else key)):
+        raise ShoalError("a machine's endpoint is an address, a token and a key")
     return PeerEndpoint(address, token, key)
 
 
-def _fits(reading: TokenBatch, x_BLD: Tensor) -> bool:
-    """Whether there is a row of numbers for each request, each is there once, and there is a token for each of its ids."""
-    count = len(set(reading.requests))
-    same = x_BLD.dim() == 3 and len(x_BLD) == count == len(reading.requests) == len(reading.positions) == len(reading.ids)
-    return same and count <= _MOST_REQUESTS and x_BLD.is_floating_point() and all(len(row) == x_BLD.shape[1] for row in reading.ids)
+def _fits(token_batch: TokenBatch, x_BLD: Tensor) -> bool:
+    """Whether each request occurs once and has a row of hidden states, with one vector for each of its ids."""
+    count = len(set(token_batch.requests))
+    same = x_BLD.dim() == 3 and len(x_BLD) == count == len(token_batch.requests) == len(token_batch.positions) == len(token_batch.ids)
+    return same and count <= _MOST_REQUESTS and x_BLD.is_floating_point() and all(len(row) == x_BLD.shape[1] for row in token_batch.ids)
 
 
-def execute(holder: LayerHost, order: NodeCommand) -> tuple[Tensor, float] | None:
-    """Do what an order says; what came of reading, and the seconds that it took."""
-    if order.kind == "hold":
-        holder.hold(order.place)
-    elif order.kind == "drop":
-        holder.drop(order.place)
-    elif order.kind == "share":
-        request, other = order.requests
-        holder.copy_prefix(order.place, request, other, order.length)
-    elif order.kind == "release":
-        holder.release(order.requests)
-    elif order.reading is not None and order.x_BLD is not None:
+def execute(host: LayerHost, command: NodeCommand) -> tuple[Tensor, float] | None:
+    """Execute a command. Return the output of `read` and the seconds that it took; None for other commands."""
+    if command.kind == "hold":
+        host.load(command.layers)
+    elif command.kind == "drop":
+        host.drop(command.layers)
+    elif command.kind == "share":
+        request, other = command.requests
+        host.copy_prefix(command.layers, request, other, command.length)
+    elif command.kind == "release":
+        host.release(command.requests)
+    elif command.token_batch is not None and command.x_BLD is not None:
         start = time.perf_counter()
-        y_BLD = holder.read(order.place, order.reading, order.x_BLD)
+        y_BLD = host.read(command.layers, command.token_batch, command.x_BLD)
         return y_BLD, time.perf_counter() - start
     return None

@@ -1,4 +1,4 @@
-"""A model without its numbers, as the server describes it to machines that have never seen it."""
+"""The description of a model without weights that the server sends to machines which have no files of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.models.stages import without_weights
 
 
 class DataShape(NamedTuple):
-    """What a model must know of the data."""
+    """What building a model needs to know of the data."""
 
     vocab_size: int
     image_shape: None = None
@@ -31,7 +31,7 @@ Get = Callable[[str], Tensor]
 
 
 def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
-    """What makes the model that the server describes, without numbers; and what gives its tensors, where `get` gives the server's."""
+    """A function that makes the described model without weights, and one that gets its tensors by name, where `get` gets the server's."""
     if model.get("config") is not None:
         return _computed(_hugging_face(model["config"]), get)
     loaded = resolve_data({"model": model["settings"]}, name="the server's model", dialect="shoal")
@@ -47,7 +47,7 @@ def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
 
 
 def _computed(model: HuggingFace, get: Get) -> tuple[Callable[[], Any], Get]:
-    """By our own layers where they can, else by the model's."""
+    """Shoal's own layers where they can compute the model, else the model's."""
     own = gpt_conversion(model)
     return (lambda: model, get) if own is None else (own.make, lambda name: own.tensor(name, get))
 
@@ -73,7 +73,7 @@ def describe_huggingface_model(model: HuggingFace) -> dict[str, Any]:
 
 
 def meta_model(folder: Path) -> HuggingFace:
-    """The model of a folder of Hugging Face without its numbers. Raises ShoalError."""
+    """The model of a Hugging Face folder without weights. Raises ShoalError."""
     import transformers
 
     try:

@@ -1,4 +1,8 @@
-"""A machine that holds layers of a model which another one serves: `shoal join … --node`."""
+"""A machine that holds layers of a model which another one serves: `shoal join … --node`.
+
+Machines send the output of their layers directly to the next machine where they can. That machine may decline it at any time; the server,
+which gets every output too, then sends it. So nothing is lost when a machine dies, or when a command of the server comes too late.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,21 @@ from shoal.transports.addresses import own_address_towards, parse
 from shoal.transports.zeromq.client import ZmqClient
 
 FRAME_BYTES = 1 << 28
-"""The largest frame between the server and a machine: hidden states of a long piece of a prompt."""
-_PULSE_S = 0.5
+"""The largest frame between machines: hidden states of a long chunk of a prompt."""
+_HEARTBEAT_S = 0.5
 _CALL_S = 30.0
 _PAUSE_S = 0.5
 _PROBE_S = 2.0
-_PASS_S = 2.0
-"""The next machine only says that it has got something; after so long it is taken for deaf, and the server brings it."""
-_LOOK_S = 0.5
+_HAND_ON_S = 2.0
+"""Timeout for the next machine's confirmation; after it the server sends the batch."""
+_POLL_S = 0.5
 _MOST_WAITING = 64
-"""Orders that wait in a machine. There are never more under way than the server has started."""
-_REMEMBERED = 4096
+"""Commands of other machines that wait here. The server never has more batches in flight."""
+_MOST_ENDED = 4096
 
 
 class ServerAddress(NamedTuple):
-    """How the server is reached."""
+    """The server's address and credentials."""
 
     address: str
     token: str
@@ -50,43 +54,43 @@ class ServerAddress(NamedTuple):
 
 
 class NodeProcess:
-    """Joins, carries out orders until the server is gone for longer than its patience, or it is asked to stop."""
+    """Joins the server and executes commands until it is stopped, or the server is unreachable for longer than `patience_s`."""
 
     def __init__(
-        self, reached: ServerAddress, name: str | None, *, slowdown: float, patience_s: float, tell: Callable[[str], None]
+        self, server_address: ServerAddress, name: str | None, *, slowdown: float, patience_s: float, tell: Callable[[str], None]
     ) -> None:
-        self.reached, self.name, self.slowdown, self.patience_s, self.tell = reached, name, slowdown, patience_s, tell
-        self.client, self.pulse = reached.client(), reached.client()
-        self.reporting, self.handing = reached.client(), PeerSender(FRAME_BYTES)
-        self.session, self.int8 = "", False
-        self._seen = ReadHistory()
-        self._inbox: PeerReceiver | None = None
+        self.server_address, self.name, self.slowdown, self.patience_s, self.tell = server_address, name, slowdown, patience_s, tell
+        self.client, self.heartbeat_client = server_address.client(), server_address.client()
+        self.report_client, self.peer_sender = server_address.client(), PeerSender(FRAME_BYTES)
+        self.session_id, self.int8 = "", False
+        self._history = ReadHistory()
+        self._receiver: PeerReceiver | None = None
         self._stopping = threading.Event()
-        self._computing = threading.Lock()
-        """Orders come from the server and from other machines, and are carried out one at a time."""
+        self._compute_lock = threading.Lock()
+        """Commands of the server and of other machines are executed one at a time."""
 
     def stop(self) -> None:
-        """Leave when the order in hand is carried out."""
+        """Leave after the present command."""
         self._stopping.set()
 
     def work(self) -> None:
-        """Until asked to stop. Raises ShoalError where the server is no server of layers, or stays away."""
-        threading.Thread(target=self._beat, name="shoal-pulse", daemon=True).start()
-        seen = time.monotonic()
+        """Run until stopped. Raises ShoalError where the server serves no model, or stays unreachable."""
+        threading.Thread(target=self._send_heartbeats, name="shoal-pulse", daemon=True).start()
+        connected_at = time.monotonic()
         while not self._stopping.is_set():
             try:
-                holder = self._enter()
-                seen = time.monotonic()
-                self._serve(holder)
+                host = self._enter()
+                connected_at = time.monotonic()
+                self._serve(host)
                 return
             except Unreachable as problem:
                 if self._stopping.is_set():
                     return
-                if time.monotonic() - seen > self.patience_s:
+                if time.monotonic() - connected_at > self.patience_s:
                     raise ShoalError(f"{problem}; {self.patience_s:g} s are over") from None
                 self._stopping.wait(_PAUSE_S)
             finally:
-                self._shut()
+                self._disconnect()
 
     def _ask(self, header: dict[str, Any], frames: tuple[Frame, ...] = ()) -> tuple[Mapping[str, Any], tuple[Frame, ...]]:
         answer = self.client.call(Message(header, frames), _CALL_S)
@@ -98,190 +102,194 @@ class NodeProcess:
         return answer.header, answer.frames
 
     def _enter(self) -> LayerHost:
-        """Make the model without numbers, measure one layer, open a door for other machines, and say what this one can do."""
+        """Make the model without weights, measure one layer, listen for other machines, and join the server."""
         model, _ = self._ask({"kind": "node"})
         if model.get("kind") != "model":
-            raise ShoalError(f"{self.reached.address} serves no model: join it without --node")
+            raise ShoalError(f"{self.server_address.address} serves no model: join it without --node")
         self.int8 = model.get("int8") is True
-        holder = LayerHost(*model_maker(model, RemoteWeights(self._ask).get), choose_device("auto"), self.slowdown)
-        layer_s = holder.measure(int(model["width"]))
-        holder.drop(LayerRange(0, 1))
-        seen = self._seen = ReadHistory()
-        self.reporting, self.handing = self.reached.client(), PeerSender(FRAME_BYTES)
+        host = LayerHost(*model_maker(model, RemoteWeights(self._ask).get), choose_device("auto"), self.slowdown)
+        layer_s = host.measure(int(model["width"]))
+        host.drop(LayerRange(0, 1))
+        history = self._history = ReadHistory()
+        self.report_client, self.peer_sender = self.server_address.client(), PeerSender(FRAME_BYTES)
         try:
-            self._inbox = open_receiver(self.reached.address, FRAME_BYTES, partial(self._carry_out_handed, holder, seen), self.tell)
+            self._receiver = open_receiver(
+                self.server_address.address, FRAME_BYTES, partial(self._execute_from_peer, host, history), self.tell
+            )
         except ShoalError as problem:
             self.tell(f"warning: other machines cannot hand on to this one, and the server brings everything: {problem}")
-        about = {"layer_s": layer_s, "memory_bytes": float(memory_for_layers(holder.device)), "name": self.name}
-        answer, _ = self._ask({"kind": "enter", **about, "door": list(self._inbox.door) if self._inbox is not None else None})
-        self.session, self.name = str(answer["session"]), str(answer["name"])
+        about = {"layer_s": layer_s, "memory_bytes": float(memory_for_layers(host.device)), "name": self.name}
+        answer, _ = self._ask({"kind": "enter", **about, "door": list(self._receiver.endpoint) if self._receiver is not None else None})
+        self.session_id, self.name = str(answer["session"]), str(answer["name"])
         self.tell(f"joined as {self.name}")
-        return holder
+        return host
 
-    def _shut(self) -> None:
-        """Nothing is taken from other machines any more, or handed to them."""
-        self.reporting.close()
-        self.handing.close()
-        if self._inbox is not None:
-            self._inbox.close()
-            self._inbox = None
+    def _disconnect(self) -> None:
+        """Close the connections to and from other machines."""
+        self.report_client.close()
+        self.peer_sender.close()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
-    def _beat(self) -> None:
-        while not self._stopping.wait(_PULSE_S):
-            if self.session:
+    def _send_heartbeats(self) -> None:
+        while not self._stopping.wait(_HEARTBEAT_S):
+            if self.session_id:
                 try:
-                    self.pulse.call(Message({"kind": "alive", "session": self.session}), _CALL_S)
+                    self.heartbeat_client.call(Message({"kind": "alive", "session": self.session_id}), _CALL_S)
                 except (Unreachable, Refused):
                     continue
 
-    def _serve(self, holder: LayerHost) -> None:
+    def _serve(self, host: LayerHost) -> None:
         report = NodeReport()
         while not self._stopping.is_set():
-            answer, given = self._ask({"kind": "turn", "session": self.session, "done": report.done}, tuple(report.frames))
+            answer, frames = self._ask({"kind": "turn", "session": self.session_id, "done": report.done}, tuple(report.frames))
             if answer.get("kind") == "over":
                 self.tell("the server has ended")
                 return
             report = NodeReport()
             for header in answer["orders"]:
-                self._carry_out(holder, self._seen, command_from(header, given), report)
-        self._ask({"kind": "leave", "session": self.session})
+                self._execute(host, self._history, command_from(header, frames), report)
+        self._ask({"kind": "leave", "session": self.session_id})
 
-    def _carry_out_handed(self, holder: LayerHost, seen: ReadHistory, order: NodeCommand) -> None:
-        """What another machine handed to this one is read if the server's orders have come that belong before it."""
+    def _execute_from_peer(self, host: LayerHost, history: ReadHistory, command: NodeCommand) -> None:
+        """Execute a command of another machine, if the server's commands that must precede it have come; else decline it."""
         report = NodeReport()
-        with self._computing:
-            can_read = seen.can_read(order, holder)
+        with self._compute_lock:
+            can_read = history.can_read(command, host)
         if can_read:
-            self._carry_out(holder, seen, order, report)
+            self._execute(host, history, command, report)
         else:
-            report.done.append({"kind": "declined", "trip": order.trip})
-        self._tell_at_once(report)
+            report.done.append({"kind": "declined", "trip": command.batch_number})
+        self._send_report(report)
 
     def _probe(self, after: NextHop) -> None:
         report = NodeReport()
-        report.done.append({"kind": "probed", "other": after.name, "reached": self.handing.probe(after.door)})
-        self._tell_at_once(report)
+        report.done.append({"kind": "probed", "other": after.name, "reached": self.peer_sender.probe(after.endpoint)})
+        self._send_report(report)
 
-    def _tell_at_once(self, report: NodeReport) -> None:
-        """Tell the server beside the question that waits there for orders."""
-        with contextlib.suppress(Unreachable, Refused):  # then the server takes this machine for lost, and begins again
-            header = {"kind": "done", "session": self.session, "done": report.done}
-            self.reporting.call(Message(header, tuple(report.frames)), _CALL_S)
+    def _send_report(self, report: NodeReport) -> None:
+        """Send a report at once, on a connection of its own: the main one waits for commands."""
+        with contextlib.suppress(Unreachable, Refused):  # the server then treats this machine as lost
+            header = {"kind": "done", "session": self.session_id, "done": report.done}
+            self.report_client.call(Message(header, tuple(report.frames)), _CALL_S)
 
-    def _carry_out(self, holder: LayerHost, seen: ReadHistory, order: NodeCommand, report: NodeReport) -> None:
+    def _execute(self, host: LayerHost, history: ReadHistory, command: NodeCommand, report: NodeReport) -> None:
         try:
-            if order.kind == "probe":
-                # Whoever cannot be reached keeps one waiting
-                threading.Thread(target=self._probe, args=order.onward, name="shoal-probe", daemon=True).start()
+            if command.kind == "probe":
+                # In a thread: an unreachable machine would block until the timeout
+                threading.Thread(target=self._probe, args=command.next_hops, name="shoal-probe", daemon=True).start()
                 return
-            with self._computing:
-                if seen.is_stale(order):
+            with self._compute_lock:
+                if history.is_stale(command):
                     return
-                found = execute(holder, order)
-                seen.note(order)
-            if found is not None and order.trip >= 0:
-                handed_on = bool(order.onward) and self.handing.pass_on(order._replace(x_BLD=found[0]), self.int8)
-                report.add(order.trip, *found, handed_on, self.int8)
-            if order.kind == "hold":
-                self.tell(f"holds the layers {order.place.first} to {order.place.last - 1}")
-                report.done.append({"kind": "held", "place": list(order.place)})
+                found = execute(host, command)
+                history.note(command)
+            if found is not None and command.batch_number >= 0:
+                handed_on = bool(command.next_hops) and self.peer_sender.hand_on(command._replace(x_BLD=found[0]), self.int8)
+                report.add(command.batch_number, *found, handed_on, self.int8)
+            if command.kind == "hold":
+                self.tell(f"holds the layers {command.layers.first} to {command.layers.last - 1}")
+                report.done.append({"kind": "held", "place": list(command.layers)})
         except Unreachable:
             raise
-        except Exception as error:  # the server ends the requests, or gives the layers to others, and this machine goes on
-            self._own_up(order, str(error) or type(error).__name__, report)
+        except Exception as error:  # the server ends the requests or reassigns the layers
+            self._report_failure(command, str(error) or type(error).__name__, report)
 
-    def _own_up(self, order: NodeCommand, problem: str, report: NodeReport) -> None:
-        """Say on both sides that an order could not be carried out."""
-        if order.kind == "hold":
-            self.tell(f"warning: cannot load the layers {order.place.first} to {order.place.last - 1}: {problem}")
-            report.done.append({"kind": "unheld", "place": list(order.place), "problem": problem[:300]})
+    def _report_failure(self, command: NodeCommand, problem: str, report: NodeReport) -> None:
+        """Report a failed command to the server and to the user here."""
+        if command.kind == "hold":
+            self.tell(f"warning: cannot load the layers {command.layers.first} to {command.layers.last - 1}: {problem}")
+            report.done.append({"kind": "unheld", "place": list(command.layers), "problem": problem[:300]})
         else:
             self.tell(f"warning: {problem}")
-            report.done.append({"kind": "failed", "trip": order.trip, "problem": problem[:300]})
+            report.done.append({"kind": "failed", "trip": command.batch_number, "problem": problem[:300]})
 
 
 class NodeReport:
-    """What the server is told next."""
+    """The next report to the server."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
         self.frames: list[Frame] = []
 
-    def add(self, trip: int, y_BLD: Tensor, seconds: float, handed_on: bool, int8: bool) -> None:
-        """What came of reading. The server gets it in any case: it keeps it for whoever may have to take the next machine's place."""
+    def add(self, batch_number: int, y_BLD: Tensor, seconds: float, handed_on: bool, int8: bool) -> None:
+        """Add the output of `read`. The server always gets it, and keeps it in case the next machine must be replaced."""
         about, frame = pack_hidden_states(y_BLD, int8)
-        told = {"kind": "read", "trip": trip, "seconds": seconds, "frame": len(self.frames), "handed_on": handed_on}
-        self.done.append(told | about)
+        report = {"kind": "read", "trip": batch_number, "seconds": seconds, "frame": len(self.frames), "handed_on": handed_on}
+        self.done.append(report | about)
         self.frames.append(frame)
 
 
 class ReadHistory:
-    """What this machine knows of the order of things: which trip of each request it read last, and which requests have ended."""
+    """The last batch that was read of each request, and the requests that have ended."""
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
         self._ended: dict[int, None] = {}
 
-    def note(self, order: NodeCommand) -> None:
-        for request in order.requests if order.kind == "release" else ():
+    def note(self, command: NodeCommand) -> None:
+        for request in command.requests if command.kind == "release" else ():
             self._last.pop(request, None)
             self._ended[request] = None
-        for request in order.reading.requests if order.reading is not None and order.trip >= 0 else ():
-            self._last[request] = order.trip
-        while len(self._ended) > _REMEMBERED:
+        for request in command.token_batch.requests if command.token_batch is not None and command.batch_number >= 0 else ():
+            self._last[request] = command.batch_number
+        while len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def is_stale(self, order: NodeCommand) -> bool:
-        """Whether this trip, or a later one of its requests, was read already: what another machine sends may be late, or come twice."""
-        requests = order.reading.requests if order.reading is not None and order.trip >= 0 else ()
-        return any(order.trip <= self._last.get(request, -1) for request in requests)
+    def is_stale(self, command: NodeCommand) -> bool:
+        """Whether this batch, or a later one of its requests, was read already: direct messages may arrive late or twice."""
+        requests = command.token_batch.requests if command.token_batch is not None and command.batch_number >= 0 else ()
+        return any(command.batch_number <= self._last.get(request, -1) for request in requests)
 
-    def can_read(self, order: NodeCommand, holder: LayerHost) -> bool:
-        """Whether the layers are here, and the caches hold what comes before these tokens."""
-        held = holder.held.get(order.place)
-        if held is None or order.reading is None or any(request in self._ended for request in order.reading.requests):
+    def can_read(self, command: NodeCommand, host: LayerHost) -> bool:
+        """Whether the layers are loaded, and the caches hold the tokens before these."""
+        loaded = host.loaded.get(command.layers)
+        if loaded is None or command.token_batch is None or any(request in self._ended for request in command.token_batch.requests):
             return False
-        pairs = zip(order.reading.requests, order.reading.positions, strict=True)
-        return all(held.caches.length(request) >= position for request, position in pairs)
+        pairs = zip(command.token_batch.requests, command.token_batch.positions, strict=True)
+        return all(loaded.caches.length(request) >= position for request, position in pairs)
 
 
 class PeerSender:
-    """How this machine hands on what it has read. Any thread may call it."""
+    """Sends batches to other machines. Any thread may call it."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._clients: dict[PeerEndpoint, ZmqClient] = {}
         self._lock = threading.Lock()
 
-    def probe(self, door: PeerEndpoint) -> bool:
-        """Whether the machine behind a door answers from here."""
-        return self._say(door, Message({"kind": "probe"}), _PROBE_S)
+    def probe(self, endpoint: PeerEndpoint) -> bool:
+        """Whether a machine can be reached from here."""
+        return self._call(endpoint, Message({"kind": "probe"}), _PROBE_S)
 
-    def pass_on(self, order: NodeCommand, int8: bool) -> bool:
-        """Hand an order to the first machine onward of it. False: it did not take it, and the server is to bring it."""
-        after, *rest = order.onward
-        header, frames = command_message(order._replace(place=after.place, onward=tuple(rest)), int8)
-        # Whoever was killed is not waited for: the connection is gone at once, and the server may need this machine now
-        return self._is_connected(after.door) and self._say(after.door, Message({"kind": "pass", "order": header}, frames), _PASS_S)
+    def hand_on(self, command: NodeCommand, int8: bool) -> bool:
+        """Send a command to its next stage. False: it was not accepted, and the server must send it."""
+        after, *rest = command.next_hops
+        header, frames = command_message(command._replace(layers=after.layers, next_hops=tuple(rest)), int8)
+        # No wait for a machine that was killed: its connection is closed at once, and the server may need this machine now
+        return self._is_connected(after.endpoint) and self._call(
+            after.endpoint, Message({"kind": "pass", "order": header}, frames), _HAND_ON_S
+        )
 
-    def _is_connected(self, door: PeerEndpoint) -> bool:
+    def _is_connected(self, endpoint: PeerEndpoint) -> bool:
         try:
-            return self._client(door).is_connected()
+            return self._client(endpoint).is_connected()
         except ShoalError:
             return False
 
-    def _say(self, door: PeerEndpoint, message: Message, timeout_s: float) -> bool:
+    def _call(self, endpoint: PeerEndpoint, message: Message, timeout_s: float) -> bool:
         try:
-            return self._client(door).call(message, timeout_s).header.get("kind") == "taken"
+            return self._client(endpoint).call(message, timeout_s).header.get("kind") == "taken"
         except ShoalError:
             return False
 
-    def _client(self, door: PeerEndpoint) -> ZmqClient:
+    def _client(self, endpoint: PeerEndpoint) -> ZmqClient:
         with self._lock:
-            if door not in self._clients:
-                made = ZmqClient(door.address, token=door.token, server_key=door.key, max_frame_bytes=self._max_frame_bytes)
-                self._clients[door] = made
-            return self._clients[door]
+            if endpoint not in self._clients:
+                made = ZmqClient(endpoint.address, token=endpoint.token, server_key=endpoint.key, max_frame_bytes=self._max_frame_bytes)
+                self._clients[endpoint] = made
+            return self._clients[endpoint]
 
     def close(self) -> None:
         with self._lock:
@@ -291,12 +299,14 @@ class PeerSender:
 
 
 class PeerReceiver:
-    """What other machines hand to this one. One thread takes it in, so that nobody waits while another one computes."""
+    """Accepts batches of other machines. One thread accepts and another executes, so that no sender waits for a computation."""
 
-    def __init__(self, server: Server, door: PeerEndpoint, carry_out: Callable[[NodeCommand], None], tell: Callable[[str], None]) -> None:
-        """`carry_out` is called in a thread of the inbox, for one order after the other."""
-        self.server, self.door, self._carry_out, self._tell = server, door, carry_out, tell
-        self._orders: queue.Queue[NodeCommand | None] = queue.Queue()
+    def __init__(
+        self, server: Server, endpoint: PeerEndpoint, on_command: Callable[[NodeCommand], None], tell: Callable[[str], None]
+    ) -> None:
+        """`on_command` is called in a thread of the receiver, for one command after the other."""
+        self.server, self.endpoint, self._execute, self._tell = server, endpoint, on_command, tell
+        self._commands: queue.Queue[NodeCommand | None] = queue.Queue()
         self._ending = False
         self._threads = [threading.Thread(target=one, name="shoal-hops", daemon=True) for one in (self._listen, self._work)]
         for thread in self._threads:
@@ -305,14 +315,14 @@ class PeerReceiver:
     def close(self) -> None:
         self._ending = True
         self.server.wake()
-        self._orders.put(None)
+        self._commands.put(None)
         for thread in self._threads:
             thread.join()
         self.server.close()
 
     def _listen(self) -> None:
         while not self._ending:
-            for request in self.server.poll(_LOOK_S):
+            for request in self.server.poll(_POLL_S):
                 self.server.reply(request, Message({"kind": "taken" if self._accept(request.message) else "refused"}))
 
     def _accept(self, message: Message) -> bool:
@@ -320,27 +330,27 @@ class PeerReceiver:
             return True
         try:
             header: Any = message.header["order"]
-            order = command_from(header, message.frames)
+            command = command_from(header, message.frames)
         except (ShoalError, KeyError):
             return False
-        if order.kind != "read" or order.trip < 0 or self._orders.qsize() >= _MOST_WAITING:
+        if command.kind != "read" or command.batch_number < 0 or self._commands.qsize() >= _MOST_WAITING:
             return False
-        self._orders.put(order)
+        self._commands.put(command)
         return True
 
     def _work(self) -> None:
-        while (order := self._orders.get()) is not None and not self._ending:
+        while (command := self._commands.get()) is not None and not self._ending:
             try:
-                self._carry_out(order)
-            except Exception as error:  # what one machine sent must not keep this one from reading what the others send
+                self._execute(command)
+            except Exception as error:  # a bad batch of one machine must not block those of others
                 self._tell(f"warning: what another machine handed on could not be read: {error!r}")
 
 
 def open_receiver(
-    server_address: str, max_frame_bytes: int, carry_out: Callable[[NodeCommand], None], tell: Callable[[str], None]
+    server_address: str, max_frame_bytes: int, on_command: Callable[[NodeCommand], None], tell: Callable[[str], None]
 ) -> PeerReceiver | None:
-    """A door on the address by which this machine reaches the server, with secrets of its own that the server tells to those who may come.
-    None where there is no such address: then everything goes through the server."""
+    """Listen on the address by which this machine reaches the server, with a token and keys of its own, which the server passes to the
+    machines that may connect. None where there is no such address: then everything goes through the server."""
     if server_address.partition("://")[0] not in Zmq.schemes:
         return None
     settings, host = Zmq(port=0), own_address_towards(parse(server_address).host)
@@ -348,4 +358,4 @@ def open_receiver(
         return None
     token, keys = new_token(), new_keys() if needs_keys(settings, (host,)) else None
     server = serve(settings, token=token, keys=keys, max_frame_bytes=max_frame_bytes, hosts=(host,))
-    return PeerReceiver(server, PeerEndpoint(server.address, token, keys.public if keys else None), carry_out, tell)
+    return PeerReceiver(server, PeerEndpoint(server.address, token, keys.public if keys else None), on_command, tell)

@@ -1,6 +1,6 @@
-"""The machines that hold layers of a served model: who is here, which layers each holds, and the route that new requests take.
+"""The machines that hold layers of a served model: which layers each holds, and the route of new requests.
 
-There is no thread, lock or request here: the pipeline calls it, one thread at a time, and then moves the requests whose route is broken.
+There is no thread, lock or request here. The pipeline calls it, one thread at a time, and then reroutes requests whose route is broken.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoal.serve.batching import MachineStatus
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import NextHop, NodeCommand, PeerEndpoint
 
-HERE = "server"
-_WORTH, _WORTH_AGAIN = 0.95, 0.9
-"""A new split is taken while the service runs if its slowest machine takes less than this share of the time; where no machine came and only
-what is known of them has changed, it must gain more: figures waver, and requests on two routes are not computed together."""
+SERVER_NODE = "server"
+_NEW_NODE_SHARE, _NEW_TIMING_SHARE = 0.95, 0.9
+"""A new split is used if its slowest machine takes less than this share of the present time. Where no machine joined and only the measured
+times changed, it must gain more: the times fluctuate, and requests on two routes are not computed together."""
 _SHOWN_S = 60.0
-"""How long a machine that was lost is shown."""
+"""How long a lost machine stays in the list of machines."""
 _MOST_S = 600.0
-"""A machine that says that it took longer for one token is not believed."""
+"""Longer reported times for one token are ignored."""
 
 
 @dataclass
@@ -35,192 +35,192 @@ class NodeState:
 
     name: str
     layer_s: float
-    """Time for one layer of mean size, as it was measured."""
+    """Measured time of one token in a layer of mean size."""
     memory_bytes: float
-    """For weights and caches."""
+    """Memory for weights and caches."""
     fixed_s: float = 0.0
-    """Time for what it does beside its layers: the server has the embedding and the head."""
-    ring: Callable[[], None] = lambda: None
-    """Tells that there are orders."""
+    """Time for one token outside of its layers: the server has the embedding and the head."""
+    wake: Callable[[], None] = lambda: None
+    """Called when there are new commands."""
     alive: bool = True
-    orders: deque[NodeCommand] = field(default_factory=deque)
-    holds: set[LayerRange] = field(default_factory=set)
+    commands: deque[NodeCommand] = field(default_factory=deque)
+    assigned: set[LayerRange] = field(default_factory=set)
     lost_at: float = 0.0
     tokens: int = 0
-    door: PeerEndpoint | None = None
-    """Where other machines may try to reach it."""
-    stay: int = 0
-    """Tells a machine from one that was here before under its name."""
+    endpoint: PeerEndpoint | None = None
+    """Where other machines may reach it."""
+    join_number: int = 0
+    """Number of its joining; it differs from that of an earlier machine of the same name."""
 
-    def hands(self) -> MachineSpec:
+    def spec(self) -> MachineSpec:
         return MachineSpec(1 / self.layer_s, self.memory_bytes, self.fixed_s)
 
-    def stop(self, first: int, last: int) -> RouteStage:
-        return RouteStage(self.name, first, last, self.stay)
+    def stage(self, first: int, last: int) -> RouteStage:
+        return RouteStage(self.name, first, last, self.join_number)
 
-    def send(self, order: NodeCommand) -> None:
-        self.orders.append(order)
-        self.ring()
+    def send(self, command: NodeCommand) -> None:
+        self.commands.append(command)
+        self.wake()
 
 
 class RouteStage(NamedTuple):
-    """The layers [first, last) at a machine."""
+    """The layers [first, last) on a machine."""
 
     name: str
     first: int
     last: int
-    stay: int = 0
-    """Of the machine: one that comes back under its name has none of the caches that it had."""
+    join_number: int = 0
+    """Of the machine: one that rejoins under its name has lost its caches."""
 
     @property
-    def place(self) -> LayerRange:
+    def layers(self) -> LayerRange:
         return LayerRange(self.first, self.last)
 
 
 class Route(NamedTuple):
-    """The stops in order; its number is the epoch of the requests that take it."""
+    """The stages that a request passes, in order."""
 
     number: int
-    stops: tuple[RouteStage, ...]
+    stages: tuple[RouteStage, ...]
 
-    def goes_through(self, name: str) -> bool:
-        return any(stop.name == name for stop in self.stops)
+    def uses_node(self, name: str) -> bool:
+        return any(stage.name == name for stage in self.stages)
 
 
-def spare_nodes(stops: Sequence[RouteStage], nodes: Sequence[NodeState]) -> list[NodeState]:
-    """Machines that have no stop."""
-    busy = {stop.name for stop in stops}
+def spare_nodes(stages: Sequence[RouteStage], nodes: Sequence[NodeState]) -> list[NodeState]:
+    """Machines without a stage."""
+    busy = {stage.name for stage in stages}
     return [node for node in nodes if node.name not in busy]
 
 
 class LayerPlanner:
-    """Which machine gets which layers."""
+    """Chooses which machine gets which layers."""
 
     def __init__(self, sizes: Sequence[int], bytes_of_one: int, cache_numbers: int) -> None:
-        """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: how many numbers a layer's caches hold."""
+        """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: numbers in a layer's caches."""
         self.sizes, self.bytes_of_one = list(sizes), bytes_of_one
         self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
         self.layer_bytes = [(size + cache_numbers) * bytes_of_one for size in sizes]
 
-    def quickest(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
-        """The quickest split over these machines; null: they have no room for all layers."""
+    def fastest_split(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
+        """The fastest split over these machines; None: they have too little memory for all layers."""
         try:
-            bounds = split(self.costs, [node.hands() for node in nodes], sizes=self.layer_bytes, leave_out=True)
+            bounds = split(self.costs, [node.spec() for node in nodes], sizes=self.layer_bytes, leave_out=True)
         except ShoalError:
             return None
-        return tuple(node.stop(*place) for node, place in zip(nodes, pairwise(bounds), strict=True) if place[0] < place[1])
+        return tuple(node.stage(*layers) for node, layers in zip(nodes, pairwise(bounds), strict=True) if layers[0] < layers[1])
 
-    def replaced(self, stops: Sequence[RouteStage], name: str, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
-        """The same stops with a machine that has no layers in the place of one that is lost: all others keep their caches."""
-        lost = next(stop for stop in stops if stop.name == name)
-        fit = [node for node in spare_nodes(stops, nodes) if node.memory_bytes >= self.bytes_of(lost.place)]
+    def with_replacement(self, stages: Sequence[RouteStage], name: str, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
+        """The same stages with a spare machine instead of a lost one, so that all others keep their caches; None: no spare fits."""
+        lost = next(stage for stage in stages if stage.name == name)
+        fit = [node for node in spare_nodes(stages, nodes) if node.memory_bytes >= self.bytes_of(lost.layers)]
         if not fit:
             return None
-        spare = min(fit, key=lambda node: lost.place not in node.holds)
-        return tuple(spare.stop(*stop.place) if stop is lost else stop for stop in stops)
+        spare = min(fit, key=lambda node: lost.layers not in node.assigned)
+        return tuple(spare.stage(*stage.layers) if stage is lost else stage for stage in stages)
 
-    def reserve(self, stops: Sequence[RouteStage], node: NodeState) -> list[LayerRange]:
-        """Layers that a machine without any loads beforehand, as far as it has room, to take the place of whoever has them at once."""
+    def reserve(self, stages: Sequence[RouteStage], node: NodeState) -> list[LayerRange]:
+        """Stages whose layers a spare machine loads in advance, as far as its memory allows, to replace another one at once."""
         chosen: list[LayerRange] = []
-        for stop in stops:
-            if sum(map(self.bytes_of, [*chosen, stop.place])) <= node.memory_bytes:
-                chosen.append(stop.place)
+        for stage in stages:
+            if sum(map(self.bytes_of, [*chosen, stage.layers])) <= node.memory_bytes:
+                chosen.append(stage.layers)
         return chosen
 
-    def bytes_of(self, place: LayerRange) -> int:
-        """What layers take, with their caches."""
-        return sum(self.layer_bytes[place.first : place.last])
+    def bytes_of(self, layers: LayerRange) -> int:
+        """Bytes of layers and their caches."""
+        return sum(self.layer_bytes[layers.first : layers.last])
 
-    def seconds(self, node: NodeState, place: LayerRange) -> float:
-        """What one token takes in some layers at a machine."""
-        return node.hands().seconds(self.cost_of(place))
+    def seconds(self, node: NodeState, layers: LayerRange) -> float:
+        """Time of one token in some layers on a machine."""
+        return node.spec().seconds(self.cost_of(layers))
 
-    def cost_of(self, place: LayerRange) -> float:
-        """A layer of mean size costs 1."""
-        return sum(self.costs[place.first : place.last])
+    def cost_of(self, layers: LayerRange) -> float:
+        """Relative cost: a layer of mean size costs 1."""
+        return sum(self.costs[layers.first : layers.last])
 
 
 class NodePlacement:
-    """Machines come and go, and load and drop layers."""
+    """The machines, their layers, and the route of new requests."""
 
     def __init__(self, planner: LayerPlanner, *, expected: int, probes: bool, tell: Callable[[str], None]) -> None:
-        """`expected`: machines to wait for before the first route, this one counted; `probes`: whether machines may hand on directly."""
+        """`expected`: machines to wait for before the first route, including this one; `probes`: whether machines may send directly."""
         self.planner, self.expected, self.probes, self.tell = planner, expected, probes, tell
         self.nodes: dict[str, NodeState] = {}
         self.current: Route | None = None
-        self.coming: tuple[Route, set[tuple[str, LayerRange]]] | None = None
-        """A route that new requests take as soon as its machines hold their layers, and who does not hold them yet."""
-        self.direct: dict[tuple[int, int], bool] = {}
-        """By the stays of two machines: whether the first reaches the second. False: it is not known yet, or it does not."""
-        self.crowding = 0.0
+        self.upcoming: tuple[Route, set[tuple[str, LayerRange]]] | None = None
+        """The next route, used as soon as its machines have loaded their layers, and the layers that are still missing."""
+        self.reachable: dict[tuple[int, int], bool] = {}
+        """By the join numbers of two machines: whether the first reaches the second. False: no, or not known yet."""
+        self.batch_slowdown = 0.0
         """How much longer a layer takes for each further request of a batch, as a share of the time for one."""
         self._numbers = itertools.count(1)
 
     def add(self, node: NodeState) -> None:
-        """A machine is here. The first route is made when all that are expected are."""
-        node.stay = next(self._numbers)
+        """Add a machine. The first route is planned when all expected machines have joined."""
+        node.join_number = next(self._numbers)
         self.nodes[node.name] = node
         if self.current is None and len(self.alive()) >= self.expected:
-            self.take(self.planned())
+            self.use_route(self.plan())
         elif self.current is not None:
             self._consider()
-            self._hold_reserves()
+            self._load_reserves()
 
-    def lose(self, name: str) -> bool:
-        """A machine is gone. False: it was not here."""
+    def remove(self, name: str) -> bool:
+        """Remove a machine. False: there was no such machine."""
         node = self.nodes.get(name)
         if node is None or not node.alive:
             return False
-        node.alive, node.lost_at, node.holds = False, time.monotonic(), set()
-        node.orders.clear()
-        self.direct = {pair: reached for pair, reached in self.direct.items() if node.stay not in pair}
-        if self.coming is not None and self.coming[0].goes_through(name):
-            self.coming = None
-        if self.current is not None and self.current.goes_through(name):
-            self._take_without(name)
+        node.alive, node.lost_at, node.assigned = False, time.monotonic(), set()
+        node.commands.clear()
+        self.reachable = {pair: reached for pair, reached in self.reachable.items() if node.join_number not in pair}
+        if self.upcoming is not None and self.upcoming[0].uses_node(name):
+            self.upcoming = None
+        if self.current is not None and self.current.uses_node(name):
+            self._route_without(name)
         return True
 
-    def held(self, name: str, place: LayerRange) -> bool:
-        """A machine has loaded layers. True: it was the last for which a new route waited."""
-        if self.coming is None:
+    def on_loaded(self, name: str, layers: LayerRange) -> bool:
+        """A machine has loaded layers. True: the next route is used now."""
+        if self.upcoming is None:
             return False
-        self.coming[1].discard((name, place))
-        if self.coming[1]:
+        self.upcoming[1].discard((name, layers))
+        if self.upcoming[1]:
             return False
-        self._take_coming()
+        self._use_upcoming()
         return True
 
-    def unheld(self, name: str, place: LayerRange, problem: str) -> None:
-        """A machine could not load layers that it was told to hold: it is not believed to have room for so much any more, and whatever
-        counted on it goes another way."""
+    def on_load_failed(self, name: str, layers: LayerRange, problem: str) -> None:
+        """A machine could not load layers: its memory is assumed to be smaller from now on, and the routes through these layers are
+        replaced."""
         node = self.nodes.get(name)
-        if node is None or place not in node.holds:
+        if node is None or layers not in node.assigned:
             return
-        node.holds.discard(place)
-        node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(place) - 1)
-        self.tell(f"warning: {name} could not load the layers {place.first}–{place.last - 1}, and gets fewer from now on: {problem}")
-        stop = node.stop(*place)
-        if self.coming is not None and stop in self.coming[0].stops:
-            self.coming = None
-        if self.current is not None and stop in self.current.stops:
-            self._take_without(name)
+        node.assigned.discard(layers)
+        node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(layers) - 1)
+        self.tell(f"warning: {name} could not load the layers {layers.first}–{layers.last - 1}, and gets fewer from now on: {problem}")
+        stage = node.stage(*layers)
+        if self.upcoming is not None and stage in self.upcoming[0].stages:
+            self.upcoming = None
+        if self.current is not None and stage in self.current.stages:
+            self._route_without(name)
         elif self.current is not None:
             self._consider()
-            self._hold_reserves()
+            self._load_reserves()
 
-    def probed(self, name: str, other: str, reached: bool) -> None:
+    def on_probed(self, name: str, other: str, reached: bool) -> None:
         """A machine has tried to reach another one."""
         node, after = self.nodes[name], self.nodes.get(other)
-        if after is not None and (node.stay, after.stay) in self.direct:
-            self.direct[node.stay, after.stay] = reached
+        if after is not None and (node.join_number, after.join_number) in self.reachable:
+            self.reachable[node.join_number, after.join_number] = reached
             self.tell(f"{name} hands on to {other} " + ("directly" if reached else "through the server: it cannot reach it"))
 
-    def look_again(self) -> None:
-        """What is known of the machines has changed."""
-        if self.current is not None and self.coming is None:
-            self._consider(_WORTH_AGAIN)
+    def replan(self) -> None:
+        """Plan again with the present times of the machines."""
+        if self.current is not None and self.upcoming is None:
+            self._consider(_NEW_TIMING_SHARE)
 
-    # --- what the pipeline asks ----------------------------------------------------------------------
+    # --- queries of the pipeline ---------------------------------------------------------------------
 
     def alive(self) -> list[NodeState]:
         return [node for node in self.nodes.values() if node.alive]
@@ -231,130 +231,132 @@ class NodePlacement:
         return [self._status(node, ends_parameters) for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
 
     def _status(self, node: NodeState, ends_parameters: int) -> MachineStatus:
-        stops = self.current.stops if self.current is not None and node.alive else ()
-        place, here = next((stop.place for stop in stops if stop.name == node.name), LayerRange(0, 0)), node.name == HERE
-        count = sum(self.planner.sizes[place.first : place.last]) + (ends_parameters if here else 0)
-        token_s = self.planner.seconds(node, place) if place.last or here else 0.0
-        size, layers = count * self.planner.bytes_of_one, (place.first, place.last - 1)
-        return MachineStatus(node.name, count, layers, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
+        stages = self.current.stages if self.current is not None and node.alive else ()
+        layers, here = next((stage.layers for stage in stages if stage.name == node.name), LayerRange(0, 0)), node.name == SERVER_NODE
+        count = sum(self.planner.sizes[layers.first : layers.last]) + (ends_parameters if here else 0)
+        token_s = self.planner.seconds(node, layers) if layers.last or here else 0.0
+        size, shown = count * self.planner.bytes_of_one, (layers.first, layers.last - 1)
+        return MachineStatus(node.name, count, shown, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
 
     def weight_of(self, batch: TokenBatch) -> float:
         """How many batches of one request take as long as this one."""
-        return 1 + self.crowding * (len(batch.requests) - 1)
+        return 1 + self.batch_slowdown * (len(batch.requests) - 1)
 
-    def count(self, stop: RouteStage, batch: TokenBatch, seconds: float) -> None:
+    def count(self, stage: RouteStage, batch: TokenBatch, seconds: float) -> None:
         """Add what a machine read. Its time for one token corrects what was measured when it joined."""
-        node = self.nodes[stop.name]
+        node = self.nodes[stage.name]
         node.tokens += len(batch.requests) * len(batch.ids[0])
         if len(batch.ids[0]) == 1 and 0 < seconds < _MOST_S:
-            taken = seconds / self.weight_of(batch) / self.planner.cost_of(stop.place)
+            taken = seconds / self.weight_of(batch) / self.planner.cost_of(stage.layers)
             node.layer_s = 0.95 * node.layer_s + 0.05 * taken
 
-    def send(self, name: str, order: NodeCommand) -> None:
+    def send(self, name: str, command: NodeCommand) -> None:
         if self.nodes[name].alive:
-            self.nodes[name].send(order)
+            self.nodes[name].send(command)
 
-    def is_whole(self, route: Route) -> bool:
-        """Whether all machines of a route are here and hold its layers, as far as they were asked to and have not said otherwise."""
-        nodes = [(stop, self.nodes[stop.name]) for stop in route.stops]
-        return bool(nodes) and all(node.alive and node.stay == stop.stay and stop.place in node.holds for stop, node in nodes)
+    def is_intact(self, route: Route) -> bool:
+        """Whether all machines of a route are connected and were assigned its layers, without a failure to load them."""
+        nodes = [(stage, self.nodes[stage.name]) for stage in route.stages]
+        return bool(nodes) and all(
+            node.alive and node.join_number == stage.join_number and stage.layers in node.assigned for stage, node in nodes
+        )
 
-    def onward(self, stops: Sequence[RouteStage]) -> tuple[NextHop, ...]:
-        """The stops after the first of these to which machines hand on directly."""
+    def next_hops(self, stages: Sequence[RouteStage]) -> tuple[NextHop, ...]:
+        """The stages after the first of these that machines send to directly."""
         found = []
-        for before, after in pairwise(stops):
-            door = self.nodes[after.name].door
-            if door is None or not self.direct.get((before.stay, after.stay)):
+        for before, after in pairwise(stages):
+            endpoint = self.nodes[after.name].endpoint
+            if endpoint is None or not self.reachable.get((before.join_number, after.join_number)):
                 break
-            found.append(NextHop(after.name, after.place, door))
+            found.append(NextHop(after.name, after.layers, endpoint))
         return tuple(found)
 
-    def retire(self, routes: Iterable[Route | None]) -> list[RouteStage]:
-        """Layers that none of these routes needs, nor that of new requests, are dropped. Return them."""
-        needed = [*routes, self.current, self.coming[0] if self.coming else None]
-        used = {(stop.name, stop.place) for route in needed if route is not None for stop in route.stops}
-        used |= {(node.name, place) for node, place in self._reserves()}
+    def drop_unused(self, routes: Iterable[Route | None]) -> list[RouteStage]:
+        """Drop layers that neither these routes nor those of new requests need. Return the dropped stages."""
+        needed = [*routes, self.current, self.upcoming[0] if self.upcoming else None]
+        used = {(stage.name, stage.layers) for route in needed if route is not None for stage in route.stages}
+        used |= {(node.name, layers) for node, layers in self._reserves()}
         dropped = []
         for node in self.nodes.values():
-            for place in [place for place in node.holds if (node.name, place) not in used]:
-                node.holds.discard(place)
-                node.send(NodeCommand("drop", place))
-                dropped.append(node.stop(*place))
+            for layers in [layers for layers in node.assigned if (node.name, layers) not in used]:
+                node.assigned.discard(layers)
+                node.send(NodeCommand("drop", layers))
+                dropped.append(node.stage(*layers))
         return dropped
 
     # --- routes --------------------------------------------------------------------------------------
 
-    def planned(self) -> tuple[RouteStage, ...] | None:
-        return self.planner.quickest(self.alive())
+    def plan(self) -> tuple[RouteStage, ...] | None:
+        return self.planner.fastest_split(self.alive())
 
-    def take(self, stops: tuple[RouteStage, ...] | None) -> None:
-        """Use a route from now on."""
-        self.coming = None
-        self.current = Route(next(self._numbers), stops) if stops is not None else None
+    def use_route(self, stages: tuple[RouteStage, ...] | None) -> None:
+        """Use a route for new requests from now on."""
+        self.upcoming = None
+        self.current = Route(next(self._numbers), stages) if stages is not None else None
         if self.current is None:
             self.tell("the machines that are here have no room for all layers: requests wait until more join")
             return
         self.expected = 1
-        self._hold(self.current)
-        self.tell(f"layers: {self._told()}")
-        self._hold_reserves()
+        self._load_route(self.current)
+        self.tell(f"layers: {self._format_route()}")
+        self._load_reserves()
 
-    def _take_without(self, name: str) -> None:
+    def _route_without(self, name: str) -> None:
         assert self.current is not None
-        self.take(self.planner.replaced(self.current.stops, name, self.alive()) or self.planned())
+        self.use_route(self.planner.with_replacement(self.current.stages, name, self.alive()) or self.plan())
 
-    def _slowest_s(self, stops: Sequence[RouteStage]) -> float:
-        return max(self.planner.seconds(self.nodes[stop.name], stop.place) for stop in stops)
+    def _slowest_s(self, stages: Sequence[RouteStage]) -> float:
+        return max(self.planner.seconds(self.nodes[stage.name], stage.layers) for stage in stages)
 
-    def _consider(self, worth: float = _WORTH) -> None:
-        """Prepare a better route for requests to come, where there is one."""
+    def _consider(self, share: float = _NEW_NODE_SHARE) -> None:
+        """Prepare a faster route for new requests, where there is one."""
         assert self.current is not None
-        stops = self.planned()
-        if stops is None or not all(self.nodes[stop.name].alive for stop in self.current.stops):
+        stages = self.plan()
+        if stages is None or not all(self.nodes[stage.name].alive for stage in self.current.stages):
             return
-        if self._slowest_s(stops) < worth * self._slowest_s(self.current.stops):
-            route = Route(next(self._numbers), stops)
-            wanted = {(stop.name, stop.place) for stop in stops}
-            missing = {(name, place) for name, place in wanted if place not in self.nodes[name].holds}
-            self.coming = (route, missing)
-            self._hold(route)
+        if self._slowest_s(stages) < share * self._slowest_s(self.current.stages):
+            route = Route(next(self._numbers), stages)
+            wanted = {(stage.name, stage.layers) for stage in stages}
+            missing = {(name, layers) for name, layers in wanted if layers not in self.nodes[name].assigned}
+            self.upcoming = (route, missing)
+            self._load_route(route)
             if not missing:
-                self._take_coming()
+                self._use_upcoming()
 
-    def _take_coming(self) -> None:
-        assert self.coming is not None
-        self.current, self.coming = self.coming[0], None
-        self.tell(f"new requests go another way: {self._told()}")
-        self._hold_reserves()
+    def _use_upcoming(self) -> None:
+        assert self.upcoming is not None
+        self.current, self.upcoming = self.upcoming[0], None
+        self.tell(f"new requests go another way: {self._format_route()}")
+        self._load_reserves()
 
-    def _told(self) -> str:
+    def _format_route(self) -> str:
         assert self.current is not None
-        return ", ".join(f"{stop.name} {stop.first}–{stop.last - 1}" for stop in self.current.stops)
+        return ", ".join(f"{stage.name} {stage.first}–{stage.last - 1}" for stage in self.current.stages)
 
-    def _hold(self, route: Route) -> None:
-        for stop in route.stops:
-            self._load(self.nodes[stop.name], stop.place)
-        for before, after in pairwise(route.stops):
+    def _load_route(self, route: Route) -> None:
+        for stage in route.stages:
+            self._load(self.nodes[stage.name], stage.layers)
+        for before, after in pairwise(route.stages):
             self._probe(before, after)
 
-    def _load(self, node: NodeState, place: LayerRange) -> None:
-        if place not in node.holds:
-            node.holds.add(place)
-            node.send(NodeCommand("hold", place))
+    def _load(self, node: NodeState, layers: LayerRange) -> None:
+        if layers not in node.assigned:
+            node.assigned.add(layers)
+            node.send(NodeCommand("hold", layers))
 
     def _reserves(self) -> list[tuple[NodeState, LayerRange]]:
-        """Which layers machines without a stop hold beforehand, for the moment in which another one is lost."""
-        stops = self.current.stops if self.current is not None else ()
-        others = [stop for stop in stops if stop.name != HERE]
-        return [(node, place) for node in spare_nodes(stops, self.alive()) for place in self.planner.reserve(others, node)]
+        """Layers that spare machines load in advance, in case another machine is lost."""
+        stages = self.current.stages if self.current is not None else ()
+        others = [stage for stage in stages if stage.name != SERVER_NODE]
+        return [(node, layers) for node in spare_nodes(stages, self.alive()) for layers in self.planner.reserve(others, node)]
 
-    def _hold_reserves(self) -> None:
-        for node, place in self._reserves():
-            self._load(node, place)
+    def _load_reserves(self) -> None:
+        for node, layers in self._reserves():
+            self._load(node, layers)
 
     def _probe(self, before: RouteStage, after: RouteStage) -> None:
-        """Let a machine try to reach the one after it."""
-        pair, door = (before.stay, after.stay), self.nodes[after.name].door
-        if self.probes and pair not in self.direct and door is not None and self.nodes[before.name].door is not None:
-            self.direct[pair] = False
-            self.send(before.name, NodeCommand("probe", onward=(NextHop(after.name, after.place, door),)))
+        """Let a machine try to reach the next one."""
+        pair, endpoint = (before.join_number, after.join_number), self.nodes[after.name].endpoint
+        if self.probes and pair not in self.reachable and endpoint is not None and self.nodes[before.name].endpoint is not None:
+            self.reachable[pair] = False
+            self.send(before.name, NodeCommand("probe", next_hops=(NextHop(after.name, after.layers, endpoint),)))

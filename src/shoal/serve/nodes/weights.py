@@ -1,6 +1,6 @@
-"""A model's numbers, tensor by tensor: in memory, in files of safetensors, or on their way to a machine that has no file.
+"""A model's weights, tensor by tensor: in memory, in safetensors files, or sent to a machine without the files.
 
-A machine that gets tensors from the server compares their digests, and keeps them in the user's state folder for the next time.
+A machine that receives tensors checks their digests, and caches them in the user's state folder.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def type_name(tensor: Tensor) -> str:
 
 
 def from_frame(frame: Frame, shape: Any, name: Any) -> Tensor:
-    """The tensor that a frame claims to be. Raises ShoalError where its bytes do not fit its shape."""
+    """The tensor in a frame. Raises ShoalError where its length does not match its shape."""
     if len(frame) != claimed_bytes(shape, name):
         raise ShoalError(f"{len(frame)} bytes are no tensor of shape {shape} and type {name}")
     return torch.frombuffer(bytearray(frame), dtype=_TYPES[name]).view(shape)
 
 
 def claimed_bytes(shape: Any, name: Any) -> int:
-    """How many bytes a tensor of this shape and type has. Raises ShoalError where they are none."""
+    """Bytes of a tensor of this shape and type. Raises ShoalError where they are not valid."""
     sizes = isinstance(shape, list) and len(shape) <= 8 and all(type(one) is int and 0 < one < 2**40 for one in shape)
     if not sizes or not isinstance(name, str) or name not in _TYPES:
         raise ShoalError(f"there is no tensor of shape {shape} and type {name}")
@@ -53,7 +53,7 @@ def claimed_bytes(shape: Any, name: Any) -> int:
 
 
 class TensorFile(NamedTuple):
-    """A tensor in a file that a process of the same machine may read itself: it is the same file if its stamp is the same."""
+    """A tensor in a file. A process of the same machine reads the file itself, if its stamp is the same."""
 
     path: str
     key: str
@@ -61,10 +61,10 @@ class TensorFile(NamedTuple):
 
 
 class WeightStore:
-    """The numbers of a model that the server has."""
+    """The weights of a model on the server."""
 
     def __init__(self, held: Mapping[str, Tensor], files: Mapping[str, tuple[Path, str]] | None = None) -> None:
-        """`held`: in memory, by name; `files`: the file of each name, and its key there."""
+        """`held`: tensors in memory, by name; `files`: the file of each other name, and its key in the file."""
         self.held, self.files = held, files or {}
         self._digests: dict[str, str] = {}
 
@@ -101,7 +101,7 @@ class WeightStore:
         return self._digests[name]
 
     def answer(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Frame, ...]]:
-        """What a machine asked about a tensor: where it is, its digest, or a piece of it."""
+        """The reply to a request for a tensor: its file, its digest, or a piece of it."""
         name, start = str(header.get("name")), header.get("start")
         if type(start) is int and 0 <= start < _MOST_BYTES:
             return {"kind": "piece"}, (as_frame(self.get(name))[start : start + PIECE_BYTES],)
@@ -115,7 +115,7 @@ class WeightStore:
 
 
 class RemoteWeights:
-    """The tensors of a model that a server has, for a machine elsewhere."""
+    """The server's tensors, as another machine gets them."""
 
     def __init__(self, ask: Callable[[dict[str, Any]], tuple[Mapping[str, Any], tuple[Frame, ...]]]) -> None:
         self.ask = ask
@@ -172,7 +172,7 @@ def _write(path: Path, raw: bytearray) -> None:
 
 
 def _read(path: Path, key: str) -> Tensor:
-    """From the file's pages: what is not touched takes no memory."""
+    """Memory-mapped: pages that are not touched take no memory."""
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as opened:
