@@ -132,7 +132,7 @@ def test_layers_that_are_dropped_take_the_kept_texts_with_them() -> None:
         backend = engine.backend
         with backend._changed:
             backend.placement.nodes["pi1"].layer_s = 0.2
-            backend.placement.take(backend.placement.plan())
+            backend.placement.use_route(backend.placement.plan())
             backend._drop_unused()
         assert not backend._retained
         longer = [*BEGINNING, 7, 7]

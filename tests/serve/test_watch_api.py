@@ -170,13 +170,13 @@ def test_a_growing_ledger_is_checked_line_by_line(tmp_path: Path) -> None:
     lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines()
     digest = LedgerDigest()
     for line in lines:
-        digest.take(line)
+        digest.add(line)
     told = digest.summary()
     assert (told["version"], told["contributions"], told["samples"], told["problems"]) == (2, 3, 24, [])
     assert told["lags"][:2] == [2, 1]
     assert told["dropped"] == {"bo": 1}
-    digest.take(lines[1])
-    digest.take(b"[nonsense")
+    digest.add(lines[1])
+    digest.add(b"[nonsense")
     problems = " ".join(digest.summary()["problems"])
     assert "twice" in problems
     assert "checksum" in problems

@@ -1,6 +1,6 @@
-"""The dashboard over HTTP: a page, a stream of what changes, and figures for Prometheus. It reads runs' folders and changes nothing.
+"""The dashboard over HTTP: a page, a stream of changes, and metrics for Prometheus. It reads runs' folders and changes nothing.
 
-Where whoever started it gave it the owner's word, it passes orders on to the run's coordinator; else there is no way to give any.
+If it is started with an owner secret, it also passes commands of the owner to the run's coordinator.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shoal.web.pages import show_page
 
 _LOOK_EVERY_S = 1.0
 _ALIVE_EVERY_S = 15.0
-"""A stream that has nothing new says something so often, so that both sides notice when the other is gone."""
+"""Interval of keep-alive comments in a stream without news, so that both sides notice a lost connection."""
 _MOST_STREAMS = 200
-_LONGEST_ORDER = 1000
+_LONGEST_COMMAND = 1000
 _MOST_QR_ROWS = 97
 """A code of version 20, for up to 666 bytes."""
-_ORDERS = ("pause", "resume", "stop", "evict", "readmit")
+_COMMANDS = ("pause", "resume", "stop", "evict", "readmit")
 
 
 class Dashboard:
@@ -46,7 +46,7 @@ class Dashboard:
         self._looking = asyncio.Lock()
 
     async def _look(self) -> None:
-        """Look at the folders, once a second at most however many watch."""
+        """Read the folders, at most once a second for all viewers together."""
         async with self._looking:
             if time.monotonic() - self._looked_at >= 0.9 * _LOOK_EVERY_S:
                 await asyncio.to_thread(self.watch.look)
@@ -63,21 +63,21 @@ class Dashboard:
         return StreamingResponse(self._events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def _events(self) -> AsyncIterator[str]:
-        """Everything at first, then what has changed, once a second."""
+        """The whole state first, then the changes once a second."""
         self.streams += 1
-        places, told = [StreamPosition()] * len(self.watch.runs), [""] * len(self.watch.runs)
-        said_at = time.monotonic()
+        positions, sent = [StreamPosition()] * len(self.watch.runs), [""] * len(self.watch.runs)
+        sent_at = time.monotonic()
         try:
             while not self.ending():
                 await self._look()
                 for number, run in enumerate(self.watch.runs):
-                    news, places[number] = await asyncio.to_thread(run.since, places[number])
+                    news, positions[number] = await asyncio.to_thread(run.since, positions[number])
                     text = json.dumps({"run": number, "of": len(self.watch.runs)} | news, separators=(",", ":"))
-                    if text != told[number]:
-                        told[number], said_at = text, time.monotonic()
+                    if text != sent[number]:
+                        sent[number], sent_at = text, time.monotonic()
                         yield f"data: {text}\n\n"
-                if time.monotonic() - said_at > _ALIVE_EVERY_S:
-                    said_at = time.monotonic()
+                if time.monotonic() - sent_at > _ALIVE_EVERY_S:
+                    sent_at = time.monotonic()
                     yield ": still here\n\n"
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
@@ -101,7 +101,7 @@ class Dashboard:
         return Response(found, media_type="image/png") if isinstance(found, bytes) else PlainTextResponse(found)
 
     async def invitation(self, number: int) -> Response:
-        """The line that lets a worker in. Whoever only watches does not learn it."""
+        """The command with which a worker joins. Viewers without that right get an empty one."""
         found = self.run(number).folder.invitation() if self.shows_invitation else {}
         line = str(found.get("line", ""))
         return JSONResponse({"line": line, "token": found.get("token", ""), "code": qr_rows(line)})
@@ -113,45 +113,45 @@ class Dashboard:
 
 
 class OwnerRoutes:
-    """Orders of the owner, who has the word that the dashboard's command printed. Other users of this machine reach the page, too."""
+    """Commands of the owner, who sends the secret that `shoal watch` printed. Other users of this machine can open the page, too."""
 
-    def __init__(self, board: Dashboard, word: str) -> None:
-        self.board, self.word = board, word.encode()
+    def __init__(self, board: Dashboard, secret: str) -> None:
+        self.board, self.secret = board, secret.encode()
 
-    async def knock(self, request: Request) -> Response:
-        """Whether whoever asks may give orders."""
+    async def check(self, request: Request) -> Response:
+        """Check that the caller may send commands."""
         self._expect_owner(request)
         return Response(status_code=204)
 
-    async def give(self, number: int, request: Request) -> Response:
+    async def send(self, number: int, request: Request) -> Response:
         self._expect_owner(request)
-        action, name = await _order_in(request)
+        action, name = await _command_in(request)
         path = self.board.run(number).folder.path
         try:
-            said = await asyncio.to_thread(lambda: send_command(read_owner_file(path), action, name))
+            reply = await asyncio.to_thread(lambda: send_command(read_owner_file(path), action, name))
         except ShoalError as error:
             raise HTTPException(409, str(error)) from None
-        return JSONResponse({"text": said})
+        return JSONResponse({"text": reply})
 
     def _expect_owner(self, request: Request) -> None:
-        if not hmac.compare_digest(request.headers.get("x-shoal-owner", "").encode(), self.word):
+        if not hmac.compare_digest(request.headers.get("x-shoal-owner", "").encode(), self.secret):
             raise HTTPException(403, "only the run's owner may do that: open the address that `shoal watch` printed")
 
 
-async def _order_in(request: Request) -> tuple[str, str | None]:
-    """The action in a request, and the worker that it is about. A form of a stranger's page cannot have this type, nor the owner's word."""
+async def _command_in(request: Request) -> tuple[str, str | None]:
+    """The action in a request, and the worker that it is about. A form of a foreign page can send neither this type nor the secret."""
     body = b""
     async for piece in request.stream():
         body += piece
-        if len(body) > _LONGEST_ORDER:
+        if len(body) > _LONGEST_COMMAND:
             raise HTTPException(413, "no order is that long")
     try:
-        told = json.loads(body)
-        action, name = told["action"], told.get("name")
+        fields = json.loads(body)
+        action, name = fields["action"], fields.get("name")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise HTTPException(400, "an order is JSON with an action") from None
-    if request.headers.get("content-type") != "application/json" or action not in _ORDERS or not isinstance(name, str | None):
-        raise HTTPException(400, f"an order is JSON, and its action one of {', '.join(_ORDERS)}")
+    if request.headers.get("content-type") != "application/json" or action not in _COMMANDS or not isinstance(name, str | None):
+        raise HTTPException(400, f"an order is JSON, and its action one of {', '.join(_COMMANDS)}")
     return action, name
 
 
@@ -170,7 +170,7 @@ def make_dashboard_app(
     watch: WatchedRuns, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, word: str | None = None
 ) -> FastAPI:
     """All routes; streams end once `ending` says so. FastAPI's own documentation pages are off: they load scripts from elsewhere.
-    `word`: what the owner's browser sends with an order; None: this page only shows."""
+    `word`: the secret that the owner's browser sends with a command; None: the page accepts no commands."""
     board, app = Dashboard(watch, shows_invitation, ending), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def refuse(request: Any, error: Exception) -> Response:
@@ -185,9 +185,9 @@ def make_dashboard_app(
     app.get("/api/runs/{number}/invitation")(board.invitation)
     app.get("/metrics")(board.metrics)
     if word is not None:
-        orders = OwnerRoutes(board, word)
-        app.get("/api/owner")(orders.knock)
-        app.post("/api/runs/{number}/orders")(orders.give)
+        commands = OwnerRoutes(board, word)
+        app.get("/api/owner")(commands.check)
+        app.post("/api/runs/{number}/orders")(commands.send)
     app.add_exception_handler(HTTPException, refuse)
     show_page(app, Path(__file__).parent / "board")
     return app

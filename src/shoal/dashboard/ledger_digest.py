@@ -1,4 +1,4 @@
-"""A ledger while it grows, in a few numbers, and whether it is sound so far: the part of the audit that can be done line by line."""
+"""A summary of a growing ledger, and its problems so far: the part of the audit that can be done line by line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROBLEMS = 8
 
 
 class LedgerDigest:
-    """What the lines so far say."""
+    """Counts over the lines so far."""
 
     def __init__(self) -> None:
         self.lines = self.version = self.contributions = self.samples = 0
@@ -29,8 +29,8 @@ class LedgerDigest:
         self._keys: set[tuple[str, int]] = set()
         self._before = b""
 
-    def take(self, line: bytes) -> None:
-        """The next line, whoever wrote it."""
+    def add(self, line: bytes) -> None:
+        """Add the next line, which is not trusted."""
         self.lines += 1
         self._check(line)
         try:
@@ -38,7 +38,7 @@ class LedgerDigest:
             if isinstance(found, dict) and "version" in found:
                 self._count(found)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-            self._blame("cannot be read")
+            self._add_problem("cannot be read")
 
     def _check(self, line: bytes) -> None:
         """Each line's checksum begins with the one before. Lines of earlier versions have none."""
@@ -47,13 +47,13 @@ class LedgerDigest:
             return
         own = rest.removesuffix(_CLOSE)
         if b"%08x" % zlib.crc32(body, zlib.crc32(self._before)) != own:
-            self._blame("does not match its checksum")
+            self._add_problem("does not match its checksum")
         self._before = own
 
     def _count(self, line: dict[str, Any]) -> None:
         version = int(line["version"])
         if self.version and version != self.version + 1:
-            self._blame(f"makes version {version} after version {self.version}")
+            self._add_problem(f"makes version {version} after version {self.version}")
         self.version = version
         for worker, seq, base, _, samples, *_ in line["from"]:
             self._count_one(str(worker), int(seq), int(samples))
@@ -71,10 +71,10 @@ class LedgerDigest:
         if len(self._keys) >= _MOST_KEYS:
             return
         if (worker, seq) in self._keys:
-            self._blame(f"counts contribution {seq} of {worker[:64]} twice")
+            self._add_problem(f"counts contribution {seq} of {worker[:64]} twice")
         self._keys.add((worker, seq))
 
-    def _blame(self, what: str) -> None:
+    def _add_problem(self, what: str) -> None:
         if len(self.problems) < _PROBLEMS:
             self.problems.append(f"line {self.lines} {what}")
 

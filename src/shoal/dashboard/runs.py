@@ -1,4 +1,4 @@
-"""Runs that somebody watches: what their folders hold, kept up to date by looking at what has been added since the last time."""
+"""Watched runs: the contents of their folders, kept up to date by reading what was added since the last time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_RECORDS, _MOST_MOMENTS, _MOST_EVENTS = 4000, 1000, 2000
 
 
 class Series:
-    """Lines of a file that grows. When there are too many, every second one is left out, and `generation` changes: then those who have
-    read a part of them begin again."""
+    """Lines of a file that grows. When there are too many, every second one is left out, and `generation` changes: then readers
+    begin again."""
 
     def __init__(self, path: Path, most: int) -> None:
         self.tail, self.most = Tail(path), most
@@ -29,7 +29,7 @@ class Series:
         before, count = self.tail.began, 0
         for line in self.tail.values():
             count += 1
-            if self.tail.began != before:  # another file has taken the place of the one that was read
+            if self.tail.began != before:  # the file was replaced by another one
                 before, self.lines, self._every = self.tail.began, [], 1
                 self.generation += 1
             self._take(line)
@@ -74,7 +74,7 @@ class WatchedRun:
             for line in self._ledger.look():
                 if self._ledger.began != began:
                     began, self.digest = self._ledger.began, LedgerDigest()
-                self.digest.take(line)
+                self.digest.add(line)
             try:
                 self.status = self.folder.status()
             except ShoalError as error:  # a coordinator of another version has taken over

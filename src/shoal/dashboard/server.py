@@ -31,7 +31,7 @@ class DashboardServer:
         """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
         require_token(host, token)
         self.word = None if public or not is_loopback(host) else secrets.token_urlsafe(18)
-        """What a browser of this machine needs to give orders; None: nobody gives any from this page."""
+        """The secret that a browser of this machine needs to send commands; None: the page accepts none."""
         board = make_dashboard_app(WatchedRuns(folders), shows_invitation=not public, ending=self._is_ending, word=self.word)
         app: Any = AuthMiddleware(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
@@ -73,6 +73,6 @@ def _first_bound(host: str, ports: Sequence[int]) -> socket.socket:
 def require_token(host: str, token: str | None) -> None:
     """Raises ShoalError where others than this machine could look without a token."""
     if token is None and not is_loopback(host):
-        raise ShoalError(f"{host} can be reached from other machines, so whoever looks needs a token: --public makes one and shows it")
+        raise ShoalError(f"{host} can be reached from other machines, so viewers need a token: --public makes one and shows it")
     if token is not None and len(token) < _SHORTEST_TOKEN:
         raise ShoalError(f"the token must have {_SHORTEST_TOKEN} letters at least")

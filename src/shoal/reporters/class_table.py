@@ -1,4 +1,4 @@
-"""A class at work, as a table: who has done how much, and who is there."""
+"""The workers of a class as a table: what each has done, and whether it is connected."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
 
 
 def _state(worker: Mapping[str, Any]) -> str:
-    """What a worker does; whether it is there; and why it left, where it said so."""
+    """What a worker does, whether it is connected, and its reason for leaving."""
     state = printable(str(worker["state"]))
     if worker["alive"] or (worker["left_at"] and state.startswith("left: ")):
         return state

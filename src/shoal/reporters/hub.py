@@ -138,7 +138,7 @@ class HubUploads(Reporter):
         return "dialect: shoal\n" + to_yaml(settings).replace("${", "$${")
 
     def _without_secrets(self, text: str) -> str:
-        """Mask secrets in a text: somebody may have copied one into a setting that is not masked by itself."""
+        """Mask secrets in a text: a user may have copied one into a setting that is not masked by itself."""
         for secret in self.secrets:
             text = text.replace(secret, Secret.MASK) if len(secret) >= _SHORTEST_SECRET else text
         return text

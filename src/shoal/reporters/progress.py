@@ -99,7 +99,7 @@ class PlainCluster(PlainProgress):
 
     def start(self, recorder: Recorder) -> None:
         super().start(recorder)
-        self._table_at = time.monotonic()  # at first nobody has done anything
+        self._table_at = time.monotonic()  # at first there is nothing to show
 
     def step(self, recorder: Recorder) -> None:
         now = time.monotonic()

@@ -63,7 +63,7 @@ class Wandb(Reporter):
         try:
             offline = self._wandb.setup().settings.mode == "online" and not self._wandb.login(prompt=False)
             if offline:
-                recorder.message(f"W&B: nobody is logged in here, so the record stays in {path / 'wandb'}; `wandb sync` sends it later")
+                recorder.message(f"W&B: this machine is not logged in, the record stays in {path / 'wandb'}; `wandb sync` sends it later")
             self.session = self._wandb.init(
                 project=project,
                 name=path.name,
@@ -152,7 +152,7 @@ class Blackboard(Reporter):
             self.recorder.message(f"warning: the first picture is not on the blackboard: {error}")
 
     def _show_members(self) -> None:
-        """Who takes part, where the database does not know it itself. At the end they have gone: those who were there last stay."""
+        """Write the workers, where the database does not have them itself. When all have left at the end, the last list stays."""
         assert self.recorder.members is not None
         rows, in_database = self.recorder.members()
         if rows and not in_database:

@@ -1,4 +1,4 @@
-"""How a run stands, as text: for `shoal status` and `shoal top`. What it is given was cleaned (`runs/folder/run_reader.py`)."""
+"""The status of a run as text, for `shoal status` and `shoal top`. Its input is already sanitised (`runs/folder/run_reader.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Row = tuple[str, ...]
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What there is to say of the whole run, each as a word and a text."""
+    """The facts about the whole run, each as a title and a text."""
     kind = status["strategy"] or "one process, no workers"
     scheduler = f", scheduler {status['scheduler']}" if status["scheduler"] != "none" else ""
     over = f" over {status['transport']}" if status["transport"] else ""

@@ -1,4 +1,5 @@
-"""The caches of requests, of a whole model or of a stage. Requests that are decoded together have one joined cache, padded on the left."""
+"""The KV caches of requests, of a whole model or of a stage, and the prefix cache. Requests that are decoded together have one joined
+cache, padded on the left."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class KvCaches:
         return self._lengths.get(request, 0)
 
     def of_one(self, request: int, tokens: int) -> Any:
-        """The request's own cache, into which so many tokens are read next."""
+        """The request's own cache, into which `tokens` tokens are read next."""
         if request not in self._lengths:
             self._alone[request], self._lengths[request] = self._new_cache(0), 0
         cache = self._own(request)
@@ -54,7 +55,7 @@ class KvCaches:
         return cache
 
     def of_several(self, requests: Sequence[int], tokens: int) -> tuple[Any, Tensor | None]:
-        """The joined cache of requests of which so many tokens are read next, and the mask with those tokens; null: no row is padded.
+        """The joined cache of requests of which `tokens` tokens each are read next, and the mask with those tokens; None: no row is padded.
         Either nothing of them was read before, or one token of each is read."""
         cache = self._joined(tuple(requests))
         for request in requests:
@@ -63,7 +64,7 @@ class KvCaches:
         return cache, mask_of_rows(lengths, self.device) if cache.padded and len(set(lengths)) > 1 else None
 
     def rewind(self, request: int, length: int) -> None:
-        """Forget all tokens of a request after so many."""
+        """Remove all tokens of a request after the first `length`."""
         if length == 0:
             self.release(request)
         elif length < self.length(request):

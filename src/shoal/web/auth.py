@@ -78,8 +78,8 @@ class AuthMiddleware:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there: whoever is told the address and comes at once waits until the server is up. Raises ShoalError where
-    another program listens."""
+    """A listening socket. Clients that connect before the server runs wait until it is up. Raises ShoalError where another program
+    listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
