@@ -135,7 +135,7 @@ def _speed(device: torch.device) -> float:
 
 
 def _room(device: torch.device) -> float:
-    """Bytes that are free where parameters are kept; where nobody knows, as many as one likes."""
+    """Free bytes of the memory that holds the parameters; a huge number where that cannot be read."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:
