@@ -29,7 +29,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class NumberFormat(Protocol):
-    """How the factors of the three products of a layer are rounded; `name` tells one layer's weight from another's."""
+    """How the factors of the three products of a layer are rounded; `name` identifies the layer's weight."""
 
     def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """For x @ weight.T."""
