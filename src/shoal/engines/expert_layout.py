@@ -1,4 +1,4 @@
-"""Where a network's experts lie in the flat vector, and their loads in what travels beside it."""
+"""Positions of a network's experts in the flat weight vector, and of their loads in the buffers."""
 
 from __future__ import annotations
 
