@@ -54,7 +54,13 @@ if TYPE_CHECKING:
     from shoal.data.images.samples import Target as ImageTarget
     from shoal.data.images.samples import from_pixels as from_pixels
     from shoal.data.images.samples import image_data as image_data
+    from shoal.data.interfaces import Indices as Indices
+    from shoal.data.interfaces import Samples as Samples
+    from shoal.data.interfaces import SampleStream as SampleStream
+    from shoal.data.interfaces import SelectableSamples as SelectableSamples
+    from shoal.data.interfaces import StreamReader as StreamReader
     from shoal.data.loaded_data import Data as Data
+    from shoal.data.loaded_data import Info as DataInfo
     from shoal.data.text.documents import Document as Document
     from shoal.data.text.documents import InMemoryDocuments as Documents
     from shoal.data.text.documents import TextPart as TextPart
@@ -103,6 +109,7 @@ __all__ = [
     "ConnectOptions",
     "Contributions",
     "Data",
+    "DataInfo",
     "DataRequest",
     "DataShapes",
     "DataSource",
@@ -118,6 +125,7 @@ __all__ = [
     "Frame",
     "Frames",
     "ImageTarget",
+    "Indices",
     "LanguageModellingTask",
     "ListenOptions",
     "Loss",
@@ -134,9 +142,12 @@ __all__ = [
     "Request",
     "Reward",
     "Run",
+    "SampleStream",
+    "Samples",
     "Score",
     "Secret",
     "Section",
+    "SelectableSamples",
     "Server",
     "Share",
     "ShoalError",
@@ -144,6 +155,7 @@ __all__ = [
     "Sink",
     "StepResult",
     "Strategy",
+    "StreamReader",
     "Task",
     "TaskInfo",
     "TextPart",
@@ -173,6 +185,7 @@ _IMPORTED_ON_USE = {
     "ConnectOptions": "shoal.transports.interface.ConnectOptions",
     "Contributions": "shoal.updates.rules.mixing.Contributions",
     "Data": "shoal.data.loaded_data.Data",
+    "DataInfo": "shoal.data.loaded_data.Info",
     "DataRequest": "shoal.data.hub.dataset.DataRequest",
     "DataShapes": "shoal.models.data_shapes.DataShapes",
     "Discounted": "shoal.coordinator.policies.Discounted",
@@ -185,6 +198,7 @@ _IMPORTED_ON_USE = {
     "Frame": "shoal.protocol.frames.Frame",
     "Frames": "shoal.protocol.frames.Frames",
     "ImageTarget": "shoal.data.images.samples.Target",
+    "Indices": "shoal.data.interfaces.Indices",
     "LanguageModellingTask": "shoal.tasks.language.LanguageModelling",
     "ListenOptions": "shoal.transports.interface.ListenOptions",
     "Loss": "shoal.tasks.base.Loss",
@@ -192,10 +206,14 @@ _IMPORTED_ON_USE = {
     "Policies": "shoal.strategies.policies.Policies",
     "Reporter": "shoal.runs.monitoring.recorder.Reporter",
     "Request": "shoal.protocol.messages.Request",
+    "SampleStream": "shoal.data.interfaces.SampleStream",
+    "Samples": "shoal.data.interfaces.Samples",
     "Score": "shoal.runs.rlhf.rewards.interface.Score",
+    "SelectableSamples": "shoal.data.interfaces.SelectableSamples",
     "Server": "shoal.transports.interface.Server",
     "SingleEngine": "shoal.engines.single.SingleEngine",
     "StepResult": "shoal.tasks.base.StepResult",
+    "StreamReader": "shoal.data.interfaces.StreamReader",
     "TaskInfo": "shoal.tasks.base.TaskInfo",
     "TextPart": "shoal.data.text.documents.TextPart",
     "TrainingTask": "shoal.tasks.base.Task",

@@ -248,7 +248,7 @@ def test_a_student_whose_units_take_longer_than_a_lease_takes_part(school: Schoo
         def slowly() -> Any:
             for _ in range(3):
                 school.ask("UPDATE shoal.units SET deadline = deadline - interval '70 seconds' WHERE state = 'claimed' RETURNING 1")
-                worker.pulse.beat()
+                worker.pulse.send()
             return make()
 
         worker.worker.producer.make = slowly  # type: ignore[method-assign]
@@ -448,15 +448,15 @@ def test_a_students_plain_log_says_how_it_goes(school: School, monkeypatch: pyte
     coordinating, told = school.coordinate(workers=1), list[str]()
 
     def listen(worker: JoinedWorker) -> None:
-        worker.courier.report = told.append
+        worker.sender.report = told.append
         assert worker.worker is not None
-        wanted = worker.worker.wanted
+        wanted = worker.worker.still_wanted
 
         def wanted_after_a_beat(unit: Any) -> bool:
             worker._beat()
             return wanted(unit)
 
-        worker.worker.wanted = wanted_after_a_beat  # type: ignore[method-assign]
+        worker.worker.still_wanted = wanted_after_a_beat  # type: ignore[method-assign]
 
     school.worker("ann", listen)
     train(coordinating)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from shoal.config.load import ConfigFile, LoadedConfig, resolve, resolve_data
 from shoal.config.parts import FAMILIES
 from shoal.config.reference import json_schema, settings_page
 from shoal.config.schema.task import Gan
+from shoal.data import Data, Samples, SampleStream, ShardFeed, fingerprint
+from shoal.data.load_data import load as load_data
 from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
 from tests.support.processes import HANG_S, Processes, processes_in
@@ -146,6 +149,102 @@ def test_a_reward_of_a_plugin_scores_answers(folder: Path) -> None:
     assert run.rlhf is not None
     score = run.rlhf.reward.builder()(run.rlhf.reward, run)
     assert score([Answer("", "two words", None), Answer("", "", None)]) == [0.5, 1.0]
+
+
+DUCK_SOURCE = """\
+from typing import Literal
+import torch
+from shoal.plugins import Data, DataInfo, DataSource, builds
+
+
+class Numbers(DataSource):
+    '''Numbered images.'''
+
+    kind: Literal["numbers"] = "numbers"
+    gives = "images"
+    stream: bool = False
+    '''Whether they are a stream.'''
+
+
+class NumberSamples:
+    def __len__(self):
+        return 40
+
+    def batch(self, indices):
+        labels = torch.as_tensor(indices)
+        return {{"image": labels.float().view(-1, 1, 1, 1) / 40, "label": labels % 2}}
+{order}
+
+class NumberStream:
+    def read(self, *, shard, seed, epoch, state=None):
+        return NumberReader(state["next"] if state else shard[0], shard[1])
+
+    def collate(self, samples):
+        return NumberSamples().batch(samples)
+
+
+class NumberReader:
+    def __init__(self, first, step):
+        self.next, self.step = first, step
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next >= 40:
+            raise StopIteration
+        self.next += self.step
+        return self.next - self.step
+
+    def state_dict(self):
+        return {{"next": self.next}}
+
+
+@builds(Numbers)
+def load(source, run, request):
+    return Data(NumberStream() if source.stream else NumberSamples(), NumberSamples(), DataInfo("image", "numbers", (1, 1, 1), 2))
+"""
+BACKWARDS = """
+    def order(self, seed, epoch):
+        return torch.arange(40).flip(0)
+"""
+
+
+def data_of_plugin(folder: Path, order: str = "", settings: str = "") -> Data:
+    (folder / "numbers.py").write_text(DUCK_SOURCE.format(order=order), encoding="utf-8")
+    return load_data(loaded_with(f"data: {{source: {{kind: numbers{settings}}}}}\nmodel: {{kind: mlp}}\n", "numbers.py").run)
+
+
+@pytest.mark.parametrize("order", ["", BACKWARDS])
+def test_a_plugins_samples_need_not_extend_samples(folder: Path, order: str) -> None:
+    data = data_of_plugin(folder, order)
+    assert isinstance(data.train, Samples)
+    assert isinstance(data.eval, Samples)
+    numbers = [round(40 * float(value)) for batch in islice(feed_of(data), 4) for value in batch["image"].flatten()]
+    assert sorted(numbers) == list(range(40))
+    assert (numbers == list(range(39, -1, -1))) == bool(order), "its own order, or else a shuffled one"
+    assert fingerprint(data) == fingerprint(data_of_plugin(folder, order))
+
+
+def test_a_plugins_stream_need_not_extend_sample_stream(folder: Path) -> None:
+    data = data_of_plugin(folder, settings=", stream: true")
+    assert isinstance(data.train, SampleStream)
+    feed = feed_of(data)
+    next(feed)
+    resumed = feed_of(data)
+    resumed.load_state_dict(feed.state_dict())
+    assert next(resumed)["image"].equal(next(feed)["image"])
+
+
+def feed_of(data: Data) -> ShardFeed:
+    return ShardFeed(data.train, batch_size=10, seed=0)
+
+
+def test_a_plugins_data_that_are_no_samples_are_refused(folder: Path) -> None:
+    (folder / "wrong.py").write_text(DUCK_SOURCE.format(order="").replace("def batch", "def rows"), encoding="utf-8")
+    run = loaded_with("data: {source: {kind: numbers}}\nmodel: {kind: mlp}\n", "wrong.py").run
+    with pytest.raises(ShoalError, match=r"`eval` of the data is of type NumberSamples, and must extend Samples"):
+        load_data(run)
 
 
 def test_the_documentation_shows_the_examples_as_they_are() -> None:

@@ -238,7 +238,7 @@ def test_a_plan_is_made_for_those_who_joined_a_run_as_fast_as_they_were_seen_the
     (tmp_path / "status.json").write_text(json.dumps({"members": []}))
     words = ["plan", "starter", "--set", "training.batch_size=32", "--measure", str(tmp_path)]
     assert main(words) == 2
-    assert "nobody has joined this run" in capsys.readouterr().err
+    assert "no worker of this run has learned from a batch yet" in capsys.readouterr().err
     (tmp_path / "status.json").write_text(json.dumps({"members": members}))
     assert main(words) == 0
     shown = capsys.readouterr().out

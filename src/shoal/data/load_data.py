@@ -16,6 +16,7 @@ from shoal.data.streams.load_stream import load_stream
 from shoal.data.text.documents import TextPart
 from shoal.data.text.load_text import LoadedText, load_text
 from shoal.data.text.python_source import python_source, zen_of_python
+from shoal.data.user_data import adapt_plugin_data
 from shoal.errors import ShoalError
 
 
@@ -38,7 +39,7 @@ def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | 
     request = DataRequest("", run.data.streaming, str(folder / "datasets") if folder else None, token, progress, folder=folder)
     found = source.builder()(source, run, request)
     if isinstance(found, Data):
-        return found
+        return adapt_plugin_data(found)
     if isinstance(found, LoadedText):
         made = found
     else:

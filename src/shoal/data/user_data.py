@@ -1,4 +1,4 @@
-"""Data that a program brings along: samples with numbers, or something to iterate over."""
+"""Data whose classes are not Shoal's: of a Python program that calls Shoal, or of a plugin's data source."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from shoal.config import Run
 from shoal.config.schema.data import DataSource
 from shoal.data.interfaces import Batch, Indices, Samples, SampleStream, State, StreamReader, as_index
+from shoal.data.loaded_data import Data
 from shoal.errors import ShoalError
 
 Collate = Callable[[list[Any]], Any]
@@ -31,7 +32,7 @@ class UserSamples(Samples):
 
 
 class UserStream(SampleStream):
-    """Something that can be iterated over again and again. Its order is its own business; shards take turns at its samples."""
+    """A user's iterable data set, which may be iterated over several times. Its order is kept; shard i of n reads every n-th sample."""
 
     def __init__(self, samples: Iterable[Any], collate: Callable[[Sequence[Any]], Batch]) -> None:
         self.samples, self._collate = samples, collate
@@ -57,6 +58,58 @@ class UserReader(StreamReader):
 
     def state_dict(self) -> State:
         return {"read": self._read}
+
+
+class PluginSamples(Samples):
+    """Samples of a plugin whose class has the methods of `Samples` (`order` is optional) and does not extend it."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch(self, indices: Indices) -> Batch:
+        batch: Batch = self._samples.batch(indices)
+        return batch
+
+    def order(self, seed: int, epoch: int) -> torch.Tensor:
+        if not hasattr(self._samples, "order"):
+            return super().order(seed, epoch)
+        order: torch.Tensor = self._samples.order(seed, epoch)
+        return order
+
+
+class PluginStream(SampleStream):
+    """A stream of a plugin whose class has the methods of `SampleStream` and does not extend it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
+        reader: StreamReader = self._stream.read(shard=shard, seed=seed, epoch=epoch, state=state)
+        return reader
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        batch: Batch = self._stream.collate(samples)
+        return batch
+
+
+def adapt_plugin_data(data: Data) -> Data:
+    """The data of a source, with adapters for samples whose class does not extend Shoal's. Raises ShoalError."""
+    held_out = None if data.eval is None else _adapt_samples(data.eval, "eval")
+    if isinstance(data.train, SampleStream):
+        return data._replace(eval=held_out)
+    is_stream = hasattr(data.train, "read") and hasattr(data.train, "collate")
+    return data._replace(train=PluginStream(data.train) if is_stream else _adapt_samples(data.train, "train"), eval=held_out)
+
+
+def _adapt_samples(samples: Any, field: str) -> Samples:
+    if isinstance(samples, Samples):
+        return samples
+    if not (hasattr(samples, "__len__") and hasattr(samples, "batch")):
+        raise ShoalError(f"data.source: `{field}` of the data is of type {type(samples).__name__}, and must extend Samples")
+    return PluginSamples(samples)
 
 
 def stack_samples(samples: Sequence[Any]) -> Any:
@@ -89,5 +142,5 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def refuse_live_data(source: DataSource, run: Run, request: Any) -> Any:
-    """Raises ShoalError: such data is brought along by a program, or made by a function, and by nothing else."""
+    """Raises ShoalError: such data exists only in the Python program that passed it to Shoal, or passed the function that makes it."""
     raise ShoalError(f"the data of this run came from a Python program (data.source.kind {source.kind}): only that program has it")

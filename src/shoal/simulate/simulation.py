@@ -146,7 +146,7 @@ def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> RunA
     """What a run comes to with so many workers: with networks that can learn, or with their shapes only. Raises ShoalError where it cannot
     be simulated."""
     if run.alone:
-        raise ShoalError("one worker alone has nobody to simulate: choose a strategy for several workers, as in --set strategy.kind=async")
+        raise ShoalError("this run trains alone and has no workers to simulate: choose another strategy, as in --set strategy.kind=async")
     if run.strategy.gives_answers:
         raise ShoalError(f"workers of the strategy {run.strategy.kind} answer prompts, and how long answers become cannot be foretold")
     if not learns:
@@ -165,8 +165,8 @@ def scenario_of(run: Run, agreed: RunAgreement, learns: bool) -> Scenario:
     plan, policies, engine = plan_for(run, agreed), agreed.policies, agreed.parts.single
     if learns:
         learner = policies.apply.learner(engine, agreed.spans)
-        teaching = LearnedUpdates(agreed.parts, policies, agreed.expected, agreed.spans)
-        return Scenario(plan, policies, learner, teaching, run.updates.codec.kind, run.strategy.kind)
+        updates = LearnedUpdates(agreed.parts, policies, agreed.expected, agreed.spans)
+        return Scenario(plan, policies, learner, updates, run.updates.codec.kind, run.strategy.kind)
     batches = run.training.gradient_accumulation_steps * ranks_per_worker(run)
     each = run.training.batch_size or 1
     timing = TimedUpdates(policies, run.updates, engine.vector.numel(), each, batches, plan.batches_per_shard)

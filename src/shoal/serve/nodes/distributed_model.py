@@ -25,7 +25,7 @@ from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, free_memory
 from shoal.serve.nodes.node import FRAME_BYTES
 from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.routes import HERE, NodeState
+from shoal.serve.nodes.placement import HERE, NodeState
 from shoal.serve.nodes.server import LocalNode, NodeServer
 from shoal.serve.nodes.weights import WeightStore
 from shoal.transports import Server
@@ -61,7 +61,7 @@ class DistributedModel(Pipeline):
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
         holder = LayerHost(lambda: served.model, get, self.device)
         layer_s, crowded_s = holder.measure(self.width), holder.measure(self.width, _ROWS)
-        self.crowding = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
+        self.fleet.crowding = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
         holder.drop(LayerRange(0, 1))
         self.hub = NodeServer(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
         node = NodeState(HERE, layer_s, float(free_memory()), self._measured_ends() / crowded_s * layer_s)

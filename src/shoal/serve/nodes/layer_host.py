@@ -44,6 +44,11 @@ class TokenBatch(NamedTuple):
     """Of the first of these tokens, in each request."""
     ids: Sequence[Sequence[int]]
 
+    def select(self, rows: Sequence[int]) -> TokenBatch:
+        """The same tokens of some of the requests."""
+        requests, positions, ids = self
+        return TokenBatch(tuple(requests[i] for i in rows), tuple(positions[i] for i in rows), tuple(ids[i] for i in rows))
+
 
 class LayerHost:
     """The layers that are here. A machine may hold overlapping ones while requests move from one split to the next."""
