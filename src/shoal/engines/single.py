@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, StepResult, Task
 from shoal.updates.layout import flatten_networks
 
-__all__ = ["SingleEngine", "StepResult", "choose_device"]
+__all__ = ["SingleEngine", "StepResult", "choose_device", "free_memory"]
 
 
 class SingleEngine(Engine):
@@ -323,3 +325,14 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
         raise ShoalError(f"process {local_rank + 1} of this machine has no GPU: there are {torch.cuda.device_count()}")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a device: of the GPU, or of this machine. None where the system does not report them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):  # not Linux: all memory, where the system reports that
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError, printable
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull
+from shoal.protocol.messages import LONGEST_REASON, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull, WorkerRequest
 
 Frames = Sequence[bytes | memoryview]
 SLOWEST_LINK_BYTES_PER_S = 50_000
@@ -46,7 +46,7 @@ class SessionEndedError(ShoalError):
 class SessionRequest(NamedTuple):
     """What to say to the coordinator, and how long to wait for the answer."""
 
-    asked: Asked
+    asked: WorkerRequest
     frames: Frames
     timeout_s: float
 
@@ -162,7 +162,7 @@ class WorkerSession:
         self._reason = ""  # why the worker leaves before its time
         self._returns: list[GiveBack | Fail] = []
         self._number = self._beats = 0
-        self._asking: Asked | None = None
+        self._asking: WorkerRequest | None = None
         self._asked_at: float | None = None
         """When the question that is under way was first asked."""
         self._pause_s = FIRST_PAUSE_S
@@ -232,7 +232,7 @@ class WorkerSession:
         addressed: Any = asked
         return SessionRequest(addressed._replace(session=self.session, number=self._number), frames, self._timeout_s(frames))
 
-    def _next(self) -> tuple[Asked | None, Frames]:
+    def _next(self) -> tuple[WorkerRequest | None, Frames]:
         if self.left:
             return None, ()
         if not self.session:
@@ -320,7 +320,7 @@ class WorkerSession:
         """Each proof is good for one time: another needs another challenge."""
         self.joining = self.joining._replace(nonce="", proof="")
 
-    def _refused(self, asked: Asked, header: Mapping[str, Any]) -> list[SessionEvent]:
+    def _refused(self, asked: WorkerRequest, header: Mapping[str, Any]) -> list[SessionEvent]:
         reason = header.get("reason")
         self._join_anew()
         if isinstance(asked, Leave) or (reason == "unknown-session" and self.stopping):

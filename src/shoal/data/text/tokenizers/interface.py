@@ -10,8 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.files import JsonFormat
+
 Ids = NDArray[np.int32]
 OWN_FILE = "shoal_tokenizer.json"
+FORMAT = JsonFormat("tokenizer", 1, ("kind",))
 """What a folder saved by a tokenizer of our own holds; other folders have the files of their library."""
 
 
