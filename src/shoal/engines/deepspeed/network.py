@@ -63,7 +63,8 @@ class ZeroNetwork:
     # --- gradients ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """DeepSpeed adds to what it has until it steps; where somebody else does, it has to begin anew."""
+        """Clear the gradients. DeepSpeed accumulates until its own step; if weights are stepped elsewhere, its accumulation has to be
+        reset here."""
         inner = self.zero.optimizer
         inner.zero_grad()
         inner.micro_step_id = 0 if self.stage == 3 else -1  # counts up to 0 when the gradients come
@@ -234,7 +235,7 @@ class TaskModule(nn.Module):
         return self
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Those of the network: who switches dropout off for a while must find it."""
+        """The modules of the network: code that switches dropout off needs to find them."""
         modules: Iterator[nn.Module] = self.model.modules(remove_duplicate)
         return modules
 

@@ -46,7 +46,7 @@ class ParameterRun(NamedTuple):
 
 
 class PipelineEngine(SingleEngine):
-    """This process is one stage: its rank says which, or whoever placed the stages."""
+    """Engine of one stage. Which stage is decided by the process's rank, or by the placement in `World.stage`."""
 
     in_sequence = False
     model: PartialModel
@@ -270,7 +270,7 @@ class PipelineEngine(SingleEngine):
         return {}
 
     def stream(self, batch: Batch) -> tuple[Tensor, Any]:
-        """A batch's stream after this stage, and what its layers tell beside it."""
+        """A batch's hidden states after this stage, and the auxiliary outputs of its layers."""
         task: Any = self.task
         keywords = task.beside_tokens(batch)
         return self.model.through(batch["input_ids"], **keywords), keywords.get("beside")

@@ -66,7 +66,7 @@ class StageLinks:
         self._sent.append((works, [header, there]))
 
     def settle(self, left: int = 0) -> None:
-        """Wait until all but so many tensors are sent."""
+        """Wait until at most `left` tensors are still being sent."""
         while len(self._sent) > left:
             works, _ = self._sent.popleft()
             for work in works:
@@ -96,7 +96,7 @@ class StageLinks:
 
     @contextmanager
     def listening(self, counts: dict[StageDirection, int]) -> Iterator[None]:
-        """Receive so many tensors of each kind meanwhile; `next` and `waiting` give them out."""
+        """Receive `counts` tensors of each direction in the background; `next` and `waiting` give access to them."""
         threads = [
             threading.Thread(target=self._listen, args=(way, count), name=f"stage-{way.name.lower()}", daemon=True)
             for way, count in counts.items()
