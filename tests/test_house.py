@@ -382,3 +382,23 @@ def test_the_name_of_a_test_has_at_most_eighty_letters() -> None:
 
 def test_no_test_changes_the_path_of_imports() -> None:
     assert not [path.name for path in TESTS.rglob("*.py") if "sys.path" + ".insert" in path.read_text()]
+
+
+# --- the architecture page ----------------------------------------------------------------------------------------------
+
+ARCHITECTURE = (TESTS.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+MOST_FILES_OF_A_WALK = {"contribution": 20, "configuration": 20, "chat request": 16, "student's unit": 12, "rollout": 20}
+
+
+def test_the_architecture_page_is_short_and_names_files_that_exist() -> None:
+    assert len(ARCHITECTURE.split()) <= 1500
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", ARCHITECTURE))
+    missing = {name for name in named if not (SOURCE / name).exists() and not (TESTS.parent / name).exists()}
+    assert not {name for name in missing if not list(SOURCE.rglob(name))}
+
+
+@pytest.mark.parametrize("walk", MOST_FILES_OF_A_WALK)
+def test_a_walk_passes_few_files(walk: str) -> None:
+    (text,) = [part for part in ARCHITECTURE.split("\n### ")[1:] if walk in part.splitlines()[0]]
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
+    assert 10 <= len(files) <= MOST_FILES_OF_A_WALK[walk], sorted(files)
