@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ShoalError
 from shoal.files import JsonFormat
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import Order, header_of
+from shoal.protocol.messages import OwnerCommand, header_of
 from shoal.runs.folder.run_reader import UNFINISHED_STATES, RunFolder, clean, complete_status
 from shoal.runs.invitation import Invitation
 from shoal.transports.connect import connect
@@ -83,7 +83,7 @@ def _ask(owner: OwnerFile, action: str, name: str | None) -> Message:
     identity = Identity(owner.secret)
     client = connect(owner.address, token=owner.token, server_key=owner.key, max_frame_bytes=_MOST_BYTES, insecure=True)
     try:
-        wanted = Order(action, name, identity.key)
+        wanted = OwnerCommand(action, name, identity.key)
         nonce = str(_call(client, wanted).header.get("nonce", ""))
         return _call(client, wanted._replace(nonce=nonce, proof=identity.prove(f"order {action}", name or "", nonce)))
     except Unreachable as error:
@@ -92,7 +92,7 @@ def _ask(owner: OwnerFile, action: str, name: str | None) -> Message:
         client.close()
 
 
-def _call(client: Client, wanted: Order) -> Message:
+def _call(client: Client, wanted: OwnerCommand) -> Message:
     answer = client.call(Message(header_of(wanted)), _ANSWER_S)
     if answer.header.get("kind") == "refused":
         raise ShoalError(f"the coordinator refused: {clean(answer.header.get('detail') or answer.header.get('reason'))}")

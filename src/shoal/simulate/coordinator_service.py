@@ -9,7 +9,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.driver_interfaces import RunObserver
 from shoal.coordinator.events import RequestReceived
-from shoal.protocol.messages import Asked, Contribute, Message
+from shoal.protocol.messages import Contribute, Message, WorkerRequest
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Link
 from shoal.simulate.report import SimulationReport
@@ -63,7 +63,7 @@ class CoordinatorService:
         self._sessions += 1
         return f"session-{self._sessions}"
 
-    def send(self, link: Link, asked: Asked, frames: Frames, on_answer: OnAnswer) -> bool:
+    def send(self, link: Link, asked: WorkerRequest, frames: Frames, on_answer: OnAnswer) -> bool:
         """Send a request. Returns whether it will arrive; `on_answer` is called when the answer has travelled back, if it does."""
         size = self._size(frames)
         arrives = link.arrival(size, self._timeline.now, down=False)
@@ -81,7 +81,7 @@ class CoordinatorService:
     def _size(self, frames: Frames) -> float:
         return _HEADER_BYTES + self._scale * sum(map(len, frames)) if frames else _HEADER_BYTES
 
-    def _receive(self, link: Link, asked: Asked, frames: Frames, on_answer: OnAnswer) -> None:
+    def _receive(self, link: Link, asked: WorkerRequest, frames: Frames, on_answer: OnAnswer) -> None:
         self._busy_until = max(self._timeline.now, self._busy_until) + SERVICE_S + self._size(frames) / SERVICE_BYTES_PER_S
 
         def reply(message: Message) -> None:
@@ -97,7 +97,7 @@ class CoordinatorService:
             if member is not None:
                 self._report.lags[member.lag] += 1
 
-    def heartbeat(self, asked: Asked, on_answer: OnAnswer) -> None:
+    def heartbeat(self, asked: WorkerRequest, on_answer: OnAnswer) -> None:
         """Handle a heartbeat that has arrived. Its answer takes no time: nothing depends on when it arrives."""
         self._report.heartbeats += 1
         request = RequestReceived(on_answer, asked)

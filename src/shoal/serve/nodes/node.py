@@ -16,7 +16,7 @@ from shoal.config.schema.cluster import Zmq
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
-from shoal.serve.nodes.layer_host import LayerHost, LayerRange, free_memory
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
 from shoal.serve.nodes.messages import NextHop, NodeCommand, PeerEndpoint, command_from, command_message, execute, pack_hidden_states
 from shoal.serve.nodes.model_description import model_maker
 from shoal.serve.nodes.weights import PIECE_BYTES, RemoteWeights
@@ -112,7 +112,7 @@ class NodeProcess:
             self._inbox = open_receiver(self.reached.address, FRAME_BYTES, partial(self._carry_out_handed, holder, seen), self.tell)
         except ShoalError as problem:
             self.tell(f"warning: other machines cannot hand on to this one, and the server brings everything: {problem}")
-        about = {"layer_s": layer_s, "memory_bytes": float(free_memory()), "name": self.name}
+        about = {"layer_s": layer_s, "memory_bytes": float(memory_for_layers(holder.device)), "name": self.name}
         answer, _ = self._ask({"kind": "enter", **about, "door": list(self._inbox.door) if self._inbox is not None else None})
         self.session, self.name = str(answer["session"]), str(answer["name"])
         self.tell(f"joined as {self.name}")
