@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 import warnings
 from collections import Counter
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 from vulture import Vulture
 
-import shoal
 from shoal.config.schema.strategy import Strategy
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shoal"
@@ -364,9 +364,10 @@ def test_programs_in_the_text_of_tests_import_what_is_there() -> None:
 
 
 def importable(module: str, name: str) -> bool:
-    if module == "shoal":  # it loads its public names when they are used
-        return hasattr(shoal, name)
-    return f"{module}.{name}" in NAMES or (module in NAMES and name in defined_in(NAMES[module]))
+    if f"{module}.{name}" in NAMES:
+        return True
+    defined = defined_in(NAMES[module]) if module in NAMES else set()
+    return name in defined or ("__getattr__" in defined and hasattr(importlib.import_module(module), name))
 
 
 def test_the_name_of_a_test_has_at_most_eighty_letters() -> None:
@@ -381,3 +382,23 @@ def test_the_name_of_a_test_has_at_most_eighty_letters() -> None:
 
 def test_no_test_changes_the_path_of_imports() -> None:
     assert not [path.name for path in TESTS.rglob("*.py") if "sys.path" + ".insert" in path.read_text()]
+
+
+# --- the architecture page ----------------------------------------------------------------------------------------------
+
+ARCHITECTURE = (TESTS.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+MOST_FILES_OF_A_WALK = {"contribution": 20, "configuration": 20, "chat request": 16, "student's unit": 12, "rollout": 20}
+
+
+def test_the_architecture_page_is_short_and_names_files_that_exist() -> None:
+    assert len(ARCHITECTURE.split()) <= 1500
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", ARCHITECTURE))
+    missing = {name for name in named if not (SOURCE / name).exists() and not (TESTS.parent / name).exists()}
+    assert not {name for name in missing if not list(SOURCE.rglob(name))}
+
+
+@pytest.mark.parametrize("walk", MOST_FILES_OF_A_WALK)
+def test_a_walk_passes_few_files(walk: str) -> None:
+    (text,) = [part for part in ARCHITECTURE.split("\n### ")[1:] if walk in part.splitlines()[0]]
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
+    assert 10 <= len(files) <= MOST_FILES_OF_A_WALK[walk], sorted(files)

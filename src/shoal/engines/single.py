@@ -1,4 +1,4 @@
-"""One process, one device: batches → gradients → a step."""
+"""Engine of one process on one device: batches → gradients → a step."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SingleEngine(Engine):
             network.drop_shadow()
 
     def changed(self) -> None:
-        """Somebody wrote into `vector`: the networks see it, or read a shadow that is to follow."""
+        """Called after `vector` was written to: the networks read it directly, or read a bf16 copy that has to be refreshed."""
         for network in self.networks.values():
             network.renew_shadow()
 
@@ -116,8 +116,8 @@ class SingleEngine(Engine):
         return StepResult(metrics, len(ones), len(ones))
 
     def expect(self, moved: Tensor) -> None:
-        """How far the next version will take the weights, as far as anybody knows. `gradients` then takes each network's gradient where
-        the networks before it will be: a GAN learns best so, whoever makes the steps."""
+        """Set the expected change of the weights by the next version. `gradients` then computes each network's gradient at the expected
+        weights of the networks before it, which trains GANs best."""
         parts = torch.split(moved.to(self.vector), [network.vector.numel() for network in self.networks.values()])
         self._moves = dict(zip(self.networks, parts, strict=True))
 
@@ -283,9 +283,11 @@ def reads_rounded(run: Run, device: torch.device) -> bool:
 
 
 def rounded_names(network: nn.Module) -> Iterator[str]:
-    """The parameters that mixed precision rounds whenever they are used: those of linear layers, embeddings and experts, but no router.
+    """The parameters that mixed precision rounds whenever they are used: those of linear layers, embeddings and experts, but not of
+    routers.
 
-    Networks of other libraries stay as they are: nobody knows what they do with the types of their weights."""
+    Networks of other libraries are left unchanged, since they may depend on the types of their weights.
+    """
     if not hasattr(network, "output_weight"):
         return
     for place, module in network.named_modules():

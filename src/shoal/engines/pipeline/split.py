@@ -1,4 +1,5 @@
-"""Which layers each stage of a pipeline has: as the settings or the tasks say, else so that the slowest stage is as quick as it can be."""
+"""Assignment of layers to pipeline stages: as the settings or the tasks say, otherwise such that the slowest stage is as fast as
+possible."""
 
 from __future__ import annotations
 
