@@ -12,7 +12,7 @@ from shoal.data.text.tokenizers.interface import OWN_FILE, Ids
 
 
 class ByteTokenizer:
-    """256 bytes and an end-of-text id. Needs no training and knows every text."""
+    """256 bytes and an end-of-text id. It needs no training and encodes every text."""
 
     name = "bytes"
     vocab_size = 257
