@@ -46,7 +46,7 @@ class ImageOffer(NamedTuple):
             raise ShoalError("the coordinator offers images in a way that this version of Shoal does not know") from None
         good = isinstance(digest, str) and isinstance(count, int) and isinstance(size, int) and suffix in (".zip", ".npz")
         if not good or not 0 < count <= 1 << 20 or not 0 < size <= count * CHUNK_BYTES:
-            raise ShoalError("the coordinator's offer of images is invalid: join again, or put the images in place")
+            raise ShoalError("the coordinator offers images with invalid sizes or names: join again, or put the images in place")
         return cls(digest, count, size, suffix)
 
 
