@@ -182,7 +182,7 @@ class Cluster:
         called = RequestReceived(seat, question.asked, question.frames, f"s{seat}")
         for effect in self.coordinator.handle(called, self.clock):
             if isinstance(effect, Reply):
-                self.protocols[effect.caller].hear(effect.header, effect.frames)
+                self.protocols[effect.caller].on_answer(effect.header, effect.frames)
 
 
 def accuracy(rule: str, attack: str | None, setting: Setting, steps: int, data: Mapping[str, Any]) -> float:

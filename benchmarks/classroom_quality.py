@@ -26,7 +26,7 @@ from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.coordinator_setup import prepare as prepare_class
-from shoal.runs.monitoring.recorder import Recorder
+from shoal.runs.training.recorded_loop import RecordedLoop
 from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.tasks.gan import Gan
@@ -107,10 +107,10 @@ def judge() -> Judge:
 class Watch:
     """The median distance over the second half of a run: a GAN's quality goes up and down, and any one moment says little."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.found = recorder, list[float]()
-        self._advance = recorder.advance
-        recorder.advance = self.advance  # type: ignore[method-assign]
+    def __init__(self, loop: RecordedLoop) -> None:
+        self.recorder, self.found = loop.recorder, list[float]()
+        self._advance = loop.advance
+        loop.advance = self.advance  # type: ignore[method-assign]
 
     def advance(self, result: Any, batches: int, last: bool) -> None:
         before = self.recorder.samples
@@ -130,7 +130,7 @@ class Watch:
 
 def alone(seed: int, folder: Path) -> float:
     loop = prepare_alone(resolved(settings(seed, WORKERS * BATCH)), run_dir=str(folder / f"alone-{seed}"), resume=False, reporters=[])
-    watch = Watch(loop.recorder)
+    watch = Watch(loop)
     loop.train()
     return watch.distance
 
@@ -147,7 +147,7 @@ def in_class(seed: int, folder: Path, server: Access) -> float:
     where = {name: value for name, value in access._asdict().items() if name != "options"} | {"password": Secret(access.password or "")}
     run_dir = str(folder / f"class-{seed}")
     loop = prepare_class(resolved(tree), run_dir=run_dir, resume=False, reporters=[], workers=WORKERS, transport=Postgres(**where)).loop
-    watch = Watch(loop.recorder)
+    watch = Watch(loop)
     student = access._replace(user="pupil", password="secret").address
     threads = [threading.Thread(target=_work, args=(student, f"w{number}")) for number in range(WORKERS)]
     for thread in threads:

@@ -41,6 +41,7 @@ from shoal.runs.connections import TransportConnection
 from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.updates import codecs
+from shoal.worker.sender import Sender
 from shoal.worker.session import ContributionReceipt, WorkerSession
 
 HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
@@ -260,7 +261,7 @@ class WorkerDouble:
     def __init__(self, invitation: dict[str, Any], weights: bool) -> None:
         self.weights, self.protocol = weights, WorkerSession(None, {}, PROTOCOL, f"sender {os.getpid()}")
         line = TransportConnection(invitation["address"], invitation["token"], invitation["key"])
-        self.courier = WorkerDouble(line, self.protocol, lambda text: print(text, file=sys.stderr))
+        self.courier = Sender(line, self.protocol, lambda text: print(text, file=sys.stderr))
         self.protocol.ready = True
         self.courier.exchange()  # joins, and pulls
         self.size: int = self.protocol.welcome["size"]

@@ -26,7 +26,7 @@ from shoal.serve.batching import BatchingEngine, GenerationJob
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.model_description import describe_own_model
-from shoal.serve.nodes.routes import LayerPlanner, NodeState, RouteStage
+from shoal.serve.nodes.placement import LayerPlanner, NodeState, RouteStage
 from shoal.transports.connect import serve
 from shoal.transports.keys import new_token
 
@@ -69,7 +69,7 @@ def spread(model: Gpt, kind: type[LayerPlanner]) -> Iterator[DistributedModel]:
         "bench", model, ByteTokenizer(), ChatTemplate(None, {}), Serving(), (), frozenset(), len(SLOWDOWNS), described=described
     )
     stages = DistributedModel(served, server, lambda text: None)
-    stages.fleet.planner = kind(stages.sizes, stages.weight_bytes, 0)
+    stages.fleet.planner = kind(stages.fleet.planner.sizes, stages.fleet.planner.bytes_of_one, 0)
     with ExitStack() as ended:
         ended.callback(stages.close)
         for slowdown in SLOWDOWNS[1:]:

@@ -172,7 +172,7 @@ def _look(browser: Any, address: str) -> tuple[float, float, float]:
 def _write_large(run: Path) -> None:
     run.mkdir()
     (run / "config.yaml").write_text("dialect: shoal\n")
-    (run / "provenance.json").write_text("{}")
+    (run / "provenance.json").write_text('{"format": 1, "settings": {}}')
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, RECORDS + 1):
             line = {"step": step, "split": "train", "loss": 2 / step, "wall_s": step / 10, "samples": 8 * step, "samples_per_s": 80.0}

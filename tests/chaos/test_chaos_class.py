@@ -57,7 +57,7 @@ class Class(School):
             return
         dies = self.random.random() < 0.5
         self.deaths, self.cuts = self.deaths + dies, self.cuts + (not dies)
-        board = worker.lines[0]
+        board = worker.connections[0]
         assert isinstance(board, DatabaseConnection)
         for line in (board.desk._connection, board.desk._heartbeats):
             if dies:

@@ -21,7 +21,7 @@ UNIT_S = 0.5
 
 def take_time(worker: JoinedWorker) -> None:
     """A unit takes as long as on a laptop."""
-    board = worker.lines[0]
+    board = worker.connections[0]
     assert isinstance(board, DatabaseConnection)
     submit = board.desk.submit
 

@@ -86,7 +86,7 @@ def hold_and_burn(school: School, over: threading.Event) -> None:
 
 def poison(worker: JoinedWorker) -> None:
     """Send the opposite of what was learned, a hundred times as large, and claim a weight that drowns the others."""
-    board = worker.lines[0]
+    board = worker.connections[0]
     assert isinstance(board, DatabaseConnection)
     submit = board.desk.submit
 

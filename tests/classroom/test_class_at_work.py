@@ -213,8 +213,8 @@ def test_the_unit_of_a_worker_that_died_goes_to_another_when_its_lease_ends(scho
     def die(worker: JoinedWorker) -> None:
         def vanish() -> None:
             taken.set()
-            worker.pulse.close()
-            worker.lines[0].close()
+            worker.heartbeats.close()
+            worker.connections[0].close()
             raise SystemExit
 
         assert worker.worker is not None
@@ -248,7 +248,7 @@ def test_a_student_whose_units_take_longer_than_a_lease_takes_part(school: Schoo
         def slowly() -> Any:
             for _ in range(3):
                 school.ask("UPDATE shoal.units SET deadline = deadline - interval '70 seconds' WHERE state = 'claimed' RETURNING 1")
-                worker.pulse.beat()
+                worker.heartbeats.send()
             return make()
 
         worker.worker.producer.make = slowly  # type: ignore[method-assign]
@@ -293,7 +293,7 @@ def test_rubbish_from_a_student_spoils_nothing(school: School) -> None:
     coordinating, lied = school.coordinate(), threading.Event()
 
     def lie(worker: JoinedWorker) -> None:
-        board = worker.lines[0]
+        board = worker.connections[0]
         assert isinstance(board, DatabaseConnection)
         submit, lies = board.desk.submit, iter([{"samples": -1}, {"extra": 1}, {"weight": "much"}, {"metrics": {"loss": [1]}}, None])
 
@@ -389,7 +389,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
     summary = train(coordinating)
     for thread in threads:
         thread.join(HANG_S)
-    assert all(isinstance(worker.lines[0], TransportConnection) for worker in joined)
+    assert all(isinstance(worker.connections[0], TransportConnection) for worker in joined)
     assert summary["status"] == "completed"
     assert main(["status", school.access.address]) == 0
     shown = capsys.readouterr().out
@@ -444,19 +444,19 @@ def test_a_student_without_the_images_gets_them_from_the_class(school: School, t
 
 def test_a_students_plain_log_says_how_it_goes(school: School, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told with signs of life. Here there is one after every batch."""
-    monkeypatch.setattr(joining, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(joining, "_PROGRESS_EVERY_S", 0.0)
     coordinating, told = school.coordinate(workers=1), list[str]()
 
     def listen(worker: JoinedWorker) -> None:
-        worker.courier.report = told.append
+        worker.sender.report = told.append
         assert worker.worker is not None
-        wanted = worker.worker.wanted
+        wanted = worker.worker.still_wanted
 
         def wanted_after_a_beat(unit: Any) -> bool:
-            worker._beat()
+            worker._heartbeat()
             return wanted(unit)
 
-        worker.worker.wanted = wanted_after_a_beat  # type: ignore[method-assign]
+        worker.worker.still_wanted = wanted_after_a_beat  # type: ignore[method-assign]
 
     school.worker("ann", listen)
     train(coordinating)

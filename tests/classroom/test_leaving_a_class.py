@@ -56,7 +56,7 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
     school: School, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], gone: str
 ) -> None:
     monkeypatch.setitem(reconnecting._CONNECTING, "connect_timeout", 2)
-    monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 1.0)
+    monkeypatch.setattr("shoal.runs.worker_run._PROBE_S", 1.0)
     told: list[str] = []
     with teaching(school, strategy) as coordinating:
         proxy = NetemProxy(f"tcp://{school.access.host}:{school.access.port}", FINE)
@@ -73,7 +73,7 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
         working.join(PATIENCE_S)
         assert not working.is_alive()
         assert time.monotonic() - asked_at < PATIENCE_S / 10, told  # it would wait for as long as its patience lasts
-        assert told[-1] == "nobody answers: leaving without saying goodbye"
+        assert told[-1] == "the coordinator does not answer: leaving without a message to it"
         if gone == "cut off":
             proxy.close()
 

@@ -66,7 +66,7 @@ def test_every_line_of_a_ledger_names_its_format(tmp_path: Path) -> None:
 
 def test_a_snapshot_of_another_format_is_refused() -> None:
     saved = Cluster(strategy_of(Async())).coordinator.state_dict()
-    with pytest.raises(ShoalError, match="the snapshot has the coordinator's format 7, and this version of Shoal reads format 1"):
+    with pytest.raises(ShoalError, match="the snapshot has coordinator format 7, and this version of Shoal reads format 1"):
         Cluster(strategy_of(Async())).coordinator.load_state_dict(saved | {"format": 7})
 
 

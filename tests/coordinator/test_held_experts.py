@@ -110,9 +110,9 @@ def test_sets_of_experts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_through_a_database_a_worker_holds_all_experts() -> None:
     joined: Any = object.__new__(JoinedWorker)
-    joined.lines = [object()]
+    joined.connections = [object()]
     with pytest.raises(ShoalError, match="through a database all workers read the same weights"):
-        joined._hold((0, 1))
+        joined._announce_experts((0, 1))
 
 
 def test_other_experts_than_those_that_were_named_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.config.schema.strategy import Async, SyncPs
-from shoal.protocol.messages import ACTIONS, BadMessage, Order, parse
+from shoal.protocol.messages import ACTIONS, BadMessage, OwnerCommand, parse
 from shoal.worker.session import SessionEndedError
 from tests.support.small_cluster import Cluster, strategy_of
 
@@ -20,7 +20,7 @@ def owned(policies: object = ASYNC, expected: int = 1) -> Cluster:
 
 
 def order(cluster: Cluster, action: str, name: str | None = None) -> dict:
-    asked = Order(action, name, OWNER)
+    asked = OwnerCommand(action, name, OWNER)
     nonce = cluster.answers[cluster.ask(asked)]["nonce"]
     return dict(cluster.answers[cluster.ask(asked._replace(nonce=nonce, proof="0" * 128))])
 
@@ -85,9 +85,9 @@ def test_to_stop_is_to_end_saved() -> None:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_nobody_but_the_owner_gives_orders(action: str) -> None:
     cluster = owned()
-    stranger = Order(action, None, "cd" * 32, "1", "0" * 128)
+    stranger = OwnerCommand(action, None, "cd" * 32, "1", "0" * 128)
     assert cluster.status(cluster.ask(stranger)) == "unproved"
-    replayed = Order(action, None, OWNER, "session-1", "0" * 128)
+    replayed = OwnerCommand(action, None, OWNER, "session-1", "0" * 128)
     assert cluster.status(cluster.ask(replayed)) == "unknown-nonce"
     assert not cluster.coordinator.state.paused
     assert not cluster.coordinator.owner_commands.stops

@@ -63,7 +63,7 @@ def test_a_run_finishes_and_keeps_its_state_beside_a_thousand_idle_connections(t
             assert coordinator.poll() is None, told
         worker = JoinedWorker(invitation_in(told)._replace(state=tmp_path / "ada"), lambda text: None)
         worker.prepare()
-        place = addresses.parse(worker.way.address)
+        place = addresses.parse(worker.options.address)
         for number in range(IDLE):
             here = (f"127.0.0.{2 + number // 50}", 0)  # of twenty machines: each may have a few
             ending.enter_context(socket.create_connection((place.host, place.port), timeout=HANG_S, source_address=here))

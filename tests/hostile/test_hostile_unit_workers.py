@@ -15,7 +15,7 @@ from shoal.coordinator.events import RequestReceived, ServingStarted
 from shoal.coordinator.run_plan import MemberLimits
 from shoal.coordinator.units.cut import DataCut
 from shoal.coordinator.units.leases import PATIENCE_LEASES
-from shoal.protocol.messages import Asked, header_of, parse
+from shoal.protocol.messages import WorkerRequest, header_of, parse
 from shoal.updates import codecs
 from shoal.worker.session import LeasedUnit, SessionEndedError
 from tests.support.small_cluster import Cluster, FakeWorker, contribution, strategy_of
@@ -26,7 +26,7 @@ class Invited(Cluster):
 
     guest = ""
 
-    def ask(self, asked: Asked, frames: Sequence[bytes | memoryview] = ()) -> int:
+    def ask(self, asked: WorkerRequest, frames: Sequence[bytes | memoryview] = ()) -> int:
         self.calls += 1
         event = RequestReceived(self.calls, parse(header_of(asked)), frames, f"session-{self.calls}", guest=self.guest)
         self.carry_out(self.coordinator.handle(event, self.now))

@@ -25,7 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.live_coordinator import TOKEN, Honest, Live
 from tests.support.transport_harness import KEYS
 
-STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}
+STATUS = {"schema": 2, "run": "mine", "strategy": "async", "members": [], "state": "running"}
 
 
 class Owned(Live):
@@ -114,11 +114,11 @@ def test_what_cannot_be_ordered_is_said_in_a_line(live: Owned, shoal, tmp_path: 
     over.mkdir()
     (over / "config.yaml").write_text("dialect: shoal\n")
     (over / "metrics.jsonl").write_text("")
-    said = {"nowhere": "name a run's folder", str(over): "has no coordinator", str(tmp_path / "config.yaml"): "is not the owner.json"}
+    said = {"nowhere": "name a run's folder", str(over): "has no coordinator", str(tmp_path / "config.yaml"): "is not a valid owner file"}
     for run, words in said.items():
         code, told = shoal("stop", run)
         assert (code, words in told, "Traceback" in told) == (2, True, False), told
-    (over / "summary.json").write_text('{"status": "completed"}')
+    (over / "summary.json").write_text('{"format": 1, "status": "completed"}')
     assert "is over (completed)" in shoal("pause", over)[1]
 
 

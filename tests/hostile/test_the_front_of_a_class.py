@@ -17,7 +17,7 @@ import pytest
 
 from shoal.launch import run_database as grounds
 from shoal.launch.postgres.server import MOST_OUTSIDE, EmbeddedPostgres
-from shoal.protocol.address_groups import household
+from shoal.protocol.address_groups import address_group
 from shoal.transports import Refused
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
@@ -273,8 +273,10 @@ def test_the_database_tells_addresses_apart_though_all_come_through_the_front(
     ],
 )
 def test_addresses_of_one_ipv6_network_count_as_one(one: str, other: str, same: bool) -> None:
-    assert (tls_front.household(one) == tls_front.household(other)) is same
-    assert [household(one), household(other)] == [tls_front.household(one), tls_front.household(other)], "all doors count alike"
+    assert (tls_front.address_group(one) == tls_front.address_group(other)) is same
+    assert [address_group(one), address_group(other)] == [tls_front.address_group(one), tls_front.address_group(other)], (
+        "all doors count alike"
+    )
 
 
 def test_who_enrols_stays_a_stranger_and_gives_its_place_up(outside: Access, tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_a_run_learns_with_the_parts_of_a_plugin_and_goes_on_with_no_other_versi
     assert code == 0, output
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["metrics"]["eval"]["accuracy"] > 0.8
-    assert json.loads((folder / "run" / "provenance.json").read_text())["task.kind"]["value"] == "margin"
-    (digest,) = json.loads((folder / "run" / "plugins.json").read_text()).values()
+    assert json.loads((folder / "run" / "provenance.json").read_text())["settings"]["task.kind"]["value"] == "margin"
+    (digest,) = json.loads((folder / "run" / "plugins.json").read_text())["plugins"].values()
     for command in (["eval", "run"], ["export", "run", "there"], ["train", "--resume", "--run-dir", "run"]):
         assert main(command) == 2
         error = capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_every_example_of_the_documentation_runs_as_a_plugin(processes: Processe
     assert code == 0, output
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(record.get("accuracy", 0.0) for record in records) > 0.9  # signs alone, so it is not steady
-    assert len(json.loads((folder / "run" / "plugins.json").read_text())) == len(FAMILIES) - 1, "all but the reward"
+    assert len(json.loads((folder / "run" / "plugins.json").read_text())["plugins"]) == len(FAMILIES) - 1, "all but the reward"
     assert (folder / "losses.csv").read_text().startswith("split,step,loss\ntrain,")
     assert "contribute" in (folder / "requests.txt").read_text()
 

@@ -55,7 +55,8 @@ def test_a_run_alone_does_not_go_on_with_another_text(folder: Path, capsys: pyte
     del known["fingerprint"]
     (folder / "run" / "data.json").write_text(json.dumps(known))
     (folder / "text.txt").write_text(changed)
-    assert main(["train", "text.yaml", "--run-dir", "run", "--resume", *settings]) == 0, "a run of an earlier version has none to compare"
+    assert main(["train", "text.yaml", "--run-dir", "run", "--resume", *settings]) == 2
+    assert "data.json is not a valid data description" in capsys.readouterr().err
 
 
 def data_of(samples: Any, kind: Any = "text") -> Data:

@@ -75,7 +75,7 @@ def coordinating(folder: Path) -> Iterator[Coordinating]:
 
 def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a sign of life it waits for nothing, least of all for an answer of its own: that would take longer than this test."""
-    monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 0.3)
+    monkeypatch.setattr("shoal.runs.worker_run._PROBE_S", 0.3)
     monkeypatch.setattr("shoal.worker.session.ANSWER_S", 10 * PATIENCE_S)
     with coordinating(tmp_path) as coordinator:
         told: list[str] = []
@@ -89,7 +89,7 @@ def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp
         worker.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-        assert told[-1] == "nobody answers: leaving without saying goodbye"
+        assert told[-1] == "the coordinator does not answer: leaving without a message to it"
 
 
 def test_the_coordinator_hears_why_a_worker_cannot_go_on(tmp_path: Path) -> None:

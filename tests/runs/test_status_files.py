@@ -34,7 +34,7 @@ def status(folder: Path, **changes: Any) -> Path:
     """A run's folder with a status of our own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("dialect: shoal\n")
-    (folder / "provenance.json").write_text("{}")
+    (folder / "provenance.json").write_text('{"format": 1, "settings": {}}')
     row = {"worker": "ann", "state": "computing", "rate": 1.5, "lag": 2, "accepted": 3, "rejected": 1, "bytes": 1500, "why": {"stale": 1}}
     known = {"schema": 2, "at": time.time(), "version": 7, "of": 9, "strategy": "x", "members": [row], "wall_s": 5.0, "pid": os.getpid()}
     (folder / "status.json").write_text(json.dumps(known | changes))
@@ -86,7 +86,8 @@ def test_a_coordinator_that_was_killed_is_missed(tmp_path: Path, capsys: Any) ->
 def test_a_run_that_has_ended_shows_what_came_after_its_last_status(tmp_path: Path) -> None:
     path = status(tmp_path / "run", figures={"train": {"loss": 2.0}, "eval": {}})
     (path / "events.jsonl").write_text(json.dumps({"at": 1.0, "text": "ann left"}) + "\n")
-    (path / "summary.json").write_text(json.dumps({"status": "completed", "metrics": {"train": {"loss": 1.5}, "eval": {"accuracy": 0.8}}}))
+    metrics = {"train": {"loss": 1.5}, "eval": {"accuracy": 0.8}}
+    (path / "summary.json").write_text(json.dumps({"format": 1, "status": "completed", "metrics": metrics}))
     seen = RunFolder(path).status()
     assert seen["figures"] == {"train": {"loss": 1.5}, "eval": {"accuracy": 0.8}}
     assert [event["text"] for event in seen["events"]] == ["ann left"]
@@ -153,7 +154,7 @@ def test_top_needs_a_terminal_and_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert main(["top"]) == 2
     assert main(["top", str(status(tmp_path / "run"))]) == 2
-    assert "this is none" in capsys.readouterr().err
+    assert "needs a terminal" in capsys.readouterr().err
 
 
 def test_the_newest_run_is_meant_where_none_is_named(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_a_mean_leaves_out_nobody() -> None:
 
 def test_a_run_whose_coordinator_has_just_opened_is_starting(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.yaml").write_text("dialect: shoal\n")
-    (tmp_path / "provenance.json").write_text(json.dumps({"strategy.kind": {"value": "syncps"}}))
+    (tmp_path / "provenance.json").write_text(json.dumps({"format": 1, "settings": {"strategy.kind": {"value": "syncps"}}}))
     (tmp_path / "owner.json").write_text("{}")
     assert main(["status", str(tmp_path)]) == 0
     told = capsys.readouterr().out

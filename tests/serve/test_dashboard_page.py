@@ -44,9 +44,8 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
     """A run of a minute with workers, pictures, a ledger, and strangers' words wherever any can stand."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text("dialect: shoal\n")
-    (path / "provenance.json").write_text(
-        json.dumps({"name": {"value": HOSTILE, "origin": "default"}, "seed": {"value": 42, "origin": "x"}})
-    )
+    settings = {"name": {"value": HOSTILE, "origin": "default"}, "seed": {"value": 42, "origin": "x"}}
+    (path / "provenance.json").write_text(json.dumps({"format": 1, "settings": settings}))
     with (path / "metrics.jsonl").open("w") as file:
         for step in range(1, records + 1):
             wall, more = 60 * step / records, {"layers/0/load/0": 0.7, "layers/0/load/1": 0.3, "gradient_norm": 1.0, HOSTILE: 1.0}

@@ -12,12 +12,19 @@ import torch
 from shoal.errors import ShoalError
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.kv_caches import KvCaches
-from shoal.serve.nodes import peer_links as hops
+from shoal.serve.nodes import node as hops
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, LoadedLayers, TokenBatch
-from shoal.serve.nodes.messages import command_from, command_message, pack_hidden_states, unpack_hidden_states
-from shoal.serve.nodes.peer_links import PeerSender, ReadHistory, open_receiver
+from shoal.serve.nodes.messages import (
+    NextHop,
+    NodeCommand,
+    PeerEndpoint,
+    command_from,
+    command_message,
+    pack_hidden_states,
+    unpack_hidden_states,
+)
+from shoal.serve.nodes.node import PeerSender, ReadHistory, open_receiver
 from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.routes import NextHop, NodeCommand, PeerEndpoint
 from shoal.transports import Message, new_keys
 from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread
 from tests.support.eventually import eventually

@@ -22,7 +22,7 @@ from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model
 from shoal.serve.nodes.node import NodeProcess, ServerAddress
-from shoal.serve.nodes.routes import HERE, LayerPlanner, NodeState, RouteStage, spare_nodes
+from shoal.serve.nodes.placement import HERE, LayerPlanner, NodeState, RouteStage, spare_nodes
 from shoal.serve.nodes.server import NodeServer
 from shoal.serve.nodes.weights import RemoteWeights
 from shoal.transports import Message, Refused, Server

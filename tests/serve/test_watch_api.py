@@ -30,7 +30,7 @@ LOCAL = "http://localhost"
 def folder_with(path: Path, records: int = 20, **status: Any) -> RunFolder:
     path.mkdir(parents=True)
     (path / "config.yaml").write_text("dialect: shoal\n")
-    (path / "provenance.json").write_text(json.dumps({"name": {"value": HOSTILE, "origin": "default"}}))
+    (path / "provenance.json").write_text(json.dumps({"format": 1, "settings": {"name": {"value": HOSTILE, "origin": "default"}}}))
     lines = [{"step": step, "split": "train", "loss": 1 / (1 + step), "wall_s": step / 2, "samples": 8 * step} for step in range(records)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     row = {"worker": "ann", "state": "computing", "rate": 1.0, "lag": 0, "accepted": 1, "rejected": 0, "bytes": 10, "computing_s": 2.5}

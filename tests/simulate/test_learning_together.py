@@ -137,7 +137,7 @@ def test_a_model_that_a_group_gets_wrong_is_found_out(monkeypatch: pytest.Monkey
     group, feed = BatchedSteps(run, engine_of(run), 0, leased=False), PrefetchedFeed(iter([batch]))
     group.begin(engine, feed, 0)
     group.finish(engine)
-    assert group.told() == "one by one: mapped over workers this model gives other gradients"
+    assert group.format_counts() == "one by one: mapped over workers, this model gives different gradients"
     assert next(feed) is batch
 
 

@@ -181,7 +181,9 @@ def test_the_commands_of_the_page_run_and_write_a_file_that_passes(
     commands = re.findall(r"^    shoal (plan .*|config check .*)$", page, re.MULTILINE)
     Path("runs/my-run").mkdir(parents=True)
     Path("runs/my-run/config.yaml").write_text("dialect: shoal\n")
-    Path("runs/my-run/status.json").write_text(json.dumps({"members": [{"worker": "desk", "computing_s": 10.0, "samples": 6400}]}))
+    Path("runs/my-run/status.json").write_text(
+        json.dumps({"schema": 2, "members": [{"worker": "desk", "computing_s": 10.0, "samples": 6400}]})
+    )
     assert len(commands) == 4
     for command in commands:
         assert main(command.split()) == 0, command
@@ -235,11 +237,11 @@ def test_a_plan_is_made_for_those_who_joined_a_run_as_fast_as_they_were_seen_the
         {"worker": "new", "computing_s": 0.0, "samples": 0, "latency_ms": -3.0},
     ]
     (tmp_path / "config.yaml").write_text("dialect: shoal\n")
-    (tmp_path / "status.json").write_text(json.dumps({"members": []}))
+    (tmp_path / "status.json").write_text(json.dumps({"schema": 2, "members": []}))
     words = ["plan", "starter", "--set", "training.batch_size=32", "--measure", str(tmp_path)]
     assert main(words) == 2
-    assert "nobody has joined this run" in capsys.readouterr().err
-    (tmp_path / "status.json").write_text(json.dumps({"members": members}))
+    assert "no worker of this run has learned from a batch yet" in capsys.readouterr().err
+    (tmp_path / "status.json").write_text(json.dumps({"schema": 2, "members": members}))
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "desk: {steps_per_s: 20, bandwidth_mbps: 940, latency_ms: 1.5}" in shown

@@ -83,7 +83,9 @@ def test_a_machine_that_disappears_and_comes_back_is_taken_for_dead_and_goes_on(
 
 
 def test_a_site_that_goes_dark_is_silent_until_the_light_is_back() -> None:
-    weather = weather_of([SimulatedMachine("here", 1.0), SimulatedMachine("there", 1.0, site="s")])._replace(dark={"s": ((60.0, 120.0),)})
+    weather = weather_of([SimulatedMachine("here", 1.0), SimulatedMachine("there", 1.0, site="s")])._replace(
+        site_outages={"s": ((60.0, 120.0),)}
+    )
     report = simulate(run_of(**STRATEGIES["async"]), weather, hours=0.06)
     assert any("there is taken for dead" in note for note in report.notes)
     assert report.violations == []
@@ -122,7 +124,7 @@ def test_the_mixed_weather_has_everything_that_makes_the_world_hard() -> None:
     assert speeds[1900] / speeds[1000] > 2
     assert {machine.link for machine in weather.machines} == set(PROFILES.values())
     assert any(len(machine.stays) > 1 for machine in weather.machines)
-    assert any(weather.dark.values())
+    assert any(weather.site_outages.values())
     assert weather == weather_named("mixed", 2000, 1.0, 24.0, seed=3)
 
 
@@ -155,11 +157,11 @@ def test_things_in_line_and_others_happen_in_the_order_of_their_times() -> None:
         seen.append((name, timeline.now))
 
     timeline.at(2.0, see, "planned")
-    timeline.in_line(1.0, see, "first")
-    timeline.in_line(2.0, see, "as late, and planned after it")
-    timeline.in_line(1.5, see, "not in order")
+    timeline.at_in_order(1.0, see, "first")
+    timeline.at_in_order(2.0, see, "as late, and planned after it")
+    timeline.at_in_order(1.5, see, "not in order")
     timeline.after(3.0, timeline.stop)
-    timeline.in_line(4.0, see, "too late")
+    timeline.at_in_order(4.0, see, "too late")
     timeline.run(10.0)
     assert seen == [("first", 1.0), ("not in order", 1.5), ("planned", 2.0), ("as late, and planned after it", 2.0)]
     assert timeline.now == 3.0
@@ -190,9 +192,9 @@ def test_the_command_prints_a_table_and_draws_plots(capsys: pytest.CaptureFixtur
 
 def test_a_weather_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "starter", "--set", "strategy.kind=async", "--workers", "3", "--hours", "1", "--weather", "hail"]) == 2
-    assert "no weather we know" in capsys.readouterr().err
+    assert "no known weather" in capsys.readouterr().err
     assert main(["simulate", "starter", "--set", "strategy.kind=local", "--workers", "3"]) == 2
-    assert "nobody to simulate" in capsys.readouterr().err
+    assert "trains alone and has no workers to simulate" in capsys.readouterr().err
 
 
 def test_workers_of_one_machine_share_its_cores_and_may_be_slower(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
 from shoal.coordinator.events import Event, RequestReceived, RunConcluded, ServingStarted, Tick
 from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S
 from shoal.coordinator.run_plan import RunPlan
-from shoal.protocol.messages import PROTOCOL, Asked, Leave
+from shoal.protocol.messages import PROTOCOL, Leave, WorkerRequest
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
@@ -38,7 +38,7 @@ class Letter(NamedTuple):
 
     sender: Traveller
     call: int
-    asked: Asked
+    asked: WorkerRequest
     frames: Any
 
 

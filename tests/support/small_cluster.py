@@ -19,7 +19,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, LedgerEntry, Note, Persist, Published, Reply, StopRun
 from shoal.coordinator.events import RequestReceived, Tick
 from shoal.coordinator.run_plan import RunPlan
-from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
+from shoal.protocol.messages import PROTOCOL, Contribute, Join, WorkerRequest, header_of, parse
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.worker.session import WorkerSession
@@ -152,7 +152,7 @@ class Cluster:
             elif isinstance(effect, Note | StopRun):
                 self.notes.append(effect.text if isinstance(effect, Note) else effect.reason)
 
-    def ask(self, asked: Asked, frames: Sequence[bytes | memoryview] = ()) -> int:
+    def ask(self, asked: WorkerRequest, frames: Sequence[bytes | memoryview] = ()) -> int:
         """The number of the call: its answer may come later."""
         self.calls += 1
         event = RequestReceived(self.calls, parse(header_of(asked)), frames, f"session-{self.calls}")

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.whole
 def write_run(path: Path, loss: float, seed: int) -> Path:
     path.mkdir(parents=True)
     (path / "config.yaml").write_text("dialect: shoal\ntask: classification\n")
-    (path / "provenance.json").write_text(json.dumps({"seed": {"value": seed, "origin": "default"}, "name": {"value": "x", "origin": "y"}}))
+    settings = {"seed": {"value": seed, "origin": "default"}, "name": {"value": "x", "origin": "y"}}
+    (path / "provenance.json").write_text(json.dumps({"format": 1, "settings": settings}))
     records = [{"step": step, "split": "train", "loss": loss / step, "wall_s": float(step), "samples": step} for step in range(1, 9)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

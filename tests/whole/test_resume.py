@@ -176,7 +176,7 @@ def test_half_written_runs_are_told(folder: Path, capsys: pytest.CaptureFixture[
     assert train("starter", "--epochs", "1", "--run-dir", "run") == 0
     (folder / "run" / "data.json").write_text("{")
     assert main(["eval", "run"]) == 2
-    assert "cut off before it began" in capsys.readouterr().err
+    assert "is not a valid data description" in capsys.readouterr().err
     (folder / "run" / "summary.json").write_text("[]")
     assert main(["runs", "."]) == 0
     assert "running or killed" in capsys.readouterr().out

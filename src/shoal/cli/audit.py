@@ -11,6 +11,7 @@ import yaml
 
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
+from shoal.runs.folder.run_reader import read_summary
 
 if TYPE_CHECKING:
     from shoal.coordinator.audit.files import AuditInput
@@ -131,12 +132,7 @@ def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Pa
 
 def _says_complete(folder: Path, settings: Any) -> bool:
     """Whether the run reports that it completed all epochs, not only training.max_steps."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    ended = isinstance(summary, dict) and summary.get("status") == "completed"
-    return ended and _at(settings, "training", "max_steps") is None
+    return read_summary(folder).get("status") == "completed" and _at(settings, "training", "max_steps") is None
 
 
 def _verdict(violations: list[str], running: bool) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.runs.folder.run_reader import RunFolder, Tail
+from shoal.runs.folder.run_reader import RunFolder, Tail, read_summary
 
 
 def run(argv: list[str]) -> int:
@@ -78,11 +78,11 @@ def _plot(folders: list[RunFolder], figure: str, by: str, path: Path) -> int:
 
 
 def _row(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = {"status": "running or killed", "metrics": {}, "steps": _last_step(folder)}
     try:
-        read = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        summary = {name: read[name] for name in ("status", "metrics", "steps", "wall_s")}
-    except (OSError, ValueError, KeyError, TypeError):
-        summary = {"status": "running or killed", "metrics": {}, "steps": _last_step(folder)}
+        summary |= read_summary(folder)
+    except ShoalError:
+        summary["status"] = "of another version"
     config = (folder / "config.yaml").read_text(encoding="utf-8")
     task = re.search(r"^task:(?: |\n  kind: )(\S+)", config, re.MULTILINE)
     metrics = summary["metrics"].get("eval") or summary["metrics"].get("train") or {}

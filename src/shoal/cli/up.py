@@ -101,9 +101,9 @@ def _settings(plan: StartPlan) -> str:
 
 
 def _show(written: BatchScript) -> None:
-    from shoal.transports.private_files import write_private
+    from shoal.files import write_file
 
-    write_private(written.path, written.text)
+    write_file(written.path, written.text, private=True)
     print(f"wrote {written.path}\nstart it with:\n  {written.start}\nend it with:\n  {written.end}")
 
 

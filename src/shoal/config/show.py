@@ -63,13 +63,16 @@ def _rows(data: dict[str, Any], path: Key, comments: dict[Key, str], rows: list[
 def show(loaded: LoadedConfig, *, origin: bool = False, style: str = "yaml") -> str:
     """The resolved run. Secrets are masked."""
     data = as_data(loaded.run)
-    origins = {path: format_origin(loaded.settings.last(path)) for path, _ in flat(loaded.run)} if origin else {}
     if style == "json":
-        if not origin:
-            return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-        values = {".".join(path): {"value": as_data(value), "origin": origins[path]} for path, value in flat(loaded.run)}
-        return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    return to_yaml(data, origins)
+        return json.dumps(provenance(loaded) if origin else data, indent=2, ensure_ascii=False) + "\n"
+    return to_yaml(data, {path: format_origin(loaded.settings.last(path)) for path, _ in flat(loaded.run)} if origin else {})
+
+
+def provenance(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
+    """By setting: its value, and where it came from. Secrets are masked."""
+    return {
+        ".".join(path): {"value": as_data(value), "origin": format_origin(loaded.settings.last(path))} for path, value in flat(loaded.run)
+    }
 
 
 def brief(loaded: LoadedConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shoal.coordinator.effects import Frames
-from shoal.protocol.messages import Asked, FromLeases
+from shoal.protocol.messages import LeaseMessage, WorkerRequest
 
 
 class RequestReceived(NamedTuple):
@@ -13,7 +13,7 @@ class RequestReceived(NamedTuple):
 
     caller: Any
     """Whom to reply to; opaque to the coordinator."""
-    asked: Asked
+    asked: WorkerRequest
     frames: Frames = ()
     session: str = ""
     """An unguessable string: for a worker that joins, the nonce to sign and then its session."""
@@ -26,7 +26,7 @@ class RequestReceived(NamedTuple):
 class LeaseResult(NamedTuple):
     """The database that keeps the leases delivers the result of a unit."""
 
-    asked: FromLeases
+    asked: LeaseMessage
     frames: Frames = ()
     more: bool = False
     """Whether other results follow at once: no round closes before they are in it."""

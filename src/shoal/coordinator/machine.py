@@ -42,7 +42,7 @@ from shoal.coordinator.turn import Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
-from shoal.protocol.messages import Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull
+from shoal.protocol.messages import Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, OwnerCommand, Pull, WorkerRequest
 from shoal.updates.expert_subsets import ExpertIds, format_expert_ids, size_of
 
 _STUCK = "stuck"
@@ -157,7 +157,7 @@ class Coordinator:
         if event.guest and (refusal := self.authenticator.check_guest(event.guest)).reason:
             self.lifecycle.remove_guest(turn, event.guest)
             return turn.refuse(event.caller, *refusal)
-        if isinstance(asked, Order):
+        if isinstance(asked, OwnerCommand):
             return self.owner_commands.handle(turn, event, asked)
         if isinstance(asked, (Join, Gone)):
             return self.lifecycle.join(turn, event, asked) if isinstance(asked, Join) else self.lifecycle.on_gone(turn, event, asked)
@@ -174,7 +174,7 @@ class Coordinator:
             return self._on_heartbeat(turn, event.caller, asked, worker)
         return self._on_member_request(turn, event, asked, worker)
 
-    def _on_member_request(self, turn: Turn, event: RequestReceived, asked: Asked, worker: Member) -> None:
+    def _on_member_request(self, turn: Turn, event: RequestReceived, asked: WorkerRequest, worker: Member) -> None:
         match asked:
             case Contribute():
                 worker.received_bytes += sum(len(frame) for frame in event.frames)

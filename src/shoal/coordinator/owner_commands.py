@@ -15,7 +15,7 @@ from shoal.coordinator.members.lifecycle import MemberLifecycle
 from shoal.coordinator.members.table import MemberTable
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.turn import Turn
-from shoal.protocol.messages import Order
+from shoal.protocol.messages import OwnerCommand
 
 _MOST_LISTED = 20
 
@@ -28,7 +28,7 @@ class OwnerCommands:
         self.stops = False
         """Whether the owner asked to end the run early and save it, as an interrupt does."""
 
-    def handle(self, turn: Turn, event: RequestReceived, asked: Order) -> None:
+    def handle(self, turn: Turn, event: RequestReceived, asked: OwnerCommand) -> None:
         """Carry out a command with a valid proof. A command without one is answered with a challenge to sign."""
         if not self.plan.owner_key or asked.key != self.plan.owner_key:
             return turn.refuse(event.caller, "unproved", "orders are taken from the run's owner alone, who has its owner.json")
@@ -39,7 +39,7 @@ class OwnerCommands:
             return turn.refuse(event.caller, *refusal)
         return self._carry_out(turn, event.caller, asked)
 
-    def _carry_out(self, turn: Turn, caller: Any, asked: Order) -> None:
+    def _carry_out(self, turn: Turn, caller: Any, asked: OwnerCommand) -> None:
         match asked.action:
             case "status":
                 turn.emit(Reply(caller, {"kind": "status"}))

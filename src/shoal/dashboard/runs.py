@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.dashboard.ledger_digest import LedgerDigest
+from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder, Tail, clean
 from shoal.runs.monitoring.history import FILE as HISTORY
 
@@ -74,7 +75,10 @@ class WatchedRun:
                 if self._ledger.began != began:
                     began, self.digest = self._ledger.began, LedgerDigest()
                 self.digest.take(line)
-            self.status = self.folder.status()
+            try:
+                self.status = self.folder.status()
+            except ShoalError as error:  # a coordinator of another version has taken over
+                self.status = self.status | {"state": str(error)}
 
     @property
     def _generation(self) -> int:

@@ -1,4 +1,5 @@
-"""What every engine does the same: weigh batches, take gradients in turn, follow the schedule, clip, watch over health, judge."""
+"""Base class of engines: weights of batches, gradients of each network in turn, learning-rate schedule, clipping, health checks,
+evaluation."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class Engine(ABC):
         for one in self.kept:
             one.total, one.rank, one.ranks = world.add_up, world.rank, world.size
 
-    # --- what an engine must give ------------------------------------------------------------------
+    # --- what a subclass must implement --------------------------------------------------------------
 
     @abstractmethod
     def _forget(self) -> None:
@@ -104,7 +105,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _moments(self, player: str) -> dict[str, Any]:
-        """The optimizer's state by the parameters' names: see moments.py."""
+        """The optimizer's state by the parameters' names: see `optim/named_state.py`."""
 
     @abstractmethod
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None: ...
@@ -119,7 +120,7 @@ class Engine(ABC):
         return self.world
 
     def finish(self) -> None:
-        """Give the networks back to whoever wants to use them without this engine."""
+        """Release the networks, so that they can be used without this engine."""
         return
 
     # --- the flat view -----------------------------------------------------------------------------
@@ -151,16 +152,16 @@ class Engine(ABC):
         return StepResult(metrics, weighing.total, weighing.samples)
 
     def _lead(self, player: str) -> None:
-        """Called between the gradients of two networks: an engine may move the first network to where its next weights will be."""
+        """Called between the gradients of two networks. An engine may move the first network to where its next weights are expected."""
         return
 
     def _weigh(self, batches: list[Batch]) -> BatchWeights:
         return BatchWeights([self.task.count(batch) for batch in batches], sum(map(length, batches)), self.world)
 
     def _in_turn(self, batches: list[Batch], weighing: BatchWeights, metrics: dict[str, Tensor]) -> Iterator[str]:
-        """Network after network, each when its gradient over all batches is there.
+        """Yield the name of each network when its gradient over all batches is complete.
 
-        Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
+        A caller that steps a network before it asks for the next one lets the next one see the new weights, which trains GANs best.
         """
         self._begin_step()
         losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
@@ -176,7 +177,8 @@ class Engine(ABC):
             one.begin_step()
 
     def _filled(self, batch: Batch) -> Batch:
-        """Give a process without a share of the last small batch a sample that counts nothing: the others wait for it to compute."""
+        """Replace an empty share of the last small batch by a sample with weight 0: the collectives of the other processes need this
+        process to compute."""
         if length(batch):
             self._spare = batch
             return batch
@@ -185,7 +187,8 @@ class Engine(ABC):
         return {name: value[:1] for name, value in self._spare.items()}
 
     def _backward_next(self, losses: list[Iterator[Loss]], weighing: BatchWeights, metrics: dict[str, Tensor]) -> str:
-        """Add up the gradients of every batch's next loss; the name of the network they are for, or nothing at the end."""
+        """Add up the gradients of every batch's next loss. Returns the name of the network that they are for, or an empty string after
+        the last loss."""
         player = ""
         for number, batch_losses in enumerate(losses):
             for one in self.kept:
@@ -232,7 +235,7 @@ class Engine(ABC):
         return self.step([next(feed) for _ in range(accumulation)]), 1
 
     def apply_own(self, step: float) -> dict[str, Tensor]:
-        """Step every network along the gradient that is there."""
+        """Step every network along its current gradient."""
         metrics: dict[str, Tensor] = {}
         for name in self.layouts:
             self._step_network(name, step, metrics, scaled=False)
@@ -241,23 +244,23 @@ class Engine(ABC):
         return metrics
 
     def _end_step(self, metrics: dict[str, Tensor]) -> None:
-        """All processes know these figures, so each adds its part of them to the sum."""
+        """Divide figures that all processes know by the number of processes, since figures are summed over processes later."""
         for one in self.kept:
             one.end_step()
             metrics |= {name: value / self.world.size for name, value in one.figures().items()}
 
     def _move_state(self) -> None:
-        """Move what is neither trained nor averaged as the last gradients' batches decided."""
+        """Update the step state (neither trained nor averaged) from the statistics of the last gradients' batches."""
         for one in self.kept:
             one.move()
 
     def forget_past(self) -> None:
-        """Reset the optimizers' states: a number in them that is not finite would stay for ever."""
+        """Reset the optimizers' states: a value in them that is not finite would never go away."""
         for optimizer in self.optimizers.values():
             optimizer.state.clear()
 
     def unscale(self) -> None:
-        """Before a gradient is sent: undo the scaling that keeps half precision from losing small ones."""
+        """Undo the loss scaling of half precision. Call this before a gradient is sent."""
         if self.scaler.is_enabled():
             for optimizer in self.optimizers.values():
                 self.scaler.unscale_(optimizer)
@@ -282,7 +285,7 @@ class Engine(ABC):
             self.scaler.step(optimizer) if scaled else optimizers.step(optimizer)
 
     def _clip(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> bool:
-        """Limit the norm of a gradient. False if the step must not be taken."""
+        """Limit the norm of a gradient. Returns False if the step must be skipped."""
         limit = self.clip_limit()
         if limit is None:
             return True
@@ -298,7 +301,7 @@ class Engine(ABC):
         return True
 
     def clip_limit(self) -> float | None:
-        """The largest norm that a gradient may have at this step; None: any."""
+        """The largest gradient norm allowed at this step; None: no limit."""
         limit = self.settings.clipping.max_norm if self.settings.clipping.enabled else None
         if self.health is None:
             return limit
@@ -306,7 +309,7 @@ class Engine(ABC):
         return value if limit is None else min(limit, value)
 
     def healthy(self, norm: float) -> bool:
-        """May a step with this gradient be taken? Raises ShoalError when too many in a row may not."""
+        """Whether a step with this gradient norm may be taken. Raises ShoalError after too many steps in a row that may not."""
         assert self.health is not None
         well = self.health.observe(norm)
         if self.health.skipped_in_a_row > MOST_SKIPPED:
@@ -314,14 +317,14 @@ class Engine(ABC):
         return well
 
     def _note_norm(self, name: str, norm: Tensor, metrics: dict[str, Tensor]) -> None:
-        """All processes know the whole norm, so each adds its part of it to the sum."""
+        """Record a norm. All processes know the whole norm and metrics are summed over processes, so each adds its share."""
         figure = "gradient_norm" if len(self.layouts) == 1 else f"{name}_gradient_norm"
         metrics[figure] = norm if self.world.size == 1 else norm / self.world.size
 
     # --- what to record ----------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
-        """What to record besides the losses."""
+        """Metrics to record besides the losses."""
         figures = self.learning_rates()
         if self.health:
             figures |= self.health.metrics()
@@ -357,8 +360,8 @@ class Engine(ABC):
         )
 
     def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """The task's judgement with dropout off and statistics fixed. Of several processes each judges all, since
-        sharded weights need them all; what the first one finds counts."""
+        """The task's evaluation metrics, with dropout off and statistics fixed. Every process evaluates all batches, since sharded
+        weights need all processes; the first process's result is used."""
         for player in self.task.players.values():
             player.eval()
         try:
@@ -376,11 +379,11 @@ class Engine(ABC):
 
     @property
     def buffers(self) -> Tensor:
-        """What the coordinator hands out beside the weights, end to end: statistics, and state that is neither trained nor averaged."""
+        """The vector that the coordinator sends beside the weights: statistics, and step state that is neither trained nor averaged."""
         return _end_to_end([*self.statistics, *(value for one in self.kept for value in one.state())])
 
     def load_buffers(self, values: Tensor) -> None:
-        """Take over what `buffers` of another engine gave."""
+        """Load the result of another engine's `buffers`."""
         places = [*self.statistics, *(value for one in self.kept for value in one.state())]
         for place, value in zip(places, _like(places, values), strict=True):
             place.copy_(value)
@@ -388,12 +391,12 @@ class Engine(ABC):
             one.on_state_loaded()
 
     def take_report(self) -> Tensor:
-        """What a worker sends beside its update, as long as `buffers`: statistics, and how far its steps since the last report would move
-        the state that is neither trained nor averaged."""
+        """The vector that a worker sends beside its update, of the same length as `buffers`: statistics, and by how much its steps since
+        the last report would change the step state."""
         return _end_to_end([*self.statistics, *(value for one in self.kept for value in one.take_movement())])
 
     def follow_report(self, values: Tensor) -> None:
-        """Take over what workers reported."""
+        """Apply the combined reports of workers."""
         places = [*self.statistics, *(value for one in self.kept for value in one.state())]
         parts = list(_like(places, values))
         for place, value in zip(self.statistics, parts, strict=False):
@@ -426,7 +429,7 @@ class Engine(ABC):
             self.scales.load_state_dict(state["scales"])
 
     def gathered(self) -> dict[str, Any]:
-        """What steps have gathered for the next report, which neither weights nor `state_dict` hold: for the middle of a round."""
+        """Statistics collected for the next report, which neither the weights nor `state_dict` hold: saved in the middle of a round."""
         return {"kept": [one.pending() for one in self.kept]}
 
     def load_gathered(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How much each batch of a step counts, against all batches of all processes."""
+"""Weights of a step's batches, relative to all batches of all processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shoal.tasks import Batch
 
 
 class BatchWeights:
-    """The sums over all processes are under way while the first batch goes through the network."""
+    """Weights of this process's batches. The sums over all processes are computed while the first batch goes through the network."""
 
     def __init__(self, counts: list[int], samples: int, world: World) -> None:
         self._counts, self._world = counts, world
@@ -40,7 +40,8 @@ class BatchWeights:
 
 
 class SharedBatchWeights(BatchWeights):
-    """For processes that all see the same batches: what one counts is what all count. The first process's word is everybody's."""
+    """Weights for processes that all read the same batches: each batch counts once, and the sums only check that the batches are the
+    same. The first process's `word` is sent to all."""
 
     def __init__(self, counts: list[int], samples: int, world: World, word: int) -> None:
         """`word`: a whole number below 2^53."""

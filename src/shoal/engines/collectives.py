@@ -1,6 +1,7 @@
-"""A copy of the networks in each process, which steps by itself: towards the others they are one engine whose weights are the mean of all.
+"""DiLoCo over collectives: each process has a copy of the networks and takes steps by itself; between rounds the weights are averaged with
+an all-reduce.
 
-This is DiLoCo over collectives: nothing but an all-reduce of the weights between rounds of steps.
+To the coordinator the processes are one engine, whose weights are the mean of all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shoal.tasks import Batch, StepResult, Task
 
 
 class CollectivesEngine(SingleEngine):
-    """Its own batches, its own gradients, its own optimizer: `world` is this process alone, `crew` are all."""
+    """Engine with its own batches, gradients and optimizer in each process: `world` is this process alone, `crew` are all processes."""
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         super().__init__(run, task, device, total_steps, learns=True)
@@ -56,8 +57,8 @@ class CollectivesEngine(SingleEngine):
         self._figures = {name: value.to(self.device) for name, value in state["figures"].items()}
 
     def wholes(self) -> Iterator[Tensor]:
-        """The mean over all processes, weighed by what each has learned from since the last time. All must go through all of it; their
-        own weights stay as they are."""
+        """Yield the mean weights of all processes, weighted by what each has learned from since the last mean. All processes must
+        iterate to the end; their own weights do not change."""
         self._agree_on_statistics()
         for one in self.kept:
             one.share_movement(lambda values: self.crew.add_up(values) / self.crew.size)

@@ -1,8 +1,8 @@
-"""A batch's passes on a GPU, recorded once for each shape of batch and replayed from then on (CUDA graphs).
+"""CUDA graphs: the passes of a batch are recorded once for each shape of batch, and replayed from then on.
 
-A small model's step is hundreds of short kernels, and this process takes longer to ask for them than the GPU to compute them. A recording
-asks for all of them at once. Replayed kernels read and write the same memory each time: the batch is copied to where they read it, and the
-gradients are where they wrote them.
+A small model's step is hundreds of short kernels, and launching them takes longer than computing them. A recorded graph launches all of
+them at once. Replayed kernels read and write the same memory each time: the batch is copied to their input, and gradients are read from
+their output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecordedPass(NamedTuple):
     graph: Any
     inputs: Batch
     share: Tensor
-    """What the loss and the figures are multiplied with."""
+    """The factor of the loss and the metrics."""
     names: list[str]
     figures: Tensor
     gradients: list[Tensor | None]
@@ -83,7 +83,7 @@ class PassRecorder:
         return RecordedPass(graph, inputs, share, names, figures, [parameter.grad for parameter in self._parameters])
 
     def _compile(self, inputs: Batch, share: Tensor) -> None:
-        """Take the passes as usual, so that whatever happens at the first time has happened. Random numbers go on as if it had not."""
+        """Run the passes without recording first, so that first-use initialisation is done. The random number state is restored."""
         random = torch.cuda.get_rng_state()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -93,7 +93,7 @@ class PassRecorder:
                 self._before()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the other stream used would lie idle
+        torch.cuda.empty_cache()  # memory cached for the other stream would stay unused
         torch.cuda.set_rng_state(random)
 
     def _pass(self, inputs: Batch, share: Tensor) -> tuple[list[str], Tensor]:

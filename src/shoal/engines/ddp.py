@@ -1,4 +1,5 @@
-"""A copy of the networks in each process. Gradients are added up in pieces, each as soon as the backward pass is through with it."""
+"""Data-parallel engine: each process has a copy of the networks. Gradients are summed in buckets, each as soon as the backward pass has
+filled it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from shoal.tasks import Batch, StepResult, Task
 from shoal.updates.layout import FlatNetwork
 
 _FIRST_BYTES, _PIECE_BYTES = 1 << 20, 25 << 20
-"""As large as PyTorch's own DistributedDataParallel takes them: a small first one, so that sending begins early."""
+"""Bucket sizes of PyTorch's DistributedDataParallel: the first one is small, so that sending begins early."""
 
 
 class DdpEngine(SingleEngine):

@@ -1,4 +1,4 @@
-"""Where a network's experts lie in the flat vector, and their loads in what travels beside it."""
+"""Positions of a network's experts in the flat weight vector, and of their loads in the buffers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def spans_of_experts(network: nn.Module, layout: ParameterLayout, at: int = 0) -
 
 
 def episode_rows(engine: SingleEngine) -> EpisodeRows | None:
-    """The episodes that workers tell of; None: there is no memory."""
+    """The episodes that workers report; None: the model has no episodic memory."""
     memories = [one for one in engine.kept if isinstance(one, EpisodicMemory)]
     at = _places(engine, EpisodicMemory, lambda kept: kept.state())
     return EpisodeRows(at[0], *memories[0].received_WR.shape) if at else None

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state sharded over the processes: torch's `fully_shard`, block by block."""
+"""FSDP engine: parameters, gradients and optimizer state are sharded over the processes with torch's `fully_shard`, block by block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ENTRANCES = ("hidden", "next_logits")
 class FsdpEngine(Engine):
     """Each process holds its rows of every parameter; a block is gathered when it is needed.
 
-    The optimizer steps those rows as plain tensors: whatever works element by element gives the same result as on the whole.
+    The optimizer steps those rows as plain tensors, so it must work element by element: then the result is the same as on whole parameters.
     """
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:

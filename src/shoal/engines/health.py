@@ -1,4 +1,4 @@
-"""Watch over gradients: a clip value that tightens, explosions, steps that are not finite."""
+"""Gradient health: a clip value on a schedule, detection of exploding gradients, and of steps that are not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_SKIPPED = 100
 
 
 class HealthMonitor:
-    """Decides for each step how far to clip, whether to skip it, and how much to slow down. Counts what it did."""
+    """Decides for each step the clip value, whether to skip it, and how much to lower the learning rate. Counts these events."""
 
     def __init__(self, settings: GradientHealth) -> None:
         self.settings = settings

@@ -1,6 +1,7 @@
-"""An engine of several processes as one worker among many: the first process speaks for all, and the others do as it says.
+"""Island: the processes of a multi-process engine as one worker. The first process leads, the others follow its commands.
 
-It sends the others an order and three numbers, and the weights where an order needs them. Only the first process knows of a coordinator.
+A command is an enum value and three numbers, followed by the weights where the command needs them. Only the first process communicates with
+the coordinator.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STRIDE_S = 1.0
 
 
 class IslandCheckpoint(Protocol):
-    """What the processes keep of themselves, together."""
+    """Checkpoint of the state of all processes together."""
 
     def due(self, version: int) -> bool: ...
     def save(self, version: int, residual: Tensor | None) -> None: ...
@@ -40,7 +41,7 @@ class IslandCheckpoint(Protocol):
 
 
 class IslandCommand(IntEnum):
-    """What the first process asks of all."""
+    """A command of the first process to all processes."""
 
     LEAVE = auto()
     SIT = auto()
@@ -63,18 +64,18 @@ class IslandCommand(IntEnum):
 
 
 class IslandProcess:
-    """What every process of an island does."""
+    """Operations that every process of an island carries out."""
 
     def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: IslandCheckpoint) -> None:
         self.engine, self.crew = engine, engine.crew
         self.feed_for, self.keepsakes = feed_for, keepsakes
 
     def counted(self, result: StepResult) -> StepResult:
-        """The figures of all processes together."""
+        """The metrics of all processes together."""
         return StepResult(self.crew.total(result.metrics), result.weight, result.samples)
 
     def walked(self, feed: Iterator[Batch], accumulation: int, count: int) -> StepResult:
-        """Steps that each process takes by itself; the figures of all of them together."""
+        """Let each process take steps by itself. Returns the metrics of all processes together."""
         sums, weight, samples = dict[str, Tensor](), 0, 0
         for _ in range(count):
             result = self.engine.step([next(feed) for _ in range(accumulation)])
@@ -85,11 +86,11 @@ class IslandProcess:
         return StepResult({name: value / whole for name, value in self.crew.total(sums).items()}, whole, of_samples)
 
     def load(self, vector: Tensor | None) -> None:
-        """All networks' weights, which the first process has."""
+        """Load all networks' weights, which the first process passes and the others receive."""
         self.engine.load_wholes(self._shared(vector))
 
     def _shared(self, vector: Tensor | None) -> Iterator[Tensor]:
-        """Parameter by parameter, so that nobody but the first needs room for all."""
+        """Broadcast the weights parameter by parameter, so that only the first process needs memory for all of them."""
         at = 0
         for layout in self.engine.layouts.values():
             for slot in layout.slots:
@@ -102,12 +103,12 @@ class IslandProcess:
 
 
 class IslandFollower(IslandProcess):
-    """Every process but the first."""
+    """Any process of the island except the first."""
 
     feed: Feed | None = None
 
     def work(self) -> None:
-        """Carry out the first process's orders until it orders to leave."""
+        """Carry out the first process's commands until it sends the command to leave."""
         while (order := self._hear())[0] != IslandCommand.LEAVE:
             self._obey(*order)
         if self.feed is not None:
@@ -171,10 +172,10 @@ class IslandFollower(IslandProcess):
 
 
 class Island(IslandProcess):
-    """The first process: to the worker's loop it is an engine of one process, with all weights in one vector."""
+    """The first process. The worker's loop uses it like an engine of one process, with all weights in one vector."""
 
     def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: IslandCheckpoint, readers: int) -> None:
-        """`readers`: how many of the processes take batches of their own."""
+        """`readers`: the number of processes that read batches of their own."""
         super().__init__(engine, feed_for, keepsakes)
         self.readers = readers
         self.world = World()
@@ -184,19 +185,19 @@ class Island(IslandProcess):
         self._moved = True
         """Whether the weights have moved since they were gathered."""
         self._stride = 1
-        """Steps that the processes take by themselves before they look up."""
+        """Steps that the processes take before they synchronise."""
 
     def _say(self, order: IslandCommand, *numbers: float) -> None:
         self.crew.broadcast_numbers([float(order), *numbers, *[0.0] * (3 - len(numbers))])
 
     def leave(self) -> None:
-        """Order all processes to leave."""
+        """Send all processes the command to leave."""
         self._say(IslandCommand.LEAVE)
 
     # --- the data ----------------------------------------------------------------------------------
 
     def sit(self, seat: int, epoch: int, position: int) -> IslandFeed:
-        """Let all processes take their parts of a seat at the data."""
+        """Open a seat's data in all processes, each with its part."""
         self._say(IslandCommand.SIT, seat, epoch, position)
         return IslandFeed(self.feed_for(seat, epoch, position), self.readers)
 
@@ -216,7 +217,8 @@ class Island(IslandProcess):
         return self.counted(self.engine.step(batches))
 
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
-        """One step where they step together; else so many that they hear of each other about once a second."""
+        """One step in engines that step together; otherwise as many steps as take about one second, after which the processes
+        synchronise."""
         if self.crew is self.engine.world:
             return self.step([next(feed) for _ in range(accumulation)]), 1
         count, started = min(most, self._stride), time.monotonic()
@@ -231,7 +233,7 @@ class Island(IslandProcess):
         return self.counted(self.engine.gradients(batches))
 
     def expect(self, moved: Tensor) -> None:
-        """Ignored: an island takes all networks' gradients at the weights that it has."""
+        """Ignored: an island computes all networks' gradients at its current weights."""
 
     def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult:
         raise ShoalError("updates.privacy.unit: samples are clipped one by one in a single process: set engine.kind=single")
@@ -303,7 +305,7 @@ class Island(IslandProcess):
         self.keepsakes.save_partial_round(half, residual)
 
     def find_partial_round(self, begins: Any) -> Any:
-        """All processes must have their parts of it."""
+        """The saved part of a round, if every process has its part of it."""
         half = self.keepsakes.find_partial_round(begins)
         if half is None:
             return None
@@ -325,7 +327,7 @@ class Island(IslandProcess):
 
 
 class IslandFeed(Feed):
-    """The first process's part of the data. It counts batches as a worker of one process does: one for each that reads."""
+    """The first process's part of the data. It counts batches as a worker of one process does: one for each process that reads."""
 
     def __init__(self, feed: Feed, ranks: int) -> None:
         self._feed, self._ranks = feed, ranks

@@ -1,9 +1,11 @@
-"""One process, one device: batches → gradients → a step."""
+"""Engine of one process on one device: batches → gradients → a step."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, StepResult, Task
 from shoal.updates.layout import flatten_networks
 
-__all__ = ["SingleEngine", "StepResult", "choose_device"]
+__all__ = ["SingleEngine", "StepResult", "choose_device", "free_memory"]
 
 
 class SingleEngine(Engine):
@@ -80,7 +82,7 @@ class SingleEngine(Engine):
             network.drop_shadow()
 
     def changed(self) -> None:
-        """Somebody wrote into `vector`: the networks see it, or read a shadow that is to follow."""
+        """Called after `vector` was written to: the networks read it directly, or read a bf16 copy that has to be refreshed."""
         for network in self.networks.values():
             network.renew_shadow()
 
@@ -114,8 +116,8 @@ class SingleEngine(Engine):
         return StepResult(metrics, len(ones), len(ones))
 
     def expect(self, moved: Tensor) -> None:
-        """How far the next version will take the weights, as far as anybody knows. `gradients` then takes each network's gradient where
-        the networks before it will be: a GAN learns best so, whoever makes the steps."""
+        """Set the expected change of the weights by the next version. `gradients` then computes each network's gradient at the expected
+        weights of the networks before it, which trains GANs best."""
         parts = torch.split(moved.to(self.vector), [network.vector.numel() for network in self.networks.values()])
         self._moves = dict(zip(self.networks, parts, strict=True))
 
@@ -281,9 +283,11 @@ def reads_rounded(run: Run, device: torch.device) -> bool:
 
 
 def rounded_names(network: nn.Module) -> Iterator[str]:
-    """The parameters that mixed precision rounds whenever they are used: those of linear layers, embeddings and experts, but no router.
+    """The parameters that mixed precision rounds whenever they are used: those of linear layers, embeddings and experts, but not of
+    routers.
 
-    Networks of other libraries stay as they are: nobody knows what they do with the types of their weights."""
+    Networks of other libraries are left unchanged, since they may depend on the types of their weights.
+    """
     if not hasattr(network, "output_weight"):
         return
     for place, module in network.named_modules():
@@ -323,3 +327,14 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
         raise ShoalError(f"process {local_rank + 1} of this machine has no GPU: there are {torch.cuda.device_count()}")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a device: of the GPU, or of this machine. None where the system does not report them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):  # not Linux: all memory, where the system reports that
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None

@@ -1,4 +1,4 @@
-"""The processes that step one model together, and what they tell each other beside gradients."""
+"""Process group of an engine: the processes that step one model together, and their messages other than gradients."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
 
 _MEET_S = 120.0
-"""How long a process waits for all others to start."""
+"""Seconds that a process waits for all others to start."""
 _SILENCE = timedelta(days=2)
-"""How long a process waits for a message of another: an island waits for its coordinator. A dead process is noticed at once."""
+"""Timeout of a message from another process. It is long because an island waits for its coordinator; a dead process is noticed at once."""
 _LONGEST_PIECE = 64 << 20
 Result = TypeVar("Result")
 
 
 class World:
-    """This process and the others it steps with. For a process alone all methods return at once."""
+    """This process and the others that it steps with. In a world of one process all methods return at once."""
 
     def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None, here: RankPlace | None = None) -> None:
         self.rank, self.size, self.apart = rank, size, here is not None and here.apart
-        """`apart`: the processes share no folder."""
+        """`apart`: the processes have no shared folder."""
         self.stage = rank if here is None or here.stage is None else here.stage
-        """The stage of a pipeline that this process has."""
+        """The pipeline stage that this process runs."""
         self.talk = talk
-        """The group for small tensors in main memory; gradients go through the default group, which on GPUs is NCCL's."""
+        """The process group for small tensors in main memory. Gradients use the default group, which is NCCL's on GPUs."""
         self.leaving = False
         """Whether this process has been asked to stop."""
         self.all_leave = False
-        """Whether any process has been asked to stop. All know it, and stop after the same step."""
+        """Whether any process has been asked to stop. All processes know it, and stop after the same step."""
 
     @property
     def first(self) -> bool:
-        """Whether this is the first process, which prints, records and writes for all."""
+        """Whether this is the first process, which prints, records and writes files for all."""
         return self.rank == 0
 
     def begin_sum(self, numbers: list[float]) -> PendingSum:
-        """Begin to add up numbers over all processes, while this process goes on computing."""
+        """Begin to sum numbers over all processes, while this process goes on computing."""
         if self.size == 1:
             return PendingSum(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -115,7 +115,7 @@ class World:
         return [bytes(one[:length].tolist()).decode() for one, length in zip(self.each(letters), lengths, strict=True)]
 
     def collected(self, own: bytes) -> Iterator[bytes]:
-        """For the first process the bytes of the others, one after the other; all must go through this."""
+        """Yield the bytes of each other process, in the first process only. All processes must iterate to the end."""
         for rank in range(1, self.size):
             length = torch.tensor([len(own)])
             if self.first:
@@ -144,7 +144,8 @@ class World:
             dist.barrier(group=self.talk)
 
     def close(self) -> None:
-        """Leave together, in this order: otherwise processes now and then abort at exit, after a run that went well."""
+        """Shut down the process groups together, in this order: any other order sometimes aborts processes at exit after a successful
+        run."""
         if self.talk is not None:
             gc.collect()
             self.wait()
@@ -153,7 +154,7 @@ class World:
 
 
 class PendingSum:
-    """A sum over all processes that has begun."""
+    """A sum over all processes that is being computed."""
 
     def __init__(self, values: Tensor | list[float], work: dist.Work | None = None) -> None:
         self._values, self._work = values, work
@@ -165,28 +166,28 @@ class PendingSum:
 
 
 class Rendezvous:
-    """Where the processes of an engine find each other. The first may leave messages there for the others before they begin."""
+    """The store where the processes of an engine meet. The first process may leave messages in it for the others before they begin."""
 
     def __init__(self, here: RankPlace) -> None:
         self.here = here
         self.store = self._found(lambda: _store(here))
 
     def say(self, name: str, word: str | bytes) -> None:
-        """Leave a message for others, under a name."""
+        """Store a message under a name."""
         self.store.set_timeout(timedelta(seconds=_MEET_S))
         self._found(lambda: self.store.set(name, word))  # type: ignore[arg-type]
 
     def hear(self, name: str, patience_s: float) -> bytes:
-        """What was left under a name, as soon as it is there. Raises ShoalError."""
+        """Wait for the message under a name and return it. Raises ShoalError."""
         self.store.set_timeout(timedelta(seconds=patience_s))
         return self._found(lambda: self.store.get(name))
 
     def word(self, name: str) -> str | None:
-        """What was left under a name, if it is there by now. Raises ShoalError."""
+        """The message under a name, or None if there is none yet. Raises ShoalError."""
         return self._found(lambda: self.store.get(name).decode() if self.store.check([name]) else None)
 
     def enter(self, device: torch.device) -> World:
-        """Begin to work together. Raises ShoalError."""
+        """Create the process groups. Raises ShoalError."""
         return self._found(lambda: self._enter(device))
 
     def _enter(self, device: torch.device) -> World:
@@ -205,12 +206,12 @@ class Rendezvous:
 
 
 def enter(here: RankPlace | None, device: torch.device) -> World:
-    """Meet the others, and begin to work together. Raises ShoalError."""
+    """Meet the other processes and create the process groups. Raises ShoalError."""
     return Rendezvous(here).enter(device) if here is not None else World()
 
 
 def _store(here: RankPlace) -> Store:
-    """Where they find each other. Processes that are started again must not read what those before them left."""
+    """The store of a rendezvous. Processes that are restarted must not read the messages of the processes before them."""
     if here.file:
         return FileStore(here.file, here.size)
     listening = here.rank == 0 and not here.hosted

@@ -16,6 +16,7 @@ from shoal.config.load import Override
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.schema.rlhf import FineTune, Reward, SumReward, TrainedReward
 from shoal.errors import ShoalError
+from shoal.runs.folder.run_reader import read_summary
 
 _SMALL = 30_000_000
 """Parameters of a base that is trained first without being asked for. gpu/tiny has about 20 million, and takes some minutes on a CPU."""
@@ -110,8 +111,4 @@ def rough_size(run: Run) -> int:
 
 def is_done(folder: Path) -> bool:
     """Whether a phase's run was completed."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(summary.get("status") in ("completed", "stopped early"))
+    return read_summary(folder).get("status") in ("completed", "stopped early")

@@ -13,12 +13,12 @@ from shoal.config import Run
 from shoal.config.fields import Secret
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
+from shoal.files import write_file
 from shoal.launch.postgres.server import CLASS, EmbeddedPostgres
 from shoal.runs.build_run import find_run_to_resume
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import to_tell
-from shoal.transports.private_files import write_private
 
 _CHECK_S = 0.5
 _TOKEN_FILE = "class_token"
@@ -93,7 +93,7 @@ def _let_students_in(server: EmbeddedPostgres) -> str:
 
     file = server.folder / _TOKEN_FILE
     token = file.read_text(encoding="utf-8").strip() if file.exists() else secrets.token_urlsafe(12)
-    write_private(file, token + "\n")
+    write_file(file, token + "\n", private=True)
     with connect(server.access) as connection:
         schema.init(connection)
         schema.close_other_databases(connection)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,9 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.transports.private_files import write_private
+from shoal.files import JsonFormat
 
 _FILE = "up.json"
+_FORMAT = JsonFormat("process file", 1, ("pid", "began"), private=True)
 _LOOK_S = 0.1
 
 
@@ -30,7 +30,7 @@ def written_while_up(folder: Path) -> Iterator[None]:
     """Note that this process keeps the run up, while it does."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _FILE
-    write_private(path, json.dumps({"pid": os.getpid(), "began": _began(os.getpid())}))
+    _FORMAT.write(path, {"pid": os.getpid(), "began": _began(os.getpid())})
     try:
         yield
     finally:
@@ -38,13 +38,9 @@ def written_while_up(folder: Path) -> Iterator[None]:
 
 
 def running_process(folder: Path) -> int | None:
-    """The process that keeps the run in a folder up."""
-    try:
-        saved = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        pid, began = int(saved["pid"]), str(saved["began"])
-    except (OSError, ValueError, KeyError):
-        return None
-    return pid if began and _began(pid) == began else None
+    """The process that keeps the run in a folder up; None where there is none. Raises ShoalError where up.json cannot be read."""
+    saved = _FORMAT.read(folder / _FILE)
+    return int(saved["pid"]) if saved and saved["began"] and _began(saved["pid"]) == saved["began"] else None
 
 
 def take_down(folder: Path, patience_s: float) -> bool:

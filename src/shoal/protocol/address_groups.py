@@ -1,12 +1,12 @@
-"""What counts as one address where something is bounded by address."""
+"""Groups of network addresses that limits per address apply to."""
 
 from __future__ import annotations
 
 import ipaddress
 
 
-def household(address: str) -> str:
-    """With IPv6 anybody has as many addresses as they like, of one network: that counts. What is no number stays as it is."""
+def address_group(address: str) -> str:
+    """The group of an address. IPv6 clients own a whole /64, so limits apply per /64. A name stays as it is."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

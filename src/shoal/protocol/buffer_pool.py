@@ -1,7 +1,7 @@
-"""Memory for long frames that is used again and again.
+"""A pool of buffers for long frames.
 
-The system clears each page that it hands out, and to have it do so for 25 MB takes longer than to fill them. A frame lives for a moment and
-the next one has the same length, so a few rooms serve all of them.
+The operating system zeroes each new page, which for 25 MB takes longer than to fill them. Frames are short-lived and mostly of one length,
+so a few buffers are enough.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-WORTH_BYTES = 1 << 20
-"""Shorter frames get fresh memory: the system hands that out at once."""
+SMALLEST_POOLED_BYTES = 1 << 20
+"""Shorter buffers are allocated anew, which costs little."""
 MOST_FREE_BYTES = 256 << 20
-"""Rooms that nobody uses are kept up to this much."""
+"""The most bytes that unused buffers may take."""
 
-Room = NDArray[np.uint8]
+Buffer = NDArray[np.uint8]
 
-_back: deque[Room] = deque()
-"""Rooms that came back, the last one last. Python collects whenever it likes, so whoever brings one back takes no lock."""
+_free: deque[Buffer] = deque()
+"""Free buffers, the last returned one last. Finalizers append to it at any moment, so they take no lock."""
 _lock = threading.Lock()
 
 
-def room(size: int) -> memoryview:
-    """Room for so many bytes, which hold anything. It is free again when nothing refers to it or to a part of it any more."""
-    if size < WORTH_BYTES:
+def take_buffer(size: int) -> memoryview:
+    """An uninitialised buffer of `size` bytes. It returns to the pool when neither it nor a view of it is referenced any more."""
+    if size < SMALLEST_POOLED_BYTES:
         return np.empty(size, np.uint8).data
-    memory = _kept(size)
+    memory = _pop_free(size)
     if memory is None:
         memory = np.empty(size, np.uint8)
-    lent = memory.view(_Lent)
-    weakref.finalize(lent, _back.append, memory).atexit = False
+    lent = memory.view(_LentBuffer)
+    weakref.finalize(lent, _free.append, memory).atexit = False
     return lent.data
 
 
-class _Lent(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """A room while it is used. Being a class of its own, it stays referred to by whatever is made of it."""
+class _LentBuffer(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """A subclass, so that NumPy views keep the buffer alive; it returns to the pool when the last view dies."""
 
 
-def _kept(size: int) -> Room | None:
-    """The room of this size that came back last, if there is one; the oldest rooms beyond what may be free are let go."""
+def _pop_free(size: int) -> Buffer | None:
+    """The last returned buffer of this size, or None. The oldest buffers beyond `MOST_FREE_BYTES` are dropped."""
     with _lock:
-        rooms = [_back.popleft() for _ in range(len(_back))]
-        found = next((at for at in reversed(range(len(rooms))) if len(rooms[at]) == size), None)
-        memory = None if found is None else rooms.pop(found)
-        free = 0
-        for kept in reversed(rooms):
-            free += len(kept)
-            if free <= MOST_FREE_BYTES:
-                _back.appendleft(kept)
+        buffers = [_free.popleft() for _ in range(len(_free))]
+        found = next((at for at in reversed(range(len(buffers))) if len(buffers[at]) == size), None)
+        memory = None if found is None else buffers.pop(found)
+        free_bytes = 0
+        for kept in reversed(buffers):
+            free_bytes += len(kept)
+            if free_bytes <= MOST_FREE_BYTES:
+                _free.appendleft(kept)
         return memory

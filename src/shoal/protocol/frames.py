@@ -14,7 +14,7 @@ Frames = tuple[memoryview, ...]
 
 
 class UpdateError(ShoalError):
-    """An update that cannot be what its sender meant: it is refused whole."""
+    """A malformed update, which is refused as a whole."""
 
 
 def frame_of(values: NDArray[Any]) -> memoryview:

@@ -1,6 +1,6 @@
-"""What workers and coordinator say to each other: what is asked is checked field by field, whoever sent it.
+"""Messages between workers and coordinator. Every field of a request is checked, since its sender is not trusted.
 
-A message is a header of plain values and raw frames. A worker asks, the coordinator answers; nothing else is ever sent.
+A message is a header of plain values and raw frames. Workers send requests and the coordinator replies; it never sends first.
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ class Message(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A message that waits for its answer."""
+    """A received message that has not been answered yet."""
 
     peer: bytes
-    """Whom to answer; only the transport knows what is in it."""
+    """Address for the reply, opaque to all but the transport."""
     number: int
-    """Which call of that peer's this is: an answer carries it back, so that a late one is recognised."""
+    """Number of the peer's call. The reply repeats it, so that the peer recognises a late reply."""
     message: Message
     guest: str = ""
-    """Whose invitation let this peer in; empty: the run's own token."""
+    """Name of the invitation with which the peer was admitted; empty: the run's own token."""
     address: str = ""
-    """Where the peer is, for people; empty: the transport does not know."""
+    """The peer's network address, for display; empty: unknown to the transport."""
 
 
 class BadMessage(ShoalError):
-    """A message that no worker of ours would send."""
+    """A malformed message, which no correct worker sends."""
 
 
 class Join(NamedTuple):
-    """May I take part? Answered with a challenge, and once that is signed with the configuration, a seat at the data and a session."""
+    """Request to take part. The reply is a challenge, and after the challenge is signed the configuration, a seat and a session."""
 
     name: str | None
     protocol: int
     about: Mapping[str, str]
     instance: str = ""
-    """Tells this process from every other one, also from those of the same name."""
+    """Random identifier of the process; processes of the same name differ in it."""
     key: str = ""
     """The public half of the worker's own key (`identities.py`): its name belongs to this key."""
     nonce: str = ""
-    """What the coordinator asked to have signed; empty: it has not asked yet."""
+    """The coordinator's challenge; empty in the first request."""
     proof: str = ""
 
 
 class Leave(NamedTuple):
-    """I am going."""
+    """The worker leaves the run."""
 
     session: str
     number: int
     reason: str = ""
-    """Why, where the worker cannot go on."""
+    """Why the worker cannot continue; empty: it leaves by choice."""
 
 
 class Gone(NamedTuple):
-    """Said for a worker whose processes have ended, by whoever has its key: it does not take part until they are started again."""
+    """Reports that a worker's processes have ended, signed with the worker's key. It does not take part until they are started again."""
 
     name: str
     key: str = ""
@@ -86,12 +86,12 @@ class Gone(NamedTuple):
     proof: str = ""
 
 
-class Order(NamedTuple):
-    """Said by the run's owner, who has the run's own key: look at the run, hold it up, let it go on, end it, keep a worker out."""
+class OwnerCommand(NamedTuple):
+    """A command of the run's owner, signed with the run's key: one of `ACTIONS`."""
 
     action: str
     name: str | None
-    """The worker that is meant, where one is."""
+    """The worker that the action is about, where there is one."""
     key: str = ""
     nonce: str = ""
     proof: str = ""
@@ -101,17 +101,17 @@ ACTIONS = ("status", "pause", "resume", "stop", "evict", "readmit")
 
 
 class Heartbeat(NamedTuple):
-    """I am still here, and this is what I do. It renews the leases that the worker holds."""
+    """Reports that the worker is alive and what it does, and renews the leases that it holds."""
 
     session: str
     number: int
     state: str
     figures: Mapping[str, float] = EMPTY
-    """What people want to see of a worker: samples so far, time it waited."""
+    """Figures for display: samples so far, seconds waited."""
 
 
 class Hold(NamedTuple):
-    """The model does not fit here: I hold these experts of it only. Said before the first pull; what travels from then on is of these."""
+    """Reports that the worker holds only these experts of the model. Sent before the first pull; weights and updates cover only these."""
 
     session: str
     number: int
@@ -120,7 +120,7 @@ class Hold(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Weights newer than those I have, please."""
+    """Request for weights newer than version `have`."""
 
     session: str
     number: int
@@ -128,30 +128,30 @@ class Pull(NamedTuple):
 
 
 class Contribute(NamedTuple):
-    """What I learned from some batches. The answer also brings new weights, where they are wanted."""
+    """An update computed from some batches. The reply also brings new weights, if requested."""
 
     session: str
     number: int
     seq: int
-    """The same number is never taken twice from a worker of this name."""
+    """Sequence number; the coordinator accepts each number of a worker name once."""
     base: int
-    """The version the update was computed on."""
+    """The version that the update was computed on."""
     round: int
     weight: float
     samples: int
     epoch: int
     position: int
-    """Batches of the epoch consumed when it was made, its own included."""
+    """Batches of the epoch consumed so far, including those of this update."""
     batches: int
     have: int
-    """Version of the weights I have; -1: send none."""
+    """The worker's version of the weights; -1: the reply brings none."""
     metrics: Mapping[str, float]
     unit: int = -1
-    """The unit of the data that it was made of, where units are leased; -1: batches of the worker's own seat."""
+    """The leased unit of the data that the update is made of; -1: batches of the worker's own seat."""
 
 
 class Claim(NamedTuple):
-    """A unit of the data to learn from, please. The answer also brings the weights that the unit is for."""
+    """Request for a unit of the data. The reply also brings the weights that the unit is for."""
 
     session: str
     number: int
@@ -159,7 +159,7 @@ class Claim(NamedTuple):
 
 
 class GiveBack(NamedTuple):
-    """Somebody else may do this unit. It does not count as an attempt."""
+    """Returns a unit for another worker. It does not count as an attempt."""
 
     session: str
     number: int
@@ -167,7 +167,7 @@ class GiveBack(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """I could not do this unit."""
+    """Reports that the worker could not complete a unit."""
 
     session: str
     number: int
@@ -176,11 +176,11 @@ class Fail(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """What a worker learned from a unit it had leased. Whoever keeps the leases passes it on, and has checked that the lease was held."""
+    """The result of a leased unit, from the lease table, which has checked that the worker held the lease."""
 
     worker: str
     seq: int
-    """Counts up with every delivery of anybody."""
+    """Number of the delivery, over all workers."""
     base: int
     weight: float
     samples: int
@@ -191,7 +191,7 @@ class Delivered(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A unit that was tried too often."""
+    """A unit that used up its attempts."""
 
     epoch: int
     start: int
@@ -199,9 +199,9 @@ class Failed(NamedTuple):
     reason: str
 
 
-Asked = Join | Leave | Gone | Order | Heartbeat | Hold | Pull | Contribute | Claim | GiveBack | Fail
-FromLeases = Delivered | Failed
-"""Not from workers: from who keeps the leases."""
+WorkerRequest = Join | Leave | Gone | OwnerCommand | Heartbeat | Hold | Pull | Contribute | Claim | GiveBack | Fail
+LeaseMessage = Delivered | Failed
+"""Messages of the lease table, not of workers."""
 
 
 def _integer(least: int, most: int = _MOST) -> Callable[[Any], bool]:
@@ -240,7 +240,7 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)} | _IDENTITY),
     "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
     "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)} | _IDENTITY),
-    "order": (Order, {"action": lambda value: type(value) is str and value in ACTIONS, "name": _is_name} | _IDENTITY),
+    "order": (OwnerCommand, {"action": lambda value: type(value) is str and value in ACTIONS, "name": _is_name} | _IDENTITY),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
     "hold": (Hold, _SESSION | {"experts": _are_numbers}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),
@@ -256,7 +256,8 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "fail": (Fail, _SESSION | {"unit": _integer(0), "reason": _text(LONGEST_REASON)}),
 }
 KINDS = tuple(_CHECKS)
-"""What a header's `kind` may be."""
+"""The values of a header's `kind`."""
+_KIND_OF: dict[type[Any], str] = {made: kind for kind, (made, _) in _CHECKS.items()}
 
 
 _BATCHES = {"epoch": _integer(0), "start": _integer(0), "batches": _integer(1)}
@@ -271,16 +272,16 @@ _LEASE_CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
 }
 
 
-def parse(header: Mapping[str, Any]) -> Asked:
-    """The question in a worker's header. Raises BadMessage."""
-    asked: Asked = _parse(header, _CHECKS)
-    return asked
+def parse(header: Mapping[str, Any]) -> WorkerRequest:
+    """The request in a worker's header. Raises BadMessage."""
+    request: WorkerRequest = _parse(header, _CHECKS)
+    return request
 
 
-def parse_from_leases(header: Mapping[str, Any]) -> FromLeases:
-    """What the keeper of the leases passes on. Raises BadMessage: the figures in it are a worker's."""
-    passed: FromLeases = _parse(header, _LEASE_CHECKS)
-    return passed
+def parse_from_leases(header: Mapping[str, Any]) -> LeaseMessage:
+    """The message of the lease table in a header. Raises BadMessage: its figures come from a worker."""
+    result: LeaseMessage = _parse(header, _LEASE_CHECKS)
+    return result
 
 
 def _parse(header: Mapping[str, Any], kinds: Mapping[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]]) -> Any:
@@ -288,18 +289,18 @@ def _parse(header: Mapping[str, Any], kinds: Mapping[str, tuple[type[Any], dict[
     found = kinds.get(kind) if isinstance(kind, str) else None
     if found is None:
         raise BadMessage("no such message")
-    made, checks = found
-    for name, good in checks.items():
-        if name not in header or not good(header[name]):
+    message_type, checks = found
+    for name, is_valid in checks.items():
+        if name not in header or not is_valid(header[name]):
             raise BadMessage(f"{kind}: `{name}` is missing or wrong")
     if len(header) != len(checks) + 1:
         raise BadMessage(f"{kind}: there are fields that do not belong")
-    return made(**{name: header[name] for name in checks})
+    return message_type(**{name: header[name] for name in checks})
 
 
-def header_of(asked: Asked) -> dict[str, Any]:
-    """A question as a header."""
-    fields = asked._asdict()
-    if isinstance(asked, Heartbeat):
-        fields["figures"] = dict(asked.figures)
-    return {"kind": type(asked).__name__.lower(), **fields}
+def header_of(request: WorkerRequest) -> dict[str, Any]:
+    """The header of a request."""
+    fields = request._asdict()
+    if isinstance(request, Heartbeat):
+        fields["figures"] = dict(request.figures)
+    return {"kind": _KIND_OF[type(request)], **fields}

@@ -18,6 +18,7 @@ from shoal.reporters.hub_repository import PushError, Repository
 from shoal.reporters.model_card import CardFacts, write_card
 from shoal.reporters.pusher import Pusher
 from shoal.runs.folder import plugin_record
+from shoal.runs.folder.run_reader import DATA
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
 LAST_PUSH_S = 60.0
@@ -111,8 +112,7 @@ class HubUploads(Reporter):
         records = [record for record in self.recorder.directory.metrics() if record["step"] <= snapshot.step]
         sample = self._sample(snapshot.step)
         config = self._config()
-        data = self.folder / "data.json"
-        described = json.loads(data.read_text(encoding="utf-8"))["name"] if data.exists() else ""
+        described = (DATA.read(self.folder / "data.json") or {"name": ""})["name"]
         facts = CardFacts(self.run, snapshot.step, snapshot.total_steps, snapshot.samples, snapshot.wall_s, snapshot.size, described)
         texts = {
             "README.md": write_card(facts, records, sample, config),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.show import to_yaml
+from shoal.runs.folder.run_reader import DATA
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
 _NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s", "samples_per_s")
@@ -127,8 +127,7 @@ class LocalCard(Reporter):
 
     def close(self, summary: dict[str, Any]) -> None:
         recorder, folder = self.recorder, self.recorder.directory.path
-        described = folder / "data.json"
-        data = json.loads(described.read_text(encoding="utf-8"))["name"] if described.exists() else ""
+        data = (DATA.read(folder / "data.json") or {"name": ""})["name"]
         settings = {name: value for name, value in as_data(recorder.run).items() if name not in _NOT_IN_CARD}
         sample = max((folder / "samples").glob("step-*"), key=lambda path: path.name, default=None)
         size, steps = recorder.engine.size, recorder.engine.total_steps

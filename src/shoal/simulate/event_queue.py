@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_Planned = tuple[float, float, Callable[..., None], tuple[Any, ...]]
-"""When, which of those that were planned, what, and what it is given."""
+_Event = tuple[float, float, Callable[..., None], tuple[Any, ...]]
+"""Time, sequence number, callback and its arguments."""
 
 
 class EventQueue:
@@ -18,43 +18,40 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[_Planned] = []
-        self._line: deque[_Planned] = deque()
-        """What was planned in the order in which it happens: that needs no heap."""
+        self._heap: list[_Event] = []
+        self._fifo: deque[_Event] = deque()
+        """Events that were scheduled in the order of their times; these need no heap."""
         self._order = itertools.count()
         self._stopped, self._runs = False, 0
 
-    def at(self, moment: float, what: Callable[..., None], *given: Any) -> None:
-        """Have something happen at a moment; now, where that has passed."""
-        heapq.heappush(self._heap, (max(self.now, moment), next(self._order), what, given))
+    def at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Schedule a call for a time; for now, if that time has passed."""
+        heapq.heappush(self._heap, (max(self.now, moment), next(self._order), call, arguments))
 
-    def after(self, delay_s: float, what: Callable[..., None], *given: Any) -> None:
-        heapq.heappush(self._heap, (self.now + delay_s, next(self._order), what, given))
+    def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._heap, (self.now + delay_s, next(self._order), call, arguments))
 
-    def in_line(self, moment: float, what: Callable[..., None], *given: Any) -> None:
-        """As `at`, for things that mostly happen in the order in which they are planned, as all do that are planned with the same delay."""
-        line = self._line
-        if not line or line[-1][0] <= moment:
-            line.append((moment, next(self._order), what, given))
+    def at_in_order(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Like `at`, and faster for events that are mostly scheduled in the order of their times, such as all with the same delay."""
+        if not self._fifo or self._fifo[-1][0] <= moment:
+            self._fifo.append((moment, next(self._order), call, arguments))
         else:
-            self.at(moment, what, *given)
+            self.at(moment, call, *arguments)
 
     def stop(self) -> None:
-        """Let nothing more happen in this `run`."""
+        """Make `run` return after the present event."""
         self._stopped = True
 
     def _time_is_up(self, run: int) -> None:
-        if run == self._runs:  # else an earlier run was stopped before its time
+        if run == self._runs:  # else it is left from an earlier `run` that was stopped
             self.stop()
 
     def run(self, until: float) -> None:
-        """Let things happen until this time, or until `stop` is called."""
-        heap, line, pop, take = self._heap, self._line, heapq.heappop, self._line.popleft
+        """Process events until this time, or until `stop` is called."""
+        heap, fifo, pop = self._heap, self._fifo, heapq.heappop
         self._stopped = False
         self._runs += 1
-        heapq.heappush(
-            self._heap, (until, math.inf, self._time_is_up, (self._runs,))
-        )  # after all else; so there is always something to come
+        heapq.heappush(heap, (until, math.inf, self._time_is_up, (self._runs,)))  # the last event of its time, so the heap is never empty
         while not self._stopped:
-            self.now, _, what, given = take() if line and line[0] < heap[0] else pop(heap)
-            what(*given)
+            self.now, _, call, arguments = fifo.popleft() if fifo and fifo[0] < heap[0] else pop(heap)
+            call(*arguments)

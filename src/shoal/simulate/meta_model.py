@@ -1,4 +1,4 @@
-"""A run whose networks have shapes and no numbers: how large it is, what it needs, and how it goes on given machines."""
+"""A run with its model on torch's meta device: parameter count, memory, operations per batch, and step times on given machines."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from shoal.scheduling import memory_estimate as memory
 from shoal.simulate.machines import CALM, SimulatedMachine
 
 APART, SHARING = Ddp().kind, Fsdp().kind
-"""Engines for a worker of several devices: each device has all of the weights, or they share them."""
+"""Engines for a worker of several devices: each device has all weights, or the weights are sharded."""
 _EXCHANGES = {APART: 2, SHARING: 3}
-"""How often as many numbers as the model has go from device to device in a step."""
-_PASSES, _LEARNING = 4, 2
-"""Operations for each weight and token: two forward and two backward; and two more where the weight is trained."""
+"""Values that a device transfers in a step, in units of the number of parameters."""
+_PASSES, _WEIGHT_GRADIENT = 4, 2
+"""Operations per weight and token: two forward, two for the gradient of the input, and two more for the gradient of a trained weight."""
 
 
 class MetaModel(NamedTuple):
-    """What is the same whatever the strategy, the codec and the batch are."""
+    """A run and its parts, the model without values. Holds for every strategy, codec and batch size that is planned."""
 
     run: Run
     parts: RunParts
@@ -40,7 +40,7 @@ class MetaModel(NamedTuple):
         return self.parts.single.vector.numel()
 
     def agreed(self, run: Run, workers: int) -> RunAgreement:
-        """What so many workers of a run would agree on. Raises ShoalError where the settings and the data do not fit."""
+        """The run's agreement with this number of workers. Raises ShoalError where the settings and the data do not fit."""
         samples = self.parts.data
         expected = shards_of(run, samples.train, workers)
         policies = strategies.policies_for(run, expected)
@@ -48,41 +48,41 @@ class MetaModel(NamedTuple):
         return RunAgreement(self.parts, policies, length, (), expected)
 
     def memory(self, run: Run) -> memory.MemoryEstimate:
-        """What a worker takes, or each of its devices."""
+        """Memory of a worker, or of each of its devices."""
         whole = memory.training_memory(run, self.parameters, self.parts.data.info.vocab_size or 0, self.parts.frozen)
         return whole.shared(ranks_per_worker(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
-        """Seconds that a batch takes on a machine. A batch of twice the size takes twice as long."""
+        """Seconds per batch on a machine, proportional to the batch size."""
         if kind.steps_per_s is not None:
             return (run.training.batch_size or 1) / (self.run.training.batch_size or 1) / kind.steps_per_s
-        assert kind.flops is not None  # else the file was refused
+        assert kind.flops is not None  # the machines file is refused without either
         return self.operations(run) / kind.flops
 
     def worker_step_s(self, run: Run, kind: MachineKind) -> float:
-        """Seconds that a batch takes a worker on the average, where its devices learn from one each and then exchange what they found."""
+        """Mean seconds per batch of a worker whose devices compute one batch each and then exchange gradients."""
         if kind.devices == 1:
             return self.step_s(run, kind)
         exchanged = _EXCHANGES[run.engine.kind] * 32e-6 * self.parameters / kind.device_mbps
         return (self.step_s(run, kind) + exchanged) / ranks_per_worker(run)
 
     def operations(self, run: Run) -> float:
-        """What a batch takes to compute. Raises ShoalError for convolutions, which use a weight at every place of an image."""
+        """Floating-point operations per batch. Raises ShoalError for convolutions, which use a weight at every position of an image."""
         if any(value.dim() > 3 for player in self.parts.engine.task.players.values() for value in player.parameters()):
             raise ShoalError(
                 "the model has convolutions, so what a batch takes does not follow from its size: say what it takes, with steps_per_s or "
                 "--step-s, not with flops"
             )
         tokens = run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1
-        again = 2 if run.training.gradient_checkpointing else 0
+        recomputed = 2 if run.training.gradient_checkpointing else 0
         weights = [one for player in self.parts.engine.task.players.values() for one in numbers_used(player)]
-        each = sum((_PASSES + again + _LEARNING * weight.requires_grad) * used for weight, used in weights)
+        each = sum((_PASSES + recomputed + _WEIGHT_GRADIENT * weight.requires_grad) * used for weight, used in weights)
         return each * tokens * (run.training.batch_size or 1)
 
 
 def data_of(run: Run, count: int | None = None) -> data.Data:
-    """The data of a run, for a simulation of times: what is on this machine is read. Of what is not, and where `count` says how many
-    samples there are, only the number and the shapes are supposed. Raises ShoalError where nobody knows them."""
+    """The data of a run, for a simulation of times. Local data is read; other data, and all data if `count` gives the number of samples, is
+    replaced by fake data of the same size and shapes. Raises ShoalError where size or shapes are unknown."""
     return data_for(run, NO_LIVE_OBJECTS, lambda: data.load(run)) if is_read(run, count) else data.make_fake_data(run, count)
 
 
@@ -91,17 +91,17 @@ def is_read(run: Run, count: int | None) -> bool:
 
 
 def shards_of(run: Run, samples: object, workers: int) -> int:
-    """Workers that the data is cut for: as many as are simulated, as far as each has a batch of its own."""
+    """Number of shards of the data: one for each simulated worker, and at most one for each batch."""
     if not isinstance(samples, data.Samples):
         return workers
     return max(1, min(workers, len(samples) // (run.training.batch_size or 1)))
 
 
 def build_meta_model(run: Run, samples: data.Data | None = None) -> MetaModel:
-    """Lay out the networks without their numbers: so a model that fits nowhere here can be planned, too. `samples`: its data, where that is
-    not to be read."""
+    """Build the networks on the meta device, so that a model larger than this machine's memory can be planned, too. `samples`: the run's
+    data; None: read it."""
     samples = samples or data_of(run)
-    shaped = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan", "huggingface")  # others are made by a program, with their numbers
+    shaped = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan", "huggingface")  # user models cannot be built on the meta device
     players = models.build(run, samples.info, "meta") if shaped else players_for(run, NO_LIVE_OBJECTS, samples.info)
     with torch.device("meta"):
         task = task_for(run, NO_LIVE_OBJECTS, players, samples.info)
@@ -110,7 +110,7 @@ def build_meta_model(run: Run, samples: data.Data | None = None) -> MetaModel:
 
 
 def machines_of(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> list[SimulatedMachine]:
-    """The machines one by one, as a simulation has them. They are there from the beginning."""
+    """The machines of these kinds, one by one, present from the beginning."""
     made = []
     for name, kind in kinds.items():
         link = CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps)
@@ -120,16 +120,16 @@ def machines_of(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> li
 
 
 def devices_of(kinds: dict[str, MachineKind]) -> int:
-    """Devices that every machine has. Raises ShoalError where some have more than others: an engine is the same for all workers."""
+    """Devices per machine. Raises ShoalError where machines differ: all workers have the same engine."""
     counts = {kind.devices for kind in kinds.values()}
     if len(counts) > 1:
-        told = ", ".join(f"{name} {kind.devices}" for name, kind in kinds.items())
-        raise ShoalError(f"machines with different numbers of devices ({told}) have no engine in common: plan for some of them at a time")
+        listed = ", ".join(f"{name} {kind.devices}" for name, kind in kinds.items())
+        raise ShoalError(f"machines with different numbers of devices ({listed}) have no engine in common: plan for some of them at a time")
     return counts.pop() if counts else 1
 
 
 def with_sharded_engine(run: Run, devices: int) -> Run:
-    """The run with the engine that takes least memory of each of several devices."""
+    """The run with the engine that uses the least memory per device."""
     if devices == 1:
         return run
     made: Run = run.replace(engine=Fsdp(), launch=run.launch.replace(devices_per_node=devices))
@@ -143,7 +143,7 @@ def machines_that_fit(found: MetaModel, run: Run, kinds: dict[str, MachineKind])
 
 
 def ways_to_fit(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
-    """What would let a machine with so much memory train the model, for people: one way on each line."""
+    """Changes with which a machine of this memory can train the model, one per line of the message."""
     training, ways = run.training, list[str]()
     batches = [training.batch_size or 1]
     while batches[-1] > 1:
@@ -155,15 +155,15 @@ def ways_to_fit(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
                 switched = "training.gradient_checkpointing=true and " if checkpointing and not training.gradient_checkpointing else ""
                 ways.append(f"{switched}training.batch_size={batch}: {needs:.3g} GB")
                 break
-    return ways or _in_parts(found, run, memory_gb)
+    return ways or _sharded_ways(found, run, memory_gb)
 
 
-def _in_parts(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
-    """Several devices share weights, gradients and the optimizer; each keeps the activations of its own batch."""
+def _sharded_ways(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
+    """Sharding: devices share weights, gradients and optimizer state; each keeps the activations of its own batch."""
     least = found.memory(run.replace(training=run.training.replace(batch_size=1)))
-    room, shared = memory_gb - least.activations / 1e9, least.gb - least.activations / 1e9
+    available, shared = memory_gb - least.activations / 1e9, least.gb - least.activations / 1e9
     whole = f"a machine with {least.gb:.3g} GB, with training.batch_size=1"
-    if room <= 0:
+    if available <= 0:
         return [whole]
-    devices = max(2, math.ceil(shared / room))
+    devices = max(2, math.ceil(shared / available))
     return [f"engine.kind=fsdp over {devices} devices of {memory_gb:.3g} GB, with training.batch_size=1", whole]

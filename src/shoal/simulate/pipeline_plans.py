@@ -1,4 +1,4 @@
-"""Plans for one model over several machines: which machines, how much of the model each has, and what a step takes them."""
+"""Plans for a pipeline over several machines: which machines, the layers of each, and the time of a step."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from shoal.simulate.pipeline_timing import PipelineStep, stages_on, time_step
 from shoal.strategies import run_length
 
 _ENGINES = tuple(Pipeline(micro_batches=parts, schedule=schedule) for parts in (4, 8, 16, 32) for schedule in get_args(Schedule))
-"""Micro-batches and schedules that are tried. All forward passes first takes more memory, and waits less for slow links."""
-_MOST = 16
-"""Machines that are tried as stages, at most."""
+"""Micro-batches and schedules that are tried. The schedule with all forward passes first needs more memory and hides slow links better."""
+_MAX_STAGES = 16
+"""Largest number of stages that is tried."""
 
 
 class PipelineCandidate(NamedTuple):
-    """Machines with a stage each, as settings. The one that is first keeps the run's folder."""
+    """A pipeline with one stage per machine, as settings. The first machine keeps the run's folder."""
 
     machines: tuple[str, ...]
     shares: tuple[float, ...]
     hosts: tuple[tuple[str, Mapping[str, float]], ...]
-    """What the settings tell of each machine."""
+    """By machine: its entry of `cluster.hosts`."""
     engine: Pipeline
     batch: int
     codec: str = "none"
 
     def settings(self) -> dict[str, Any]:
-        """What it changes. The scheduler that takes tasks by urgency and machines as they are listed keeps the stages where they are."""
+        """Changed settings. The priority scheduler takes tasks by priority and machines in order, so it keeps this placement."""
         count = len(self.machines)
         tasks = [
             {"id": f"stage-{number + 1}", "model_share": share, "priority": count - number} for number, share in enumerate(self.shares)
@@ -65,7 +65,7 @@ class PipelineCandidate(NamedTuple):
 
 
 class PipelinePlan(NamedTuple):
-    """What such machines would do together."""
+    """The simulated performance of a candidate."""
 
     candidate: PipelineCandidate
     loaded: LoadedConfig
@@ -73,7 +73,7 @@ class PipelinePlan(NamedTuple):
     step: PipelineStep
     samples_per_s: float
     samples: int
-    """Of the whole run."""
+    """In the whole run."""
     price_per_hour: float
 
     @property
@@ -86,8 +86,8 @@ Chosen = Sequence[tuple[str, MachineKind]]
 
 
 def pipeline_plans(found: MetaModel, kinds: Mapping[str, MachineKind], variant: Variant) -> list[PipelinePlan]:
-    """For each number of machines that can hold the model together, the quickest way. None where the model cannot be cut, or where
-    machines are several devices each. Raises ShoalError with the reason where the machines have too little memory, or all are refused."""
+    """The fastest plan for each number of machines that can hold the model. Empty for a model that cannot be split into stages, and for
+    machines with several devices. Raises ShoalError with the reason where the machines have too little memory, or all plans are refused."""
     if found.run.model.kind not in CUT_INTO_STAGES or any(kind.devices > 1 for kind in kinds.values()):
         return []
     layers = layers_of(found.parts.engine.task.players["model"])
@@ -102,7 +102,7 @@ def pipeline_plans(found: MetaModel, kinds: Mapping[str, MachineKind], variant: 
             best[len(chosen)] = tried
     for tried in best.values():
         try:
-            plans.append(_settled(found, tried, variant))
+            plans.append(_plan(found, tried, variant))
         except ShoalError as error:
             reason = str(error)
     if reason and not plans:
@@ -111,19 +111,19 @@ def pipeline_plans(found: MetaModel, kinds: Mapping[str, MachineKind], variant: 
 
 
 def _orders(kinds: Mapping[str, MachineKind], layers: int) -> Iterator[Chosen]:
-    """Machines in the order of their stages. The fastest are taken, or those with most memory; those with most memory come first, since the
-    first stages have most micro-batches under way."""
+    """Machines in the order of their stages: the fastest ones, or those with the most memory. Those with the most memory come first, since
+    the first stages have the most micro-batches in flight."""
     every = [(name if kind.count == 1 else f"{name}-{number + 1}", kind) for name, kind in kinds.items() for number in range(kind.count)]
-    for count in range(2, min(len(every), layers, _MOST) + 1):
-        orders = [tuple(sorted(sorted(every, key=key)[:count], key=_small_ones_last)) for key in (_slow_ones_last, _small_ones_last)]
+    for count in range(2, min(len(every), layers, _MAX_STAGES) + 1):
+        orders = [tuple(sorted(sorted(every, key=key)[:count], key=_by_memory)) for key in (_by_speed, _by_memory)]
         yield from {tuple(name for name, _ in order): order for order in orders}.values()
 
 
-def _small_ones_last(machine: tuple[str, MachineKind]) -> float:
+def _by_memory(machine: tuple[str, MachineKind]) -> float:
     return -(machine[1].memory_gb or math.inf)
 
 
-def _slow_ones_last(machine: tuple[str, MachineKind]) -> float:
+def _by_speed(machine: tuple[str, MachineKind]) -> float:
     return -(machine[1].steps_per_s or machine[1].flops or 0.0)
 
 
@@ -135,21 +135,21 @@ class _Tried(NamedTuple):
 
 
 def _try(found: MetaModel, layers: LayerSizes, chosen: Chosen, engine: Pipeline) -> _Tried:
-    """Machines in this order. Raises ShoalError where they cannot hold the model."""
+    """Time a step on machines in this order. Raises ShoalError where they cannot hold the model."""
     run = found.run.replace(engine=engine)
     stages = stages_between(run, layers, _vocabulary(found), _bounds(found, run, layers, chosen))
     machines = [_machine(found, run, name, kind) for name, kind in chosen]
     return _Tried(chosen, engine, stages, time_step(run, layers, stages_on(run, layers, stages, machines)))
 
 
-def _settled(found: MetaModel, tried: _Tried, variant: Variant) -> PipelinePlan:
-    """What was tried, as settings. Raises ShoalError where they are refused."""
+def _plan(found: MetaModel, tried: _Tried, variant: Variant) -> PipelinePlan:
+    """The plan with its settings. Raises ShoalError where the settings are refused."""
     shares = tuple(round(stage.share, 4) for stage in tried.stages)
-    hosts = tuple((name, _told(found, kind)) for name, kind in tried.chosen)
+    hosts = tuple((name, _host_entry(found, kind)) for name, kind in tried.chosen)
     names = tuple(name for name, _ in tried.chosen)
     candidate = PipelineCandidate(names, shares, hosts, tried.engine, found.run.training.batch_size or 1)
     loaded = variant(candidate.settings())
-    run = loaded.run  # raises ConfigError where the settings do not go together
+    run = loaded.run  # raises ConfigError for settings that contradict each other
     if refused := errors(package_problems(loaded, packages="warning")):
         raise ShoalError(refused[0].message)
     each = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
@@ -166,14 +166,14 @@ def _machine(found: MetaModel, run: Run, name: str, kind: MachineKind) -> Simula
     return SimulatedMachine(name, found.step_s(run, kind), CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps))
 
 
-def _told(found: MetaModel, kind: MachineKind) -> dict[str, float]:
-    """What the settings tell of a machine."""
+def _host_entry(found: MetaModel, kind: MachineKind) -> dict[str, float]:
+    """A machine's entry of `cluster.hosts`."""
     speed = {"flops": float(f"{found.operations(found.run) / found.step_s(found.run, kind):.3g}"), "bandwidth_mbps": kind.bandwidth_mbps}
     return speed if kind.memory_gb is None else {"memory_gb": kind.memory_gb} | speed
 
 
 def _bounds(found: MetaModel, run: Run, layers: LayerSizes, chosen: Chosen) -> list[int]:
-    """The split whose slowest machine is quickest, each within its memory."""
+    """The split of the layers that minimizes the time of the slowest machine, within each machine's memory."""
     vocabulary = _vocabulary(found)
 
     def holds(number: int, first: int, last: int) -> bool:
@@ -181,13 +181,13 @@ def _bounds(found: MetaModel, run: Run, layers: LayerSizes, chosen: Chosen) -> l
         return memory_gb is None or stage_of_layers(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
 
     whole = sum(layers.work) + layers.work_after
-    hands = [MachineSpec(whole / found.step_s(run, kind)) for _, kind in chosen]
-    return split(layers.work, hands, after=layers.work_after, holds=holds)
+    machines = [MachineSpec(whole / found.step_s(run, kind)) for _, kind in chosen]
+    return split(layers.work, machines, after=layers.work_after, holds=holds)
 
 
 def machines_needed(found: MetaModel, run: Run, memory_gb: float) -> tuple[int, int] | None:
-    """How many machines with so much memory can train the model together, and with how many micro-batches; None: however many there are,
-    some layer does not fit."""
+    """The smallest number of machines of this memory that can train the model, and the number of micro-batches; None: a layer does not fit
+    into one machine."""
     if run.model.kind not in CUT_INTO_STAGES:
         return None
     parts = min(_ENGINES[-1].micro_batches, run.training.batch_size or 1)

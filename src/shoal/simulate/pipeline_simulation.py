@@ -1,4 +1,4 @@
-"""From the settings of a run with one model over several machines to its simulation: who has which stage, and how fast all are."""
+"""Simulates a run with a pipeline over several machines: the stage of each machine, and the time of a step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shoal.strategies import run_length
 
 
 class PipelineReport(NamedTuple):
-    """What a pipeline would do."""
+    """The simulated performance of a pipeline."""
 
     held: list[PlacedStage]
     step: PipelineStep
     samples: int
-    """Of a step."""
+    """Per step."""
     steps: int
     """Of the whole run."""
     hours: float | None
-    """Virtual hours that were asked for; None: as long as the run takes."""
+    """Requested virtual hours; None: the whole run."""
     passes: int
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
 
     @property
     def samples_per_s(self) -> float:
@@ -41,7 +41,7 @@ class PipelineReport(NamedTuple):
         return self.steps * self.step.seconds / 3600
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table for people."""
+        """The rows of the printed table."""
         done = self.steps if self.hours is None else min(self.steps, int(3600 * self.hours / self.step.seconds))
         end = ": the run comes to its end" if done == self.steps else ""
         busy = ", ".join(f"{one.machine.name} {one.computes_s / self.step.seconds:.0%}" for one in self.held)
@@ -61,7 +61,7 @@ class PipelineReport(NamedTuple):
 
 
 def pipelined(run: Run, asked: SimulationOptions) -> PipelineReport:
-    """Simulate a run whose strategy is local and whose engine is pipeline. Raises ShoalError where a stage fits nobody."""
+    """Simulate a run whose strategy is local and whose engine is pipeline. Raises ShoalError for a stage that fits no machine."""
     if asked.learns or asked.false_share or asked.cores is not None:
         raise ShoalError("of a pipeline times and bytes are simulated: leave --learn, --false-workers and --cores out")
     found = build_meta_model(run, data_of(run, asked.samples))
@@ -80,19 +80,16 @@ def pipelined(run: Run, asked: SimulationOptions) -> PipelineReport:
 
 
 def _batch_s(found: MetaModel, asked: SimulationOptions) -> float:
-    """What a batch takes, in micro-batches as the engine has them: many small ones take a processor longer than one large."""
+    """Seconds per batch, measured with the engine's micro-batches: many small ones take longer than one large batch."""
     training, engine = found.run.training, found.run.engine
     size = training.batch_size or 1
     smaller = max(1, size // getattr(engine, "micro_batches", 1))
-    return (
-        size
-        / smaller
-        * step_s_for(build_meta_model(found.run.replace(training=training.replace(batch_size=smaller)), found.parts.data), asked)
-    )
+    micro_batch = build_meta_model(found.run.replace(training=training.replace(batch_size=smaller)), found.parts.data)
+    return size / smaller * step_s_for(micro_batch, asked)
 
 
 def _machines(run: Run, asked: SimulationOptions, stages: int | None, step_s: float) -> list[SimulatedMachine]:
-    """The machines that the settings list, the server first; else as many as there are stages, which are alike."""
+    """The machines that the settings list, the server first; else one for each stage, all alike."""
     names = list(stage_placement.listed_machines(run))
     count = asked.workers or len(names) or stages or (run.cluster.num_workers or 1) + 1
     named = run.replace(cluster=run.cluster.replace(workers=tuple(names)))
@@ -107,8 +104,8 @@ def _placed(run: Run, stages: Sequence[stage_placement.PipelineStage], machines:
 
 
 def _bounds(run: Run, layers: LayerSizes, machines: Sequence[SimulatedMachine]) -> list[int]:
-    """As the engine itself would cut the layers for machines of these speeds."""
-    given = getattr(run.engine, "layers", ())
-    if given:
-        return [sum(given[:stage]) for stage in range(len(given) + 1)]
+    """The engine's split of the layers for machines of these speeds."""
+    counts = getattr(run.engine, "layers", ())
+    if counts:
+        return [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     return split(layers.work, [MachineSpec(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)

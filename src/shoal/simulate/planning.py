@@ -1,6 +1,6 @@
-"""Which settings suit a model and some machines: candidates are simulated, for times and bytes only, and the best is named with the reason.
+"""Chooses settings for a model and given machines: simulates times and bytes of candidates, and names the best one with the reason.
 
-A coarse pass simulates every strategy for a short time; a fine one simulates the fastest of them for longer, with other codecs and batches.
+A coarse pass simulates every strategy for a short time; a fine pass simulates the fastest ones for longer, with other codecs and batches.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shoal.simulate.virtual_run import VirtualRun
 from shoal.updates import codecs
 
 CODECS = ("none", "fp16", "int8", "int4")
-"""From what loses nothing to what loses most. The last is for updates that many steps made."""
+"""From lossless to most lossy. The last is only tried for updates of many inner steps."""
 _COARSE = ("none", "int8")
 _MANY_STEPS = 50
 _NEAR = 0.95
-"""Candidates with at least this share of the best throughput count as equally fast: a simulation is no better than that."""
+"""Candidates with at least this share of the best throughput count as equally fast: the simulation is not more accurate than that."""
 _FINEST = 3
-"""Candidates of the coarse pass that the fine one looks at more closely."""
+"""Candidates of the coarse pass that the fine pass simulates again."""
 _CONTRIBUTIONS = {"coarse": 120, "fine": 400}
-"""Contributions that a simulation has, where the slowest machine has sent three by then."""
+"""Contributions per simulation, or more until the slowest machine has sent three."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 
 Settings = Mapping[str, Any]
@@ -43,18 +43,18 @@ Progress = Callable[[int, int, str], None]
 
 
 class Candidate(NamedTuple):
-    """Settings that may suit."""
+    """Settings that are tried."""
 
     strategy: tuple[tuple[str, Any], ...]
-    """Of the strategy, its kind first."""
+    """Settings of the strategy, `kind` first."""
     codec: str
     batch: int
     engine: str = ""
-    """For workers of several devices; empty: as the settings have it."""
+    """Engine of workers with several devices; empty: as in the settings."""
     devices: int = 1
 
     def settings(self, workers: int) -> dict[str, Any]:
-        """What it changes. The machines that are planned for take the place of those that the settings list."""
+        """Changed settings. The planned machines replace those that the settings list."""
         own = {f"strategy.{name}": value for name, value in self.strategy}
         machines = {"cluster.num_workers": workers, "cluster.workers": []}
         if self.engine:
@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a candidate would do."""
+    """The simulated performance of a candidate."""
 
     candidate: Candidate | PipelineCandidate
     loaded: LoadedConfig
@@ -76,13 +76,13 @@ class Prediction(NamedTuple):
     samples_per_s: float
     bytes_per_sample: float
     apart: float
-    """Batches, of the size that was written, that a worker learns from before it knows what the others learned meanwhile."""
+    """Batches, of the configured size, that a worker computes before it receives the others' updates."""
     samples: int
-    """Of the whole run."""
+    """In the whole run."""
     memory_gb: float
     price_per_hour: float
     order: int
-    """Its place among all that were tried."""
+    """Its position among all candidates."""
 
     @property
     def hours(self) -> float:
@@ -98,24 +98,24 @@ class Prediction(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What came of it."""
+    """The result of planning."""
 
     predictions: list[Prediction]
-    """The fastest first."""
+    """In the order of throughput, the fastest first."""
     first: Prediction
     reason: str
     refused: dict[str, str]
     """Candidates that cannot be run, and why."""
     alone: tuple[str, float] | None
-    """The machine that is fastest by itself, and its samples a second without a coordinator; None: it fits no machine."""
+    """The machine that is fastest alone, and its samples per second without a coordinator; None: the model fits no machine."""
 
 
 def plan(found: MetaModel, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int = 0) -> Planned:
-    """Try what may suit. Raises ShoalError where nothing can be run. `variant` gives the run with some settings changed."""
-    found = found._replace(run=with_sharded_engine(found.run, devices_of(kinds)))  # what takes least memory says what fits at all
+    """Simulate all candidates. `variant` loads the run with some settings changed. Raises ShoalError where no candidate can run."""
+    found = found._replace(run=with_sharded_engine(found.run, devices_of(kinds)))  # with the least memory per device
     every, kinds = kinds, machines_that_fit(found, _with_batch(found, 1), kinds)
     planner = _Planner(found, kinds, variant, progress, seed)
-    planner.try_in_stages(every)
+    planner.try_pipelines(every)
     if kinds:
         planner.try_all(list(_coarse(found, kinds)), "coarse")
         planner.try_all(list(_fine(planner.ranked(Candidate), found, kinds)), "fine")
@@ -143,19 +143,19 @@ class _Planner:
         self.refused: dict[str, str] = {}
 
     def ranked(self, kind: type = object) -> list[Prediction]:
-        """The fastest first; of candidates of this kind."""
+        """Predictions for candidates of this type, the fastest first."""
         found = [one for one in self._predictions.values() if isinstance(one.candidate, kind)]
         return sorted(found, key=lambda one: -one.samples_per_s)
 
-    def try_in_stages(self, kinds: dict[str, MachineKind]) -> None:
-        """One model over several machines, also over those that do not hold all of it."""
+    def try_pipelines(self, kinds: dict[str, MachineKind]) -> None:
+        """Pipelines over several machines, also over those whose memory is too small for the whole model."""
         try:
             plans = pipeline_plans(self._found, kinds, self._variant)
         except ShoalError as error:
             self.refused["local, pipeline"] = _first_reason(error)
             return
         for plan in plans:
-            each = plan.samples_per_s * plan.step.seconds  # samples of a step, after which all know what was learned
+            each = plan.samples_per_s * plan.step.seconds  # samples per step, after which all stages have the new weights
             apart = each / (self._found.run.training.batch_size or 1)
             figures = (len(plan.stages), plan.samples_per_s, plan.step.bytes / each, apart, plan.samples, plan.memory_gb)
             order = len(self._predictions)
@@ -173,7 +173,7 @@ class _Planner:
         found = self._found
         workers = sum(kind.count for kind in self._kinds.values())
         loaded = self._variant(candidate.settings(workers))
-        run = loaded.run  # raises ConfigError where the settings do not go together
+        run = loaded.run  # raises ConfigError for settings that contradict each other
         there = machines_that_fit(found, run, self._kinds)
         machines = machines_of(found, run, there)
         if not machines:
@@ -199,7 +199,7 @@ def _first_reason(error: ShoalError) -> str:
     return problems[0].message if problems else str(error)
 
 
-# --- what is tried ------------------------------------------------------------------------------------
+# --- candidates ---------------------------------------------------------------------------------------
 
 
 def _coarse(found: MetaModel, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
@@ -211,9 +211,9 @@ def _coarse(found: MetaModel, kinds: dict[str, MachineKind]) -> Iterator[Candida
 
 
 def _fine(ranked: list[Prediction], found: MetaModel, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
-    """The fastest strategies, and those that are as fast and nearer together: with other codecs, and batches that all machines bear."""
+    """The fastest strategies, and equally fast ones whose workers diverge less: with other codecs, and batches that fit all machines."""
     near = [one for one in ranked if one.samples_per_s >= _NEAR * ranked[0].samples_per_s]
-    best = [*sorted(near, key=_faithful)[:_FINEST], *ranked[:_FINEST]]
+    best = [*sorted(near, key=_divergence)[:_FINEST], *ranked[:_FINEST]]
     seen = set[Candidate]()
     for one in best:
         base = one.candidate
@@ -228,13 +228,13 @@ def _fine(ranked: list[Prediction], found: MetaModel, kinds: dict[str, MachineKi
 
 
 def _batches(found: MetaModel, kinds: dict[str, MachineKind]) -> list[int]:
-    """Twice the batch; and where the batch does not fit everywhere, the largest one that does."""
+    """Twice the batch; or, where the batch does not fit all machines, the largest one that does."""
     batch, everywhere = found.run.training.batch_size or 1, _largest_batch(found, kinds, len(kinds))
     return [2 * batch] if everywhere == batch else [everywhere]
 
 
 def _largest_batch(found: MetaModel, kinds: dict[str, MachineKind], least: int) -> int:
-    """The batch of the settings, or the half, the quarter … of it with which training fits so many kinds of machines."""
+    """The batch of the settings, halved until training fits at least `least` kinds of machines."""
     batch = found.run.training.batch_size or 1
     while batch > 1 and len(machines_that_fit(found, _with_batch(found, batch), kinds)) < least:
         batch //= 2
@@ -246,20 +246,20 @@ def _with_batch(found: MetaModel, batch: int) -> Run:
     return run
 
 
-# --- what a simulation tells --------------------------------------------------------------------------
+# --- results of a simulation -------------------------------------------------------------------------
 
 
 def _span_s(found: MetaModel, agreed: RunAgreement, loaded: LoadedConfig, machines: list[SimulatedMachine], contributions: int) -> float:
-    """Virtual seconds: some rounds of the slowest machine, fewer where the others send much meanwhile."""
+    """Virtual seconds to simulate: between 3 and 12 rounds of the slowest machine, by the contributions of all."""
     size, batches = found.parameters, agreed.length.batches_per_contribution
     bits = 8.0 * (codecs.encoded_bytes(loaded.run.updates.codec, size) + 4 * size)
-    takes = [one.step_s * batches + bits / (1e6 * (one.link.mbit_per_s or 1e6)) + one.link.round_trip_ms / 500 for one in machines]
-    slowest, together = max(takes), sum(1 / one for one in takes)
-    return max(_LEAST_ROUNDS * slowest, min(_MOST_ROUNDS * slowest, contributions / together))
+    times_s = [one.step_s * batches + bits / (1e6 * (one.link.mbit_per_s or 1e6)) + one.link.round_trip_ms / 500 for one in machines]
+    slowest, rate = max(times_s), sum(1 / one for one in times_s)
+    return max(_LEAST_ROUNDS * slowest, min(_MOST_ROUNDS * slowest, contributions / rate))
 
 
 def _steady(report: SimulationReport) -> tuple[float, float]:
-    """Samples a second, and bytes for each, from the first version to the last. Raises ShoalError where nothing was learned."""
+    """Samples per second and bytes per sample, from the first version to the last. Raises ShoalError where there is none."""
     first, last = report.first, report.last
     if first is None or last is None or not report.samples:
         raise ShoalError("no update was made in the time in which the slowest machine sends three")
@@ -275,7 +275,7 @@ def _apart(report: SimulationReport, agreed: RunAgreement, workers: int) -> floa
 
 
 def _batches_of(agreed: RunAgreement) -> int:
-    """Batches of the whole run."""
+    """Batches in the whole run."""
     length = agreed.length
     return length.batches or length.steps * length.batches_per_step
 
@@ -283,15 +283,15 @@ def _batches_of(agreed: RunAgreement) -> int:
 # --- the choice ---------------------------------------------------------------------------------------
 
 
-def _faithful(one: Prediction) -> tuple[float, int, int]:
+def _divergence(one: Prediction) -> tuple[float, int, int]:
     return round(one.apart), CODECS.index(one.candidate.codec), one.order
 
 
 def chosen(ranked: list[Prediction]) -> Prediction:
-    """Of those that are about as fast as the fastest: the one that is nearest to the learning of one machine, then the one whose codec
-    loses least. Throughput is no learning: workers that go far apart need more samples for the same loss."""
+    """Of the predictions that count as equally fast as the fastest: the one whose workers diverge least, then the one with the least lossy
+    codec. Workers that diverge need more samples for the same loss, so throughput alone is no measure."""
     near = [one for one in ranked if one.samples_per_s >= _NEAR * ranked[0].samples_per_s]
-    return min(near, key=_faithful)
+    return min(near, key=_divergence)
 
 
 def reason_for(first: Prediction, ranked: list[Prediction]) -> str:

@@ -1,4 +1,4 @@
-"""What a simulation showed: figures for a table, and curves over virtual time."""
+"""The report of a simulation: figures for a table, and curves over virtual time."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ from typing import NamedTuple
 
 Curve = list[tuple[float, float]]
 POINTS = 120
-"""Points of a curve over the whole time."""
+"""Number of points of a curve."""
 
 
 class ProgressPoint(NamedTuple):
-    """How far a run had come when a version was made."""
+    """Progress of a run when a version was published."""
 
     hours: float
     samples: int
     bytes: float
-    """Both ways."""
+    """In both directions."""
 
 
 @dataclass
 class SimulationReport:
-    """Figures of one simulated run. Times are virtual, except the coordinator's and the simulation's own."""
+    """Figures of one simulated run. Times are virtual, except the CPU times and `wall_s`."""
 
     workers: int
     hours: float
-    """How long it was simulated, until its time or the run was over."""
+    """Virtual hours until the requested time, or the end of the run."""
     seed: int
     strategy: str
     codec: str
     learning: bool
-    """Whether the workers really learned."""
+    """Whether workers really computed updates."""
     data: str = ""
-    """What it learned from, for people; or what was supposed of data that was not read."""
+    """Name of the data, or of the fake data in its place."""
     gradients: str = ""
-    """Where workers learned: how many were computed at once, or why each was computed by itself."""
+    """In learning simulations: how many gradients were computed per call, or why each was computed alone."""
     finished: bool = False
-    """Whether the run came to its end."""
+    """Whether the run reached its end."""
     versions: int = 0
     samples: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Contributions by what became of them, as their workers were told."""
+    """Number of contributions by outcome, as acknowledged to the workers."""
     work_s: dict[str, float] = field(default_factory=lambda: {"useful": 0.0, "wasted": 0.0, "present": 0.0})
-    """Seconds of computing that were of use, or wasted; and seconds that workers were there."""
+    """Seconds of computing for accepted and for other contributions, and seconds that workers were present."""
     computed_s: float = 0.0
-    """Seconds that batches took by the clock, where workers share cores or are made slower."""
+    """Virtual seconds that batches took, where workers share cores or have a slowdown."""
     processor_s: float = 0.0
-    """Seconds that the same batches would take with a core for each worker."""
+    """Seconds of the same batches with a core for each worker."""
     lags: Counter[int] = field(default_factory=Counter)
     received_bytes: float = 0.0
     sent_bytes: float = 0.0
     heartbeats: int = 0
     coordinator_s: float = 0.0
-    """Processor time that messages cost the coordinator, since the time began that counts."""
+    """CPU time of the coordinator for messages, after the warm-up."""
     ticks_s: float = 0.0
-    """Processor time for what it does as time passes, whether anybody speaks or not."""
+    """CPU time of the coordinator for its ticks, after the warm-up."""
     handled: int = 0
-    """Contributions that it handled meanwhile."""
+    """Contributions that it handled after the warm-up."""
     wall_s: float = 0.0
     losses: Curve = field(default_factory=list)
-    """Hours, and the mean loss that workers told of."""
+    """Hours, and the mean loss that workers reported."""
     curves: dict[str, Curve] = field(default_factory=dict)
-    """By name: hours, and what a figure was in the time before."""
+    """By name: hours, and the value over the interval before."""
     first: ProgressPoint | None = None
     last: ProgressPoint | None = None
-    """When the first and the last version were made: what lies between them holds neither a beginning nor half a round."""
+    """The first and the last version: between them lie whole rounds, without the start."""
     digest: int = 0
-    """Of the ledger: the same settings, machines and seed give the same."""
+    """Checksum of the ledger: equal for equal settings, machines and seeds."""
     violations: list[str] = field(default_factory=list)
-    """Promises that were broken."""
+    """Guarantees that did not hold."""
     notes: list[str] = field(default_factory=list)
     tasks: Mapping[str, int] = field(default_factory=dict)
-    """Where a scheduler gives out tasks: how many an epoch has, how often pieces of them were given out, and how many were cut in two."""
+    """With a scheduler: tasks per epoch, assignments of tasks or parts of them, and tasks that were split in two."""
 
     @property
     def accepted(self) -> int:
@@ -91,12 +91,12 @@ class SimulationReport:
 
     @property
     def judged(self) -> int:
-        """Contributions that have an outcome; what came after the end of the run is none."""
+        """Contributions with an outcome, without those after the end of the run."""
         return sum(count for outcome, count in self.outcomes.items() if outcome != "finished")
 
     @property
     def utilisation(self) -> float:
-        """The share of the time that workers were there in which they computed what was taken."""
+        """Share of the workers' presence that was spent on accepted contributions."""
         return self.work_s["useful"] / self.work_s["present"] if self.work_s["present"] else 0.0
 
     @property
@@ -106,31 +106,31 @@ class SimulationReport:
 
     @property
     def stretch(self) -> float:
-        """How many times as long batches took because workers share cores."""
+        """Factor by which shared cores lengthen a batch."""
         return self.computed_s / self.processor_s if self.processor_s else 1.0
 
     @property
     def mean_lag(self) -> float:
         count = self.lags.total()
-        return sum(lag * often for lag, often in self.lags.items()) / count if count else 0.0
+        return sum(lag * number for lag, number in self.lags.items()) / count if count else 0.0
 
     def lag_below(self, share: float) -> int:
-        """The lag that so large a share of the contributions does not exceed."""
+        """The quantile of the lag: at least this share of the contributions has at most this lag."""
         lags = sorted(self.lags)
         sums = list(itertools.accumulate(self.lags[lag] for lag in lags))
         return lags[bisect.bisect_left(sums, share * self.lags.total())] if lags else 0
 
     def hours_to(self, loss: float) -> float | None:
-        """When the workers' mean loss was first at or below this."""
+        """Hours until the workers' mean loss was first at or below this; None: never."""
         return next((hours for hours, value in self.losses if value <= loss), None)
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of the coordinator's processor for each contribution, heartbeats included."""
+        """CPU time of the coordinator per contribution in microseconds, heartbeats included."""
         return 1e6 * self.coordinator_s / self.handled if self.handled else 0.0
 
     def rows(self, loss: float | None = None) -> list[tuple[str, str]]:
-        """The table for people. `loss`: also tell when this loss was reached."""
+        """The rows of the printed table. `loss`: adds a row with the time at which this loss was reached."""
         turned_away = ", ".join(f"{count:,} {outcome}" for outcome, count in self.outcomes.most_common() if outcome != "accepted")
         rows = [
             ("run", f"{self.strategy}, codec {self.codec}, {self.workers:,} workers, {'learning' if self.learning else 'timing only'}"),
@@ -149,8 +149,8 @@ class SimulationReport:
         if self.losses:
             rows.insert(4, ("loss", f"{self.losses[-1][1]:.4f} at the end"))
         if self.tasks:
-            often = f"{self.tasks['given']:,} times given out, {self.tasks['cut']:,} times cut in two for a worker that was free"
-            rows.insert(4, ("tasks", f"{self.tasks['tasks']:,} an epoch: {often}"))
+            counts = f"{self.tasks['given']:,} times given out, {self.tasks['cut']:,} times cut in two for a worker that was free"
+            rows.insert(4, ("tasks", f"{self.tasks['tasks']:,} an epoch: {counts}"))
         if self.stretch > 1.005:
             rows.append(("shared cores", f"batches take {self.stretch:.2f} times as long as with a core for each worker"))
         if loss is not None:
@@ -160,5 +160,5 @@ class SimulationReport:
 
 
 def format_hours(hours: float) -> str:
-    """A time in virtual hours, for people."""
+    """A time in hours as text, in seconds where it is short."""
     return f"{hours:.2f} h" if hours >= 0.1 else f"{3600 * hours:.1f} s"

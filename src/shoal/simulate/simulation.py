@@ -1,4 +1,4 @@
-"""From a configuration to its simulation."""
+"""Builds and runs the simulation of a configuration."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from shoal.simulate.virtual_run import Scenario, VirtualRun
 from shoal.simulate.worker_updates import LearnedUpdates, PlainDescent, TimedUpdates
 
 _TIMED = 5
-"""Steps that are timed, after a first one that is not."""
+"""Timed steps, after one that is not timed."""
 _MOST_TIMED_GB = 2.0
-"""What training may take at most for a batch to be timed here: a larger one would take minutes, and memory that a laptop lacks."""
+"""Largest training memory for which a batch is timed here: a larger model takes minutes, and more memory than a laptop has."""
 _HERE = "here"
 _MOST_NAMED = 8
 
 
 class SimulationOptions(NamedTuple):
-    """What a simulation is asked for; null: what the settings say."""
+    """Options of a simulation; None: as the settings say."""
 
     workers: int | None = None
     weather: str | None = None
@@ -43,15 +43,15 @@ class SimulationOptions(NamedTuple):
     learns: bool = False
     false_share: float = 0.0
     slowdown: Mapping[str, float] = MappingProxyType({})
-    """By name: a worker sleeps after each step, so that the step takes so many times as long."""
+    """By worker: it sleeps after each step, so that the step takes this many times as long."""
     cores: float | None = None
-    """Cores of the one machine that all workers are processes of; null: each has a machine of its own."""
+    """Cores of the one machine on which all workers run; None: each has its own machine."""
     others: float = 0.0
-    """Processes of other people that compute there all the time."""
+    """Unrelated processes that always compute on that machine."""
     flops: float | None = None
-    """Operations a second that a machine of usual speed reaches in training, in place of what a batch takes."""
+    """Operations per second of a machine of median speed, in place of `step_s`."""
     samples: int | None = None
-    """Of the data, which is then not read."""
+    """Number of samples of the data, which is then not read."""
 
 
 def simulate(
@@ -63,21 +63,21 @@ def simulate(
     learns: bool = False,
     samples: int | None = None,
 ) -> SimulationReport:
-    """Simulate a run on these machines, or on so many in a weather, for some virtual hours. Raises ShoalError where it cannot be.
+    """Simulate a run on these machines, or on this number of machines in a weather. Raises ShoalError for a run that cannot be simulated.
 
-    `learns`: workers really learn; else only times, bytes and decisions are simulated. `samples`: how many the data has, which is then not
-    read.
+    `learns`: workers compute real updates; else only times, bytes and decisions are simulated. `samples`: number of samples of the data,
+    which is then not read.
     """
     if isinstance(machines, int):
         return simulated(run, SimulationOptions(machines, weather, hours, seed, learns=learns, samples=samples), None)
-    found = machines if isinstance(machines, Weather) else weather_of(machines)
-    agreed = agreed_for(run, len(found.machines), _data_for(run, SimulationOptions(learns=learns, samples=samples)), learns)
-    return _reported(VirtualRun(scenario_of(run, agreed, learns), found, hours, seed), agreed)
+    known = machines if isinstance(machines, Weather) else weather_of(machines)
+    agreed = agreed_for(run, len(known.machines), _data_for(run, SimulationOptions(learns=learns, samples=samples)), learns)
+    return _reported(VirtualRun(scenario_of(run, agreed, learns), known, hours, seed), agreed)
 
 
-def simulated(run: Run, asked: SimulationOptions, look: Callable[[int, VirtualRun], None] | None) -> SimulationReport:
-    """Simulate what was asked for. Where no hours are given, `simulation` of the settings says how many heartbeats and rounds of scheduling
-    there are; `look` is called at each round of scheduling, with its number."""
+def simulated(run: Run, asked: SimulationOptions, on_round: Callable[[int, VirtualRun], None] | None) -> SimulationReport:
+    """Simulate a run with these options. Without `hours`, the section `simulation` gives the number of heartbeats and scheduling rounds,
+    and `on_round` is called in each scheduling round with its number."""
     count = asked.workers or run.cluster.num_workers or max(1, needed_contributions(run))
     samples, settings = _data_for(run, asked), run.simulation
     agreed = agreed_for(run, count, samples, asked.learns)
@@ -89,11 +89,12 @@ def simulated(run: Run, asked: SimulationOptions, look: Callable[[int, VirtualRu
     if asked.hours is None:
         scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
     weather = weather_for(run, asked, count, step_s, hours)
-    if asked.hours is None:  # a few heartbeats of workers that are there already
+    if asked.hours is None:  # a few heartbeats of workers that have started already
         weather = weather._replace(machines=tuple(one._replace(start_s=0.0) for one in weather.machines))
     world = VirtualRun(scenario, weather, hours, asked.seed)
-    if look is not None and asked.hours is None:
-        _look_at_rounds(world, look, settings.scheduling_rounds, settings.scheduling_interval_s)
+    if on_round is not None and asked.hours is None:
+        for number in range(1, settings.scheduling_rounds + 1):
+            world.timeline.at(number * settings.scheduling_interval_s, on_round, number, world)
     return _reported(world, agreed)
 
 
@@ -103,18 +104,13 @@ def _reported(world: VirtualRun, agreed: RunAgreement) -> SimulationReport:
     return report
 
 
-def _look_at_rounds(world: VirtualRun, look: Callable[[int, VirtualRun], None], rounds: int, interval_s: float) -> None:
-    for number in range(1, rounds + 1):
-        world.timeline.at(number * interval_s, look, number, world)
-
-
 def weather_for(run: Run, asked: SimulationOptions, count: int, step_s: float, hours: float) -> Weather:
-    """The machines of a simulation, as they were asked for. Raises ShoalError for a name that none of them has."""
+    """The machines that the options ask for. Raises ShoalError for the name of an unknown worker."""
     return _on_one_machine(_weather(run, asked, count, step_s, hours), asked)
 
 
 def _weather(run: Run, asked: SimulationOptions, count: int, step_s: float, hours: float) -> Weather:
-    """The weather that was asked for; else the machines that the settings list, as far as they are known."""
+    """The weather of the options; else the machines that the settings list, with their known speeds and links."""
     if asked.weather is not None or not run.cluster.workers:
         return weather_named(asked.weather or "calm", count, step_s, hours, asked.seed, asked.false_share)
     listed_ones = run.cluster.workers[:count]
@@ -131,8 +127,8 @@ def _weather(run: Run, asked: SimulationOptions, count: int, step_s: float, hour
 
 
 def _on_one_machine(weather: Weather, asked: SimulationOptions) -> Weather:
-    """The same machines, as slow as was asked for, and as processes that share cores where it says so. Raises ShoalError for a name that
-    none of them has."""
+    """The same machines with the options' slowdowns, and on shared cores if `cores` is given. Raises ShoalError for the name of an unknown
+    worker."""
     names = [one.name for one in weather.machines]
     for name in asked.slowdown:
         if name not in names:
@@ -143,12 +139,12 @@ def _on_one_machine(weather: Weather, asked: SimulationOptions) -> Weather:
 
 
 def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> RunAgreement:
-    """What a run comes to with so many workers: with networks that can learn, or with their shapes only. Raises ShoalError where it cannot
-    be simulated."""
+    """The agreement of a run with this number of workers; `learns`: with real networks, else on the meta device. Raises ShoalError for a
+    run that cannot be simulated."""
     if run.alone:
-        raise ShoalError("one worker alone has nobody to simulate: choose a strategy for several workers, as in --set strategy.kind=async")
+        raise ShoalError("this run trains alone and has no workers to simulate: choose another strategy, as in --set strategy.kind=async")
     if run.strategy.gives_answers:
-        raise ShoalError(f"workers of the strategy {run.strategy.kind} answer prompts, and how long answers become cannot be foretold")
+        raise ShoalError(f"workers of the strategy {run.strategy.kind} generate answers, whose length a simulation cannot predict")
     if not learns:
         return build_meta_model(run, samples).agreed(run, workers)
     return agree(run, shards_of(run, samples.train, workers), None, None, NO_LIVE_OBJECTS, samples)
@@ -161,12 +157,12 @@ def _data_for(run: Run, asked: SimulationOptions) -> data.Data:
 
 
 def scenario_of(run: Run, agreed: RunAgreement, learns: bool) -> Scenario:
-    """What is simulated of a run: its plan, its policies, and what its workers send."""
+    """The parts of a run that are simulated: its plan, its policies, and its workers' updates."""
     plan, policies, engine = plan_for(run, agreed), agreed.policies, agreed.parts.single
     if learns:
         learner = policies.apply.learner(engine, agreed.spans)
-        teaching = LearnedUpdates(agreed.parts, policies, agreed.expected, agreed.spans)
-        return Scenario(plan, policies, learner, teaching, run.updates.codec.kind, run.strategy.kind)
+        updates = LearnedUpdates(agreed.parts, policies, agreed.expected, agreed.spans)
+        return Scenario(plan, policies, learner, updates, run.updates.codec.kind, run.strategy.kind)
     batches = run.training.gradient_accumulation_steps * ranks_per_worker(run)
     each = run.training.batch_size or 1
     timing = TimedUpdates(policies, run.updates, engine.vector.numel(), each, batches, plan.batches_per_shard)
@@ -174,34 +170,34 @@ def scenario_of(run: Run, agreed: RunAgreement, learns: bool) -> Scenario:
 
 
 def step_s_for(found: MetaModel, asked: SimulationOptions) -> float:
-    """What a batch takes: as its operations say, or as it takes here. Raises ShoalError where it cannot be timed here."""
+    """Seconds per batch: from its operations and the option `flops`, or measured here. Raises ShoalError where it cannot be measured."""
     run = found.run
     if asked.flops is not None:
         return found.operations(run) / asked.flops
-    needs_gb, told = found.memory(run).gb, "say what it takes with --step-s S, or how fast a machine is with --flops F"
+    needs_gb, advice = found.memory(run).gb, "say what it takes with --step-s S, or how fast a machine is with --flops F"
     if needs_gb > _MOST_TIMED_GB:
-        raise ShoalError(f"a batch of this model needs {needs_gb:,.1f} GB, which is too much to time one here: {told}")
-    return measured_step_s(to_be_timed(found, asked.samples, told))
+        raise ShoalError(f"a batch of this model needs {needs_gb:,.1f} GB, which is too much to time one here: {advice}")
+    return measured_step_s(to_be_timed(found, asked.samples, advice))
 
 
-def to_be_timed(found: MetaModel, samples: int | None, told: str) -> RunParts:
-    """What computes a few batches here. `samples`: how many the data has, where it is not read; `told`: what to do where that is not
-    enough. Raises ShoalError."""
+def to_be_timed(found: MetaModel, samples: int | None, advice: str) -> RunParts:
+    """The run's parts, to time a few batches here. `samples`: number of samples of data that is not read; `advice`: end of the message of
+    the ShoalError for a task that cannot be timed without its data."""
     run = found.run
     if not is_read(run, samples) and run.chosen_task.needs in ("pairs", "prompts"):
-        raise ShoalError(f"a batch of the task {run.chosen_task.kind} cannot be timed without its data: {told}")
+        raise ShoalError(f"a batch of the task {run.chosen_task.kind} cannot be timed without its data: {advice}")
     return assemble(run, length=lambda _: 1, known=found.parts.data)
 
 
 def measured_step_s(parts: RunParts) -> float:
-    """What a batch takes on this machine: the best of a few, since something else may go on here."""
-    engine, feed, found = parts.single, parts.feed, []
+    """Seconds per batch on this machine: the shortest of a few, since other programs may run here."""
+    engine, feed, times_s = parts.single, parts.feed, []
     for _ in range(_TIMED + 1):
         batch = next(feed)
         began = time.perf_counter()
         engine.gradients([batch])
-        if engine.device.type == "cuda":  # it may not be done with what it was told to compute
+        if engine.device.type == "cuda":  # kernels run asynchronously
             torch.cuda.synchronize(engine.device)
-        found.append(time.perf_counter() - began)
+        times_s.append(time.perf_counter() - began)
     feed.close()
-    return min(found[1:])
+    return min(times_s[1:])

@@ -1,6 +1,6 @@
-"""A store that keeps nothing but counts, and a server whose answers are functions: what a coordinator's driver needs in virtual time.
+"""The store and the server of a simulated coordinator.
 
-What was written is judged as it comes: a simulation of an hour writes more than memory holds.
+The store checks and counts what is written and keeps none of it: a simulation of an hour writes more than fits into memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MIXING, _WORD = 1_000_003, 0xFFFFFFFF
 
 
 class CountingJournal:
-    """Records are counted by their kinds, and forgotten."""
+    """A journal that counts records by kind and discards them."""
 
     bytes_since_snapshot, open = 0, True
 
@@ -44,16 +44,16 @@ class CountingJournal:
 
 
 class CheckedLedger:
-    """Every line is looked at once: versions count up by one, and no contribution is in two of them."""
+    """A ledger that checks each line and discards it. Holds: versions count up by one, and no contribution is in two of them."""
 
     length = 0
 
     def __init__(self) -> None:
         self.applied: Counter[str] = Counter()
-        """Contributions of each worker that went into a version, or that were named as unused."""
+        """By worker: contributions that a version uses or lists as unused."""
         self.violations: list[str] = []
         self.digest = 0
-        """Of all lines: the same simulation gives the same."""
+        """Checksum of all lines: equal for equal simulations."""
         self._version = 0
         self._last: dict[str, int] = {}
 
@@ -76,7 +76,7 @@ class CheckedLedger:
 
 
 class NoSnapshots:
-    """Snapshots are taken, so that they take their time, and forgotten."""
+    """Snapshots that are taken, so that their CPU time counts, and discarded."""
 
     def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], Any]:
         return lambda: None
@@ -106,7 +106,7 @@ class CountingStore:
 
 
 class CallbackServer:
-    """A server whose callers are functions that take the answer."""
+    """A server whose clients are callbacks that receive the answer."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()

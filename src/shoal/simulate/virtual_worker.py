@@ -1,16 +1,21 @@
-"""A worker in virtual time: the real protocol, the loop of a real worker, and no waiting."""
+"""A worker in virtual time: the real session and the real order of steps, with computing and sending replaced by delays."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
-from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Message
+from shoal.protocol.messages import EMPTY, PROTOCOL, Contribute, Message
+from shoal.simulate.coordinator_service import CoordinatorService
 from shoal.simulate.event_queue import EventQueue
-from shoal.simulate.links import Link
+from shoal.simulate.links import Cores, Link
 from shoal.simulate.machines import SimulatedMachine
+from shoal.simulate.report import SimulationReport
 from shoal.simulate.worker_updates import EncodedUpdate, UpdateSource
 from shoal.worker.sender import JOINING_PAUSE_S
 from shoal.worker.session import (
@@ -18,23 +23,21 @@ from shoal.worker.session import (
     FIRST_PAUSE_S,
     TOO_FAST,
     ContributionReceipt,
-    Frames,
     LeasedUnit,
     RunNews,
     SeatAssigned,
     SessionEndedError,
     SessionEvent,
-    SessionRequest,
     WorkerSession,
 )
 from shoal.worker.worker import WorkerPace, WorkerPolicies, may_overlap
 
-_UNEVEN = 0.05
-"""Steps of one machine differ so much: the sigma of their logarithms."""
+_STEP_SIGMA = 0.05
+"""Step times of one machine are log-normal with this sigma."""
 
 
 class FreeIdentity:
-    """An identity that costs nothing: who a worker is was never in doubt here."""
+    """An identity whose signature is a constant and takes no CPU time; the simulated coordinator does not verify it."""
 
     def __init__(self, name: str) -> None:
         self.key = hashlib.sha256(name.encode()).hexdigest()
@@ -43,247 +46,281 @@ class FreeIdentity:
         return "0" * 128
 
 
-class WorkerEnvironment(Protocol):
-    """The world, as far as a worker must know it."""
+class WorkerDeps(NamedTuple):
+    """Collaborators that all virtual workers of a run share."""
 
     timeline: EventQueue
+    rng: random.Random
+    service: CoordinatorService
     policies: WorkerPolicies
     heartbeat_s: float
-
-    def uneven(self, sigma: float) -> float: ...
-    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> bool:
-        """Send a question; whether it will arrive. The answer comes to the worker's `hear`, with the number of the question."""
-
-    def patience_s(self, question: SessionRequest) -> float:
-        """How long a worker waits for the answer to a question that arrives."""
-
-    def pulse(self, worker: VirtualWorker) -> None:
-        """Have the worker's signs of life arrive, one after the other, until it is gone."""
-
-    def compute(self, worker: VirtualWorker, work_s: float, done: Callable[[], None]) -> None: ...
-    def settled(self, worker: VirtualWorker, receipt: ContributionReceipt, work_s: float) -> None:
-        """A contribution of the worker has an outcome, which took so many seconds to compute."""
-
-    def wasted(self, work_s: float) -> None: ...
+    cores: Mapping[str, Cores]
+    """By host: cores that its workers share."""
+    report: SimulationReport
+    confirmed: Counter[str]
+    """By worker: contributions that were acknowledged to it as accepted."""
 
 
 class VirtualWorker:
-    """One stay of a machine. When the machine comes back, that is another one of the same name."""
+    """A worker during one stay of its machine. A machine that returns starts another worker of the same name."""
 
-    def __init__(self, world: WorkerEnvironment, machine: SimulatedMachine, link: Link, mind: UpdateSource, life: int) -> None:
-        self.world, self.machine, self.link, self.mind = world, machine, link, mind
-        plate: Any = FreeIdentity(machine.name)
-        self.protocol = WorkerSession(machine.name, {}, PROTOCOL, f"life {life}", math.inf, plate)
+    def __init__(self, deps: WorkerDeps, machine: SimulatedMachine, link: Link, updates: UpdateSource, life: int) -> None:
+        """`life`: number of the machine's stay."""
+        self.machine, self.link, self.updates = machine, link, updates
+        self._timeline, self._rng, self._service, self._policies = deps.timeline, deps.rng, deps.service, deps.policies
+        self._heartbeat_s, self._cores = deps.heartbeat_s, deps.cores.get(machine.host)
+        self._report, self._confirmed = deps.report, deps.confirmed
+        identity: Any = FreeIdentity(machine.name)
+        self.session = WorkerSession(machine.name, {}, PROTOCOL, f"life {life}", math.inf, identity)
         self.gone = self.finished = False
-        self.conversing = self.computing = False
+        self.awaiting_answer = self.computing = False
         self.unit: LeasedUnit | None = None
         self._events: list[SessionEvent] = []
-        self._parcel: tuple[EncodedUpdate, float] | None = None
-        """What was made and is not sent yet, with the seconds it took."""
+        self._unsent: tuple[EncodedUpdate, float] | None = None
+        """An update that is computed and not sent yet, and the seconds it took."""
         self._sent_s = 0.0
-        self._steps = self._question = self._seating = 0
+        self._contributions = self._request = self._seatings = 0
         self._step_s = self._round_trip_s = 0.0
         self._versions_per_step, self._most_lag = 1.0, math.inf
         self._version, self._asked_at = -1, 0.0
 
-    # --- coming and going ----------------------------------------------------------------------------
+    # --- start and end --------------------------------------------------------------------------------
 
-    def come(self) -> None:
-        self._say_all()
-        self.world.timeline.after(self.machine.start_s * self.world.uneven(0.3), self._ready)
-        self.world.pulse(self)
+    def start(self) -> None:
+        self._send_requests()
+        self._timeline.after(self.machine.start_s * self._jitter(0.3), self._set_ready)
+        self._schedule_heartbeat()
 
-    def _ready(self) -> None:
-        self.protocol.ready = True
-        if not self.gone and not self.conversing:
-            self._say_all()
+    def _set_ready(self) -> None:
+        self.session.ready = True
+        if not self.gone and not self.awaiting_answer:
+            self._send_requests()
 
-    def vanish(self) -> None:
-        """The machine is gone, without a word."""
+    def disappear(self) -> None:
+        """The machine is switched off; the coordinator gets no message."""
         self.gone = True
 
-    def hear_pulse(self, message: Message) -> None:
-        """The answer to a sign of life."""
-        self.protocol.on_heartbeat_answer(message.header)
+    def _jitter(self, sigma: float) -> float:
+        return self._rng.lognormvariate(0.0, sigma)
 
-    # --- the conversation ------------------------------------------------------------------------------
+    def _schedule_heartbeat(self) -> None:
+        self._timeline.at_in_order(self.link.heartbeat_arrival(self._timeline.now + self._heartbeat_s), self._heartbeat)
 
-    def _say_all(self) -> None:
-        """Say what there is to say; then go on with what was answered."""
+    def _heartbeat(self) -> None:
+        """A heartbeat arrives at the coordinator."""
+        if self.gone or self.finished:
+            return
+        if self.session.session:
+            self._service.heartbeat(self.session.heartbeat(COMPUTING if self.computing else "waiting", EMPTY), self._on_heartbeat_answer)
+        self._schedule_heartbeat()
+
+    def _on_heartbeat_answer(self, message: Message) -> None:
+        self.session.on_heartbeat_answer(message.header)
+
+    # --- requests and answers -------------------------------------------------------------------------
+
+    def _send_requests(self) -> None:
+        """Send the session's next request; when there is none, continue with the work."""
         if self.gone:
             return
-        now = self.world.timeline.now
-        question = self.protocol.next_request(now)
-        if question is None:
-            self.conversing = False
-            if self.protocol.have >= 0 or self.protocol.left:
-                self._go_on()
+        now = self._timeline.now
+        request = self.session.next_request(now)
+        if request is None:
+            self.awaiting_answer = False
+            if self.session.have >= 0 or self.session.left:
+                self._continue()
             return
-        if not self.conversing:
-            self.conversing, self._asked_at = True, now
-        self._question += 1
-        arrives = self.world.call(self, question.asked, question.frames, self._question)
-        self.world.timeline.after(self.world.patience_s(question) if arrives else FIRST_PAUSE_S, self._give_up, self._question)
+        if not self.awaiting_answer:
+            self.awaiting_answer, self._asked_at = True, now
+        self._request += 1
+        arrives = self._service.send(self.link, request.asked, request.frames, partial(self._on_answer, self._request))
+        self._timeline.after(self._service.timeout_s(request) if arrives else FIRST_PAUSE_S, self._time_out, self._request)
 
-    def _give_up(self, number: int) -> None:
-        if number == self._question and not self.gone:
-            retry = self.protocol.on_no_answer(self.world.timeline.now, "no answer")
-            self._question += 1
-            self.world.timeline.after(retry.pause_s * self.world.uneven(0.2), self._say_all)
+    def _time_out(self, number: int) -> None:
+        if number == self._request and not self.gone:
+            retry = self.session.on_no_answer(self._timeline.now, "no answer")
+            self._request += 1
+            self._timeline.after(retry.pause_s * self._jitter(0.2), self._send_requests)
 
-    def hear(self, number: int, message: Message) -> None:
-        if number != self._question or self.gone:
+    def _on_answer(self, number: int, message: Message) -> None:
+        if number != self._request or self.gone:
             return
-        self._question += 1
+        self._request += 1
         header = message.header
         try:
-            self._events += self.protocol.on_answer(header, message.frames)
+            self._events += self.session.on_answer(header, message.frames)
         except SessionEndedError:
             self.finished = True
             return
         pause_s = 0.0
-        if header["kind"] == "refused" and (self.protocol.session or header.get("reason") == TOO_FAST):
-            pause_s = (FIRST_PAUSE_S if self.protocol.session else JOINING_PAUSE_S) * self.world.uneven(0.2)
-        elif self.protocol.session:
-            self._round_trip_s = self.world.timeline.now - self._asked_at
-        self.world.timeline.after(pause_s, self._say_all) if pause_s else self._say_all()
+        if header["kind"] == "refused" and (self.session.session or header.get("reason") == TOO_FAST):
+            pause_s = (FIRST_PAUSE_S if self.session.session else JOINING_PAUSE_S) * self._jitter(0.2)
+        elif self.session.session:
+            self._round_trip_s = self._timeline.now - self._asked_at
+        self._timeline.after(pause_s, self._send_requests) if pause_s else self._send_requests()
 
-    def _go_on(self) -> None:
-        """Everything was said and answered."""
+    def _continue(self) -> None:
+        """No request is open: send the update that waits, or begin the next step."""
         if self.computing:
-            return  # what was answered is taken when the step is done
-        if self._parcel is not None:
-            self._send()
+            return  # the answers are applied when the step is done
+        if self._unsent is not None:
+            self._contribute()
         elif not self.finished:
-            self._settle()
+            self._apply_answers()
             self._begin()
 
-    # --- the work -----------------------------------------------------------------------------------------
+    # --- computing ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        protocol = self.protocol
-        if protocol.done or protocol.left:
-            self.finished = protocol.left or not protocol.session
+        session, now = self.session, self._timeline.now
+        if session.done or session.left:
+            self.finished = session.left or not session.session
             if not self.finished:
-                protocol.leave()
-                self._say_all()
+                session.leave()
+                self._send_requests()
             return
-        if self.world.policies.feed.leased and self.unit is None:
-            protocol.claim()
-            self._say_all()
+        if self._policies.feed.leased and self.unit is None:
+            session.claim()
+            self._send_requests()
             return
         self.computing = True
         if self.unit is not None:
-            self._learn_batch(self.unit, 0, self.world.timeline.now)
-        elif self.mind.sync_delay and self.conversing:
-            self._compute(self.mind.sync_delay, self._middle, self.world.timeline.now)
+            self._compute_unit(self.unit, 0, now)
+        elif self.updates.sync_delay and self.awaiting_answer:
+            self._compute(self.updates.sync_delay, self._after_sync_delay, now)
         else:
-            self._walk(0, self.world.timeline.now)
+            self._compute_update(0, now)
 
-    def _compute(self, batches: int, then: Callable[..., None], *given: Any) -> None:
-        work_s = batches * self.machine.step_s * self.world.uneven(_UNEVEN)
-        self.world.compute(self, work_s, lambda: None if self.gone else then(*given))
+    def _compute(self, batches: int, then: Callable[..., None], *arguments: Any) -> None:
+        """Call `then` when this many batches are computed, unless the machine is gone by then."""
+        machine, cores, began = self.machine, self._cores, self._timeline.now
+        work_s = batches * machine.step_s * self._jitter(_STEP_SIGMA)
 
-    def _middle(self, began: float) -> None:
-        """The steps are done that may be taken before the last contribution is answered."""
-        if self.conversing:
-            self.world.timeline.after(self.machine.step_s / 4, lambda: None if self.gone else self._middle(began))
+        def done() -> None:
+            if not self.gone:
+                then(*arguments)
+
+        def sleep() -> None:
+            passed_s = self._timeline.now - began
+            self._report.computed_s += passed_s
+            self._report.processor_s += work_s
+            rest_s = (machine.slowdown - 1) * passed_s
+            self._timeline.after(rest_s, done) if rest_s > 0 else done()
+
+        if cores is not None:
+            cores.compute(work_s, sleep)
+        else:
+            self._timeline.after(work_s, sleep if machine.slowdown > 1 else done)
+
+    def _after_sync_delay(self, began: float) -> None:
+        """The inner steps that overlap with sending are done: wait for the answer to the last contribution, then take the others."""
+        if self.gone:
             return
-        self._settle()
-        self._walk(self.mind.sync_delay, began)
+        if self.awaiting_answer:
+            self._timeline.after(self.machine.step_s / 4, self._after_sync_delay, began)
+            return
+        self._apply_answers()
+        self._compute_update(self.updates.sync_delay, began)
 
-    def _walk(self, walked: int, began: float) -> None:
-        """Learn from the weights there are now; that takes its time."""
-        seating, have = self._seating, self.protocol.have
-        batches = self.mind.begin(have)
-        self._compute(max(1, batches - walked), self._walked, have, began, seating)
+    def _compute_update(self, steps_done: int, began: float) -> None:
+        """Compute an update from the present weights."""
+        seating, have = self._seatings, self.session.have
+        batches = self.updates.begin()
+        self._compute(max(1, batches - steps_done), self._update_computed, have, began, seating)
 
-    def _walked(self, have: int, began: float, seating: int) -> None:
-        self._made(self.mind.make(have, None) if seating == self._seating else None, began, seating)
+    def _update_computed(self, have: int, began: float, seating: int) -> None:
+        self._finish_step(self.updates.make(have, None) if seating == self._seatings else None, began, seating)
 
-    def _learn_batch(self, unit: LeasedUnit, done: int, began: float) -> None:
-        """A unit is learned from batch by batch; it is left when nobody waits for its result any more."""
-        if self.protocol.newest > unit.version:
+    def _compute_unit(self, unit: LeasedUnit, done: int, began: float) -> None:
+        """Compute a unit batch by batch; abandon it once a newer version makes its result useless."""
+        if self.session.newest > unit.version:
             self.computing, self.unit = False, None
-            self.world.wasted(self.world.timeline.now - began)
-            self.protocol.give_back(unit.number)
-            return self._say_all()
-        if done < unit.batches:
-            return self._compute(1, self._learn_batch, unit, done + 1, began)
-        return self._made(self.mind.make(self.protocol.have, unit), began, self._seating)
+            self._count_wasted(self._timeline.now - began)
+            self.session.give_back(unit.number)
+            self._send_requests()
+        elif done < unit.batches:
+            self._compute(1, self._compute_unit, unit, done + 1, began)
+        else:
+            self._finish_step(self.updates.make(self.session.have, unit), began, self._seatings)
 
-    def _made(self, parcel: EncodedUpdate | None, began: float, seating: int) -> None:
+    def _finish_step(self, update: EncodedUpdate | None, began: float, seating: int) -> None:
         self.computing = False
-        took_s = self.world.timeline.now - began
-        self._step_s = took_s
-        if parcel is None or seating != self._seating:
-            self.world.wasted(took_s)
+        self._step_s = self._timeline.now - began
+        if update is None or seating != self._seatings:
+            self._count_wasted(self._step_s)
             self.unit = None
-            return None if self.conversing else self._go_on()
-        self._parcel = (parcel, took_s)
-        return None if self.conversing else self._send()
+        else:
+            self._unsent = (update, self._step_s)
+        if not self.awaiting_answer:
+            self._continue()
 
-    def _send(self) -> None:
-        seating = self._seating
-        self._settle()
-        assert self._parcel is not None
-        (parcel, took_s), self._parcel, unit, self.unit = self._parcel, None, self.unit, None
-        if seating != self._seating or self.protocol.done:
-            self.world.wasted(took_s)
-            return self._begin()
-        self._steps += 1
-        self._sent_s = took_s
-        epoch, position = self.mind.place()
-        pulls = unit is None and self._steps % self.world.policies.pull.every == 0
-        self.protocol.contribute(_contribution(parcel, epoch, position, unit), parcel.frames, pulls)
-        pace = WorkerPace(self._round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
-        through = self.protocol.until is not None and position >= self.protocol.until  # what comes next is for the coordinator to say
-        overlaps = not through and may_overlap(self.world.policies, self.mind.sync_delay, pace)
-        self._say_all()
-        if overlaps and self.conversing and not self.computing:
+    def _count_wasted(self, work_s: float) -> None:
+        self._report.work_s["wasted"] += work_s
+
+    def _contribute(self) -> None:
+        seating = self._seatings
+        self._apply_answers()
+        assert self._unsent is not None
+        (update, took_s), self._unsent, unit, self.unit = self._unsent, None, self.unit, None
+        if seating != self._seatings or self.session.done:
+            self._count_wasted(took_s)
             self._begin()
-        return None
+            return
+        self._contributions += 1
+        self._sent_s = took_s
+        epoch, position = self.updates.position()
+        pulls = unit is None and self._contributions % self._policies.pull.every == 0
+        self.session.contribute(_contribution(update, epoch, position, unit), update.frames, pulls)
+        pace = WorkerPace(self._round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
+        shard_done = self.session.until is not None and position >= self.session.until  # the coordinator decides what follows
+        overlaps = not shard_done and may_overlap(self._policies, self.updates.sync_delay, pace)
+        self._send_requests()
+        if overlaps and self.awaiting_answer and not self.computing:
+            self._begin()
 
-    def _settle(self) -> None:
-        """Take what was answered."""
+    # --- answers --------------------------------------------------------------------------------------
+
+    def _apply_answers(self) -> None:
         events, self._events, status = self._events, [], None
         for event in events:
             if isinstance(event, ContributionReceipt):
                 status = event.status
-                self.world.settled(self, event, self._sent_s)
+                self._count_receipt(event)
             elif isinstance(event, RunNews):
-                self._refresh(event, status)
+                self._apply_news(event, status)
             elif isinstance(event, LeasedUnit):
-                self._lease(event)
+                self._accept_unit(event)
             else:
-                self._sit(event)
+                self._take_seat(event)
 
-    def _sit(self, place: SeatAssigned) -> None:
-        if not self.world.policies.feed.leased:
-            self._seating += 1
-            self.mind.sit(*place)
+    def _count_receipt(self, receipt: ContributionReceipt) -> None:
+        accepted = receipt.status == "accepted"
+        self._report.outcomes[receipt.status] += 1
+        self._report.work_s["useful" if accepted else "wasted"] += self._sent_s
+        self._confirmed[self.machine.name] += accepted
 
-    def _lease(self, unit: LeasedUnit) -> None:
+    def _take_seat(self, place: SeatAssigned) -> None:
+        if not self._policies.feed.leased:
+            self._seatings += 1
+            self.updates.take_seat(*place)
+
+    def _accept_unit(self, unit: LeasedUnit) -> None:
         if unit.version == self._version:
             self.unit = unit
         else:
-            self.protocol.give_back(unit.number)
+            self.session.give_back(unit.number)
 
-    def _refresh(self, news: RunNews, status: str | None) -> None:
+    def _apply_news(self, news: RunNews, status: str | None) -> None:
         header = news.header
         if not news.afresh:
             passed = header["version"] - self._version
-            self._versions_per_step = 0.8 * self._versions_per_step + 0.2 * max(1, passed / self.world.policies.pull.every)
+            self._versions_per_step = 0.8 * self._versions_per_step + 0.2 * max(1, passed / self._policies.pull.every)
         self._most_lag = header["most_lag"]
         if "weights" in header:
             self._version = header["version"]
-        self.mind.on_answer(news, status)
-
-    @property
-    def doing(self) -> str:
-        return COMPUTING if self.computing else "waiting"
+        self.updates.on_answer(news, status)
 
 
-def _contribution(parcel: EncodedUpdate, epoch: int, position: int, unit: LeasedUnit | None) -> Contribute:
+def _contribution(update: EncodedUpdate, epoch: int, position: int, unit: LeasedUnit | None) -> Contribute:
     number = -1 if unit is None else unit.number
-    return Contribute("", 0, 0, parcel.base, 0, parcel.weight, parcel.samples, epoch, position, parcel.batches, -1, parcel.metrics, number)
+    return Contribute("", 0, 0, update.base, 0, update.weight, update.samples, epoch, position, update.batches, -1, update.metrics, number)

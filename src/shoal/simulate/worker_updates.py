@@ -6,7 +6,6 @@ updates that were encoded once. `LearnedUpdates` gives every worker its own engi
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,25 +27,27 @@ from shoal.worker.weights import WorkerWeights
 from shoal.worker.worker_state import NoWorkerCheckpoint
 
 STAND_IN = 10_000
-"""Most numbers in a simulated update; the links count the bytes of the real model."""
+"""Largest number of values in a simulated update; the links count the bytes of the real model."""
 _POOL = 16
+"""Number of different simulated updates."""
 _FALSE = -10.0
-"""What a false worker multiplies its update with."""
+"""Factor of a false worker's updates."""
 
 
 class EncodedUpdate(NamedTuple):
-    """What is to be sent, and the batches that it took."""
+    """An update as it is sent."""
 
     frames: Frames
     weight: float
     samples: int
     base: int
+    """Version of the weights that it was computed on."""
     batches: int
     metrics: Mapping[str, float]
 
 
 class PlainDescent:
-    """Weights that go where updates lead them, by plain gradient descent: the least that a learner can do."""
+    """The simplest learner: plain gradient descent."""
 
     def __init__(self, size: int) -> None:
         self.vector, self.buffers = torch.zeros(size), torch.empty(0)
@@ -57,10 +58,10 @@ class PlainDescent:
 
 
 class TimedUpdates:
-    """Updates that were encoded once, for all workers."""
+    """A few updates that are encoded once and sent by all workers."""
 
     def __init__(self, policies: Policies, updates: Updates, size: int, samples_per_batch: int, batches: int, shard: int | None) -> None:
-        """`size`: of the real model; `batches`: of one step; `shard`: batches of an epoch that a worker has, None for a stream."""
+        """`size`: parameters of the real model; `batches`: per step; `shard`: batches of a worker's shard per epoch, None for a stream."""
         self.policies, self.samples_per_batch, self.batches, self.shard = policies, samples_per_batch, batches, shard
         self.size = min(size, STAND_IN)
         self.scale = size / self.size
@@ -70,12 +71,12 @@ class TimedUpdates:
         self.false = [codecs.encode(updates.codec, _FALSE * vector, None) for vector in vectors]
         self.update_bytes = self.scale * sum(map(len, self.honest[0]))
 
-    def mind(self, false: bool) -> _TimedWorker:
+    def source(self, false: bool) -> _TimedWorker:
         return _TimedWorker(self, false)
 
 
 class _TimedWorker:
-    """A place at the data, and the steps that were asked for."""
+    """Position in the data, and inner steps of a contribution."""
 
     def __init__(self, common: TimedUpdates, false: bool) -> None:
         self.common, self._frames = common, common.false if false else common.honest
@@ -84,66 +85,66 @@ class _TimedWorker:
         self._steps, self._made = contribution.inner_steps, 0
         self._epoch = self._position = 0
 
-    def sit(self, seat: int, epoch: int, position: int) -> None:
+    def take_seat(self, seat: int, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
 
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         return self._epoch, self._position
 
-    def begin(self, have: int) -> int:
+    def begin(self) -> int:
+        """Begin an update; returns the batches that it takes."""
         return self._steps * self.common.batches
 
     def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate:
         common, self._made = self.common, self._made + 1
         batches = self._steps * common.batches if unit is None else unit.batches
-        self._move(batches, unit)
+        self._advance(batches, unit)
         samples = batches * common.samples_per_batch
         return EncodedUpdate(self._frames[self._made % _POOL], float(samples), samples, have, batches, {})
 
-    def _move(self, batches: int, unit: LeasedUnit | None) -> None:
+    def _advance(self, batches: int, unit: LeasedUnit | None) -> None:
         shard = self.common.shard
         if unit is not None:
             self._epoch, self._position = unit.epoch, unit.start + unit.batches
         elif shard is None:
             self._position += batches
         else:
-            whole = self._epoch * shard + self._position + batches
-            self._epoch = (whole - 1) // shard
-            self._position = whole - self._epoch * shard
+            total = self._epoch * shard + self._position + batches
+            self._epoch = (total - 1) // shard
+            self._position = total - self._epoch * shard
 
     def on_answer(self, news: RunNews, status: str | None) -> None:
         self._steps = news.header.get("inner_steps", self._steps)
 
 
 class LearnedUpdates:
-    """An engine for each worker, on the same data, with the real producers."""
+    """Real updates: each worker has its own engine and the real producer, on the same data."""
 
     scale, update_bytes = 1.0, 0.0
 
     def __init__(self, parts: RunParts, policies: Policies, shards: int, spans: tuple[Span, ...]) -> None:
         self.parts, self.policies, self.shards, self.spans = parts, policies, shards, spans
-        self.pieces = unit_pieces(parts, policies) if policies.feed.leased else None
-
-        self.together = BatchedSteps(parts.run, self.engine(), parts.data.info.vocab_size or 0, policies.feed.leased)
+        self.units = unit_pieces(parts, policies) if policies.feed.leased else None
+        self.batched_steps = BatchedSteps(parts.run, self.engine(), parts.data.info.vocab_size or 0, policies.feed.leased)
 
     def engine(self) -> BatchedEngine:
         run, samples = self.parts.run, self.parts.data
         task = task_for(run, NO_LIVE_OBJECTS, players_for(run, NO_LIVE_OBJECTS, samples.info), samples.info)
         return BatchedEngine(run, task, self.parts.single.total_steps)
 
-    def mind(self, false: bool) -> _LearningWorker:
+    def source(self, false: bool) -> _LearningWorker:
         return _LearningWorker(self, false)
 
     def feed(self, seat: int, epoch: int, position: int) -> Any:
-        if self.pieces is not None:
-            return self.pieces.at(epoch, position)
+        if self.units is not None:
+            return self.units.at(epoch, position)
         feed = feed_for_seat(self.parts.run, self.parts.data, seat, self.shards)
         feed.load_state_dict(feed.state_dict() | {"epoch": epoch, "position": position})
         return feed
 
 
 class _LearningWorker:
-    """A worker as its producer sees it, without the waiting."""
+    """The producer's context for one virtual worker; nothing here waits."""
 
     ranks, over = 1, False
 
@@ -162,9 +163,9 @@ class _LearningWorker:
         self._feed: Any = None
         self.producer = contribution.producer(self, NoWorkerCheckpoint(), common.spans)
         self.sync_delay = 0
-        """A virtual worker learns all of a walk at once, so what arrives meanwhile is taken at its end."""
+        """A virtual worker computes all inner steps of an update at once, so answers are applied at their end."""
 
-    # --- what a producer asks of its worker ---------------------------------------------------------
+    # --- ProducerContext -------------------------------------------------------------------------------
 
     @property
     def feed(self) -> Feed:
@@ -178,35 +179,35 @@ class _LearningWorker:
 
     def report(self, text: str) -> None: ...
     def move_to(self, place: SeatAssigned) -> None:
-        self.sit(*place)
+        self.take_seat(*place)
 
     @property
     def next_seat(self) -> SeatAssigned:
-        return SeatAssigned(0, *self.place())
+        return SeatAssigned(0, *self.position())
 
-    # --- what the virtual worker asks ----------------------------------------------------------------
+    # --- UpdateSource, for the virtual worker ----------------------------------------------------------
 
-    def sit(self, seat: int, epoch: int, position: int) -> None:
-        self.common.together.drop(self.own)
-        if self.common.pieces is None:
+    def take_seat(self, seat: int, epoch: int, position: int) -> None:
+        self.common.batched_steps.drop(self.own)
+        if self.common.units is None:
             self._feed = PrefetchedFeed(self.common.feed(seat, epoch, position))
 
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         if self.unit is not None:
             return self.unit.epoch, self.unit.start + self.unit.batches
         state = self._feed.state_dict()
         return state["epoch"], state["position"]
 
-    def begin(self, have: int) -> int:
+    def begin(self) -> int:
         steps = self.producer.inner_steps
-        self.common.together.begin(self.own, self._feed, steps)
+        self.common.batched_steps.begin(self.own, self._feed, steps)
         return max(1, steps) * self.accumulation
 
     def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
         self.unit = unit
         if unit is not None:
             self._feed = self.common.feed(0, unit.epoch, unit.start)
-        self.common.together.finish(self.own)
+        self.common.batched_steps.finish(self.own)
         made = self.producer.make()
         if made is None:
             return None
@@ -225,9 +226,3 @@ class _LearningWorker:
 
 
 UpdateSource = _TimedWorker | _LearningWorker
-
-
-def seeded_generator(seed: int) -> random.Random:
-    """Dice for everything that is drawn; what engines draw follows the same seed."""
-    torch.manual_seed(seed)
-    return random.Random(seed)

@@ -1,4 +1,5 @@
-"""Between workers: how updates become new weights. One small file each; `policies_for` finds the one that a run asks for."""
+"""Strategies: how workers' updates become new weights. Each strategy is one small file; `policies_for` returns the policies of the run's
+strategy."""
 
 from __future__ import annotations
 
@@ -10,6 +11,6 @@ __all__ = ["DataExtent", "Policies", "RunLength", "no_relay", "policies_for"]
 
 
 def policies_for(run: Run, expected: int) -> Policies:
-    """The policies of the run's strategy, with so many workers expected."""
+    """The policies of the run's strategy, for a run that expects `expected` workers."""
     policies: Policies = run.strategy.builder()(run, expected)
     return policies

@@ -1,8 +1,8 @@
-"""DiLoCo: every worker takes many steps alone; an outer optimizer then applies the mean of how far they moved.
+"""DiLoCo: every worker takes many inner steps; an outer optimizer then applies the mean pseudo-gradient.
 
-Holds: all start a round at the same weights θ₀, and return to them before the outer step; the outer gradient is the mean of θ₀ − θ over the
-workers, weighed by what they learned from, or in an expert of a mixture by the tokens that it saw. Inner optimizers and their schedule go
-on through all rounds.
+Holds: all workers start a round at the same weights θ₀, and return to them before the outer step; the outer gradient is the mean of θ₀ − θ
+over the workers, weighted by what they learned from, or in an expert of a mixture by the tokens that it saw. Inner optimizers and their
+schedule continue through all rounds.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def policies(run: Run, expected: int) -> Policies:
 
 
 def averages(run: Run) -> bool:
-    """Whether the outer step is the mean of the workers' weights and nothing else.
+    """Whether the outer step is exactly the mean of the workers' weights.
 
-    θ₀ − 1·(θ₀ − θ) is θ, but not in 32-bit floats. So where nothing happens to the difference on its way, the weights themselves travel:
-    one worker alone is then plain training, bit for bit.
+    θ₀ − 1·(θ₀ − θ) equals θ, but not in 32-bit floats. So if the difference is not changed on its way, the weights themselves are sent: a
+    run with one worker is then plain training, bit for bit.
     """
     settings, updates = run.strategy, run.updates
     assert isinstance(settings, DiLoCo)

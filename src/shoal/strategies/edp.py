@@ -1,9 +1,10 @@
 """Elastic and asynchronous: every gradient is applied when it arrives, scaled by 1/(1+lag); workers come and go.
 
-Where workers pull at every step they look ahead, as under async.
+Workers that pull at every step look ahead, as under async.
 
-Holds: the lag of a gradient is the versions its weights do not know of. A worker steps its own weights between pulls, so those it made
-itself do not count. A rule that compares gets one row of each worker, the mean of what it sent.
+Holds: the lag of a gradient is the number of versions that its weights do not include. A worker steps its own weights between pulls, so the
+versions made of its own gradients do not count. An aggregation rule that compares workers gets one row per worker, the mean of what it
+sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a strategy is: six policies, and how long its run is. Users choose one by name; they never assemble policies."""
+"""A strategy's parts: six policies, and the length of its run. Users choose a strategy by name; they never assemble policies."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shoal.worker.producers import GradientContribution, WorkerContribution
 
 
 class DataExtent(NamedTuple):
-    """How much there is to learn from, and by how many."""
+    """The size of the data and the number of workers that share it."""
 
     expected: int
     """Workers that the run is begun for."""
     ranks: int
     """Processes of a worker, each of which takes batches of its own."""
     batches_of_shard: Callable[[int], int | None]
-    """Batches that an epoch has in a shard, where the data is cut into so many; None: a stream, which has no end."""
+    """Batches per epoch of one shard, by the number of shards that the data is cut into; None: a stream without end."""
     whole: bool = False
-    """Whether the data stays in one piece, of which a scheduler gives out tasks; else it is cut into a shard for each worker."""
+    """Whether the data is not cut into shards, and a scheduler assigns tasks of it; otherwise each worker has a shard."""
 
     @property
     def shards(self) -> int:
@@ -38,18 +38,18 @@ class RunLength(NamedTuple):
     steps: int
     """Updates of the weights."""
     batches: int | None
-    """Batches to learn from; None: the steps count."""
+    """Batches to learn from; None: the run ends after `steps`."""
     batches_per_contribution: int
     batches_per_step: int
     batches_per_shard: int | None
     """Batches of an epoch that one worker has."""
     batches_per_epoch: int | None
     worker_steps: int
-    """Steps of a worker, by which its schedule goes."""
+    """Steps of one worker, which its learning-rate schedule counts."""
     cut: DataCut | None = None
     """How the data is cut into units, where they are leased."""
     samples_per_batch: int | None = None
-    """None: as many as `training.batch_size` says."""
+    """Samples of a batch; None: `training.batch_size`."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,15 @@ class Policies:
     pull: PullPolicy = PullPolicy()  # noqa: RUF009
     """When a worker takes new weights, and how."""
     expert_cap: float | None = None
-    """How many times its share in the plain mean a contribution may count in an expert; None: experts are not weighed by their tokens."""
+    """Upper limit of a contribution's weight in an expert, as a multiple of its weight in the plain mean; None: experts are not weighted
+    by their tokens."""
 
     @property
     def pull_every(self) -> int:
         return self.pull.every
 
     def spans(self, layouts: Mapping[str, ParameterLayout]) -> tuple[Span, ...]:
-        """The parts of the weights that rounds take in turn; none: each round moves all of them."""
+        """The fragments of the weights that rounds update in turn; empty: each round updates all of them."""
         if self.contribution.fragments == 1:
             return ()
         return spans((slot.size for layout in layouts.values() for slot in layout.slots), self.contribution.fragments)

@@ -17,7 +17,7 @@ from shoal.strategies.policies import Policies
 
 
 def no_relay(run: Run, policies: Policies, above: Policies) -> str:
-    """Why a relay makes no sense that has this run and these policies below it, and those above; empty: it does."""
+    """The reason why a relay is not possible with this run and these policies below it and `above` upstream; empty: it is possible."""
     rounds, contribution, updates = policies.rounds, policies.contribution, run.updates
     kind = "takes pseudo-gradients of many inner steps" if above.contribution.takes_inner_steps else "takes gradients"
     differ = above.contribution.takes_inner_steps != contribution.takes_inner_steps

@@ -1,9 +1,9 @@
 """Rollouts: workers answer the prompts that they lease, and the coordinator learns from the answers.
 
-Holds: every token of an answer follows from the version that its unit was leased with and from a draw that nobody chooses, so a unit can be
-leased again, and withholding one changes nothing but the time; what comes is checked with one pass over it before it is taken; rewards are
-computed by the coordinator. A unit whose version is a few updates old still counts, with probabilities of its own version: long answers are
-not cut off by a quorum of short ones.
+Holds: every token of an answer is determined by the version that its unit was leased with and by a random draw that no worker can
+influence. So a unit can be leased again, and a worker that withholds one only causes delay. Each unit is checked with one forward pass
+before it is accepted; rewards are computed by the coordinator. A unit that is a few versions old still counts, with the probabilities of
+its own version, so a quorum of short answers does not exclude long ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.worker.producers import RolloutContribution
 def policies(run: Run, expected: int) -> Policies:
     settings, rlhf = run.strategy, run.rlhf
     assert isinstance(settings, Rollouts)
-    assert rlhf is not None  # a rule sees to that
+    assert rlhf is not None  # checked by the configuration's rules
     ppo, prompts = rlhf.ppo, settings.prompts_per_unit
     return Policies(
         rounds=UnitQuorum(ppo.rollout_size // rlhf.group // prompts),

@@ -1,4 +1,4 @@
-"""How long a run is: max_steps or the epochs, whichever comes first."""
+"""Length of a run: `max_steps` or the epochs, whichever ends first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alone(run: Run, batches_per_epoch: int | None, ranks: int = 1) -> int:
 
 
 def steps_of(run: Run, batches_per_epoch: int | None) -> int:
-    """Steps of one worker that has so many batches in an epoch."""
+    """Steps of one worker whose epoch has `batches_per_epoch` batches."""
     accumulation = run.training.gradient_accumulation_steps
     if batches_per_epoch and accumulation > batches_per_epoch * (run.training.epochs or accumulation):
         raise ShoalError(f"training.gradient_accumulation_steps: the run has fewer than {accumulation} batches")

@@ -1,7 +1,7 @@
-"""Work units: workers lease pieces of the data, and a number of results makes an update.
+"""Work units: workers lease units of the data, and a number of results makes an update.
 
-Holds: every piece of an epoch is learned from once, whichever worker does it and whichever dies; a result for weights that have moved on is
-dropped where it is handed in, and its piece is given out again.
+Holds: every unit of an epoch is learned from once, whichever worker does it and whichever dies; a result that was computed on weights that
+are too old is dropped on arrival, and its unit is leased again.
 """
 
 from __future__ import annotations

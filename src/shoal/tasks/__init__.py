@@ -1,4 +1,4 @@
-"""What is learned: losses, metrics, evaluation, samples."""
+"""Tasks: losses, metrics, evaluation and samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Batch", "Loss", "MetricMeans", "StepResult", "Task", "TaskInfo", "bu
 
 
 def build(run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Task:
-    """The task of a run, over the networks it is learned by."""
+    """The task of a run, with the networks that it trains."""
     settings = run.chosen_task
     _expect(settings.needs, settings.kind, info)
     task: Task = settings.builder()(settings, run, players, info)
@@ -21,7 +21,7 @@ def build(run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Task:
 
 
 def _expect(needs: str, kind: str, info: TaskInfo) -> None:
-    """Whether the data has what a task learns from. Raises ShoalError."""
+    """Check that the data suits the task. Raises ShoalError."""
     if needs == "labels" and info.num_classes is None:
         raise ShoalError(f"{kind} needs data with labels: put the images of each class in a folder of its own")
     if needs == "images" and info.image_shape is None:

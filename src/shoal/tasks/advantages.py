@@ -1,4 +1,5 @@
-"""Which token of an answer deserves how much of its score. Every function is pure, and what is beyond an answer's end changes nothing.
+"""Advantages: how the score of an answer is distributed over its tokens. Every function is pure, and ignores what is beyond an answer's
+end.
 
 Shapes: B answers, T tokens, G answers to one prompt.
 """

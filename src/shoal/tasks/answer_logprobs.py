@@ -1,6 +1,6 @@
-"""How probable answers are, and where they end: what all tasks that learn from answers share.
+"""Log-probabilities of answers, shared by all tasks that learn from answers.
 
-They are learned as the model will be used: without dropout, and with mixtures that route every token as in evaluation.
+They are computed as the model will be used: without dropout, and with mixtures that route every token as in evaluation.
 
 Shapes: B batch, L tokens, N tokens that count, D width, V vocabulary.
 """
@@ -161,7 +161,7 @@ class PairwiseTask(Task):
 
 
 class Reference:
-    """The model of the beginning, which does not learn: a frozen copy, or the model itself with LoRA switched off."""
+    """The reference model, which does not learn: a frozen copy of the initial model, or the model itself with LoRA switched off."""
 
     def __init__(self, model: Any) -> None:
         self._adapted = model if getattr(model, "has_adapters", False) else None

@@ -12,7 +12,7 @@ Batch = dict[str, Tensor]
 
 
 class TaskInfo(Protocol):
-    """What a task must know of the data."""
+    """The properties of the data that tasks use."""
 
     @property
     def image_shape(self) -> tuple[int, int, int] | None: ...
@@ -25,7 +25,7 @@ class TaskInfo(Protocol):
 
 
 class Loss(NamedTuple):
-    """What one network is to make smaller, as the mean over the batch, and figures to show."""
+    """The loss of one network, as the mean over the batch, and metrics to show."""
 
     player: str
     value: Tensor

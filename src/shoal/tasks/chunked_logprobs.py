@@ -1,8 +1,8 @@
 """Log-probabilities of answers' tokens, and gradients of a loss on them, without the logits of all tokens at once.
 
-A vocabulary is large: the logits of a mini-batch take more memory than the model's hidden states by far. Here some tokens' logits are
-made at a time. A loss that is a sum over tokens tells its slope as soon as a token's log-probability is known, so the output matrix's
-part of the gradient is formed right then, and the logits are made once.
+With a large vocabulary the logits of a mini-batch take far more memory than the model's hidden states, so they are computed for a chunk of
+tokens at a time. The gradient of a loss that is a sum over tokens is known as soon as a token's log-probability is, so the chunk's part of
+the output matrix's gradient is computed at once, and logits are computed only once.
 
 Shapes: N tokens, n tokens of a piece, D width, V vocabulary, W rows of a matrix that may be wider than that.
 """
@@ -19,9 +19,9 @@ from torch.nn import functional as F
 _LOGITS_AT_ONCE = 1 << 23
 """32 MiB in float32: small beside a model, and large enough for a matrix product to be quick."""
 _TIMES_ON_GPU = 8
-"""A GPU needs larger ones."""
+"""Factor of the chunk size on GPUs, which need larger products."""
 _NEVER = -3e4
-"""The logit of a token that there is not: nothing is left of its exponential, and float16 has it."""
+"""The logit of padding columns: its exponential is 0, and float16 can represent it."""
 
 _CACHED = 1 << 19
 """2 MiB in float32."""

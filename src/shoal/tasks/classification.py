@@ -1,4 +1,4 @@
-"""Which class is it?"""
+"""Classification: cross-entropy and accuracy over classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chosen answers become more probable than rejected ones, measured against the model of the beginning (Rafailov et al. 2023).
+"""DPO: chosen answers become more probable than rejected ones, relative to a frozen reference model (Rafailov et al. 2023).
 
 Shapes: B batch, L tokens.
 """

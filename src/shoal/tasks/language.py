@@ -1,4 +1,4 @@
-"""What comes next? Labels are shifted by the data; −100 marks what must not count.
+"""Language modelling: next-token prediction. Labels are shifted by the data; −100 marks tokens that do not count.
 
 Letters: B batch, L length, N all places of a batch, V vocabulary.
 """
@@ -25,7 +25,7 @@ IGNORED = -100
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
 """Columns of a batch with texts that a model reads beside its input."""
 _LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval": ("passage_ids", "passage_from")}
-"""Losses that tell what reading is worth, and the columns that are left out for each."""
+"""Losses that measure the benefit of side texts, and the columns that are left out for each."""
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
 
 
@@ -81,7 +81,7 @@ class LanguageModelling(Task):
 
     @torch.no_grad()
     def _score(self, logits_BLV: Tensor, batch: Batch, slots_B: Tensor, fresh: int) -> dict[str, Tensor]:
-        """Tell the memory the loss of each sequence. Return the loss of the batch's own sequences, and of those that were replayed."""
+        """Report the loss of each sequence to the memory. Returns the loss of the batch's own sequences, and of the replayed ones."""
         labels_BL = batch["labels"]
         flat = F.cross_entropy(logits_BLV[..., : self.vocab_size].flatten(0, 1).float(), labels_BL.flatten(), reduction="none")
         sums_B, counts_B = flat.view_as(labels_BL).sum(1), (labels_BL != IGNORED).sum(1)
@@ -91,8 +91,8 @@ class LanguageModelling(Task):
         return told | {"replayed": torch.full_like(told["loss"], len(slots_B) - fresh)}
 
     def _weigh_replayed(self, logits_BLV: Tensor, labels_BL: Tensor, fresh: int) -> None:
-        """Make the gradient that of a mean in which a token of a replayed sequence counts `replay_weight` times. The mean itself is not
-        told anywhere, so gradients alone are scaled, and a fused loss needs no other kernel."""
+        """Scale gradients so that a token of a replayed sequence counts `replay_weight` times in the mean. That mean is not reported
+        anywhere, so only gradients are scaled, and a fused loss needs no other kernel."""
         counted_B = (labels_BL != IGNORED).sum(1).float()
         weight_B = torch.ones_like(counted_B)
         weight_B[fresh:] = self.memory.replay_weight

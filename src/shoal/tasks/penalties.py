@@ -1,7 +1,7 @@
-"""What a language model is punished for besides a wrong guess: saying a token again, and ending too early.
+"""Penalties of a language model besides cross-entropy: for repeating a token, and for ending too early.
 
-Every penalty is a sum over the tokens that count. Whoever asks divides it by their number, so batches of any size add up to the same loss.
-The right token is never punished.
+Every penalty is a sum over the tokens that count. The caller divides it by their number, so batches of any size add up to the same loss.
+The right token is never penalised.
 
 Letters: B batch, L length, V vocabulary, W window.
 """
@@ -19,13 +19,13 @@ from shoal.config.schema.training import Penalties
 
 NAMES = ("repetition", "immediate_repetition", "early_end")
 CERTAIN = 1e-6
-"""The least that 1 − p counts: 32-bit logits say no more about a token that is all but certain."""
+"""Lower limit of 1 − p: 32-bit logits are not more precise for a token that is almost certain."""
 NOTHING = -1
-"""Stands where there is padding: no token has this number."""
+"""Marks padding: no token has this number."""
 
 
 class Marks(NamedTuple):
-    """What the penalties must know of a batch."""
+    """The inputs of the penalties, computed from a batch."""
 
     labels_BL: Tensor
     counted_BL: Tensor

@@ -1,6 +1,7 @@
-"""A policy learns from its own answers: tokens with an advantage become more probable, but not by more than a little at a time (PPO).
+"""Policy-gradient task (PPO): a policy learns from its own answers. Tokens with a positive advantage become more probable, by a limited
+ratio.
 
-What an answer was worth is decided where it was made (`runs/rlhf/rollouts.py`); a batch holds the answers with what was found out there.
+Scores and advantages are computed where the answers are made (`runs/rlhf/rollouts.py`); a batch holds the answers with the results.
 
 Shapes: B answers, L tokens of prompt and answer, T tokens of the longest answer (the last T of L), N tokens that count, V vocabulary.
 """
@@ -28,7 +29,7 @@ def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: T
 
 
 class TokenLogProbs(NamedTuple):
-    """What a policy says of the answers in a batch."""
+    """The policy's log-probabilities of the answers in a batch."""
 
     log_probs_BT: Tensor
     entropy_BT: Tensor
@@ -44,10 +45,10 @@ class PolicyGradient(Task):
     def __init__(self, players: dict[str, nn.Module], settings: Rlhf) -> None:
         self.players, self.settings, self.ppo = players, settings, settings.ppo
         self.finder: Any = None
-        """What finds the passages that a worker's answers read; null: they read none, or others answer."""
+        """Finds the passages that a worker's answers read; None: answers read no passages, or other processes answer."""
         self.moved: list[Tensor] = []
-        """Of each batch since the list was emptied: how far the policy has moved from the one that gave the answers, in nats added up
-        over tokens, and how many tokens these are."""
+        """For each batch since the list was emptied: how far the policy has moved from the one that gave the answers, in nats summed
+        over tokens, and the number of those tokens."""
 
     def answer_only(self, finder: Any) -> None:
         self.learns_from_answers, self.finder = False, finder
@@ -106,12 +107,12 @@ class PolicyGradient(Task):
         return slope_of
 
     def _gains_lost(self, change: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """What is lost by a change of log-probabilities: with the ratio of the probabilities as it is, and clipped."""
+        """The loss by a change of log-probabilities: with the probability ratio unclipped, and clipped."""
         ratio = change.exp()
         return -advantages * ratio, -advantages * ratio.clamp(1 - self.ppo.clip_range, 1 + self.ppo.clip_range)
 
     def values(self, text: PromptAnswers, width: int) -> Tensor | None:
-        """What the rest of each answer is expected to bring, before each of its tokens [B, T]; None: nobody predicts it."""
+        """The predicted return of the rest of each answer, before each of its tokens [B, T]; None: there is no value function."""
         model: Any = self.players["model"]
         if "value" not in self.players:
             found_BT: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Losses and metrics of somebody's own, over batches of any plain form."""
+"""User-defined losses and metrics, over batches of tensors in any plain structure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from shoal.errors import ShoalError
 from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
 
 LossFunction = Callable[[nn.Module, Any], Any]
-"""Gives a scalar tensor, or a mapping with `loss` and further figures."""
+"""Returns a scalar tensor, or a mapping with `loss` and further metrics."""
 Metric = Callable[[nn.Module, Any], Any]
-"""Gives a number for a batch."""
+"""Returns a number for a batch."""
 _LABELS = ("label", "labels", "target", "targets", "y")
 _IGNORED = -100
 SAMPLE = "(sample)"
-"""The name of a batch that is one tensor. The items of a tuple are called (0), (1) and so on."""
+"""The name of the tensor in a batch that is a single tensor. The items of a tuple are named (0), (1) and so on."""
 
 
 def named(batch: Any) -> Batch:
-    """A batch as tensors by name, which is how batches travel through Shoal. Raises ShoalError for what holds other things than tensors."""
+    """A batch as a mapping from names to tensors, the form in which Shoal passes batches. Raises ShoalError if it holds anything but
+    tensors."""
     if isinstance(batch, Tensor):
         return {SAMPLE: batch}
     items = dict(batch) if isinstance(batch, Mapping) else {f"({number})": item for number, item in enumerate(batch)}
@@ -47,7 +48,7 @@ def as_given(batch: Batch) -> Any:
 
 
 class UserTask(Task):
-    """A loss of somebody's own, or one that suits the model and the batch."""
+    """A task with the user's loss function, or with a loss that suits the model and the batch."""
 
     headline = "loss"
 
@@ -55,7 +56,7 @@ class UserTask(Task):
         self.players, self.loss, self.usual = players, loss or usual_loss, loss is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UserTask:
-        """Networks of its own. The function is shared, whatever it holds."""
+        """Copy the networks. The loss function is shared, with all that it refers to."""
         return UserTask(copy.deepcopy(self.players, memo), None if self.usual else self.loss)
 
     def count(self, batch: Batch) -> int:
@@ -104,7 +105,7 @@ class WithMetrics(Task):
         return self.task.losses(batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WithMetrics:
-        """Networks of its own. The functions are shared, whatever they hold."""
+        """Copy the networks. The metric functions are shared, with all that they refer to."""
         return WithMetrics(copy.deepcopy(self.task, memo), self.metrics)
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +132,7 @@ class WithMetrics(Task):
 
 
 def usual_loss(model: nn.Module, batch: Any) -> Any:
-    """The loss where nobody gave one: what the model itself says, cross-entropy for classes, squared error for numbers."""
+    """The default loss: the model's own loss, cross-entropy for classes, or squared error for numbers."""
     if isinstance(batch, Mapping) and _target(batch) is None:
         return _own_loss(model, batch)
     inputs, labels = _pair(batch)

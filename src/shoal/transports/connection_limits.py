@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
-from shoal.protocol.address_groups import household
+from shoal.protocol.address_groups import address_group
 
 Connection = TypeVar("Connection", bound=Hashable)
 RESERVED_DESCRIPTORS = 256
@@ -73,14 +73,14 @@ class ConnectionLimiter(Generic[Connection]):
 
     def count(self, address: str) -> int:
         with self._lock:
-            return self._counts[household(address)]
+            return self._counts[address_group(address)]
 
     def add(
         self, connection: Connection, address: str, now: float, has_authenticated: Callable[[Connection], bool] = lambda connection: False
     ) -> Admission[Connection]:
         """Add a connection from an address. `has_authenticated`: asked before a connection is evicted that was not marked as authenticated,
         where the server learns of that late; one that has is never evicted then."""
-        group = household(address)
+        group = address_group(address)
         with self._lock:
             self._remove(connection)
             evicted: Connection | None = None

@@ -1,1 +1,1 @@
-"""The worker: what takes part in a run that somebody coordinates."""
+"""The worker: computes contributions for a run, and sends them to the coordinator."""

@@ -1,4 +1,4 @@
-"""The worker's share of a strategy: where its data comes from, what it sends and how often, and when it takes new weights."""
+"""The worker's part of a strategy: the source of its data, what it sends and how often, and when it pulls new weights."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardFeedPolicy:
-    """A worker goes through a share of the data that is its own, in an order of its own."""
+    """A worker reads its own shard of the data, in its own order."""
 
     leased: bool = False
-    """Whether it is given one unit of the data after the other instead."""
+    """Whether the worker leases units of the data instead."""
     batches: int = 1
     """Batches in a unit."""
     lease_s: float = 300.0
-    """How long a worker may be silent with a unit before others may have it."""
+    """Seconds that a worker with a unit may be silent before the unit is leased to another worker."""
     attempts: int = 3
-    """How often a unit is tried before it is given up."""
+    """Attempts at a unit before it is given up."""
     most_lag: int = 0
-    """Versions that may be made while a worker has a unit, before its result is too late."""
+    """Versions that may be made while a worker has a unit before its result is too late."""
     given: bool = False
-    """Whether all that a unit takes comes with its lease, so that a worker reads no data."""
+    """Whether the lease contains all that a unit needs, so that the worker reads no data."""
 
 
 @dataclass(frozen=True)

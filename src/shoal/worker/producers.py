@@ -1,6 +1,6 @@
-"""What a worker sends, and how it is computed: the gradient of a step, DiLoCo's pseudo-gradient, a unit's mean gradient, or rollouts.
+"""Producers of contributions: the gradient of a step, DiLoCo's pseudo-gradient, a unit's mean gradient, or rollouts.
 
-A strategy chooses one of the contribution policies at the end of this file; the policy makes the producer that does the work.
+A strategy chooses one of the contribution policies at the end of this file; the policy builds the producer that computes the contributions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProducedContribution(NamedTuple):
 
 
 class ProducerContext(Protocol):
-    """What a producer needs of its worker."""
+    """The part of a worker that its producer uses."""
 
     engine: WorkerEngine
     weights: WorkerWeights
@@ -103,7 +103,7 @@ class Producer(ABC):
     inner_steps = 0
     """Inner steps of the next contribution; 0: it is made of none."""
     failure = ""
-    """Why the last unit produced nothing, where the coordinator must know."""
+    """Why the last unit produced no contribution, if the coordinator has to be informed."""
 
     @abstractmethod
     def make(self) -> ProducedContribution | None:

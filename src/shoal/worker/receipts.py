@@ -1,4 +1,4 @@
-"""What the coordinator confirmed, in the worker's own hand, for `shoal audit`."""
+"""The worker's own record of what the coordinator confirmed, for `shoal audit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from shoal.worker.session import ContributionReceipt
 
 
 class ReceiptsFile:
-    """One line for each contribution: worker, number, what became of it, version; and the coordinator's digest and seal, if there are."""
+    """A file with one line for each contribution: worker, number, outcome, version, and the coordinator's digest and seal if there are
+    any."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None

@@ -1,7 +1,8 @@
-"""A relay's side of the conversation with the coordinator above, without the waiting: it is a worker whose engine is a coordinator.
+"""A relay's side of the protocol with the upstream coordinator, sans I/O: the relay is a worker whose engine is a coordinator.
 
-What its round made goes up under the number that its journal has for it; the answer brings the weights that its own workers go on with.
-A relay that was killed between the two confirmations says the same again under the same number, and the coordinator above takes it once.
+The result of its round is sent upstream under the number in its journal; the answer brings the weights that its own workers continue with.
+A relay that was killed between the two confirmations sends the same contribution again under the same number, and the upstream coordinator
+accepts it once.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from shoal.worker.session import ContributionReceipt, Frames, RunNews, SessionEv
 
 _PLAIN = NoCodec()
 _GONE = "overtaken"
-"""What became of a contribution whose place at the data another worker has taken meanwhile."""
+"""Outcome of a contribution whose part of the data another worker has taken meanwhile."""
 
 
 class UpstreamAnswer(NamedTuple):
-    """What the coordinator above said to a contribution."""
+    """The upstream coordinator's answer to a contribution."""
 
     status: str
     frames: Frames
-    """Its newest weights, whole, and the statistics beside them."""
+    """Its newest weights, complete, followed by the statistics."""
 
 
 class UpstreamSession:
-    """Passes on one contribution at a time, and knows the weights above."""
+    """Sends one contribution at a time upstream, and holds the upstream weights."""
 
     version = -1
     step = 0.0
     inner_steps = 0
 
     def __init__(self, protocol: WorkerSession, size: int, buffers: int, receipts: ReceiptsFile, codec: Codec = _PLAIN) -> None:
-        """`buffers`: numbers of the statistics beside the weights; `codec`: the run's."""
+        """`buffers`: length of the statistics vector beside the weights; `codec`: the run's codec."""
         self.protocol, self.receipts, self.codec = protocol, receipts, codec
         self.weights = torch.zeros(size)
         self.statistics = torch.zeros(buffers)
@@ -46,7 +47,8 @@ class UpstreamSession:
         self._status = ""
 
     def offer(self, asked: Contribute, frames: Frames) -> bool:
-        """Have a contribution said, which survives this process. Return whether it is new: then the conversation is to begin."""
+        """Queue a contribution, which the journal keeps beyond this process. Returns whether it is new: then the caller starts the
+        exchange."""
         if self._under_way:
             return False
         self.protocol.contribute_for_relay(asked, frames)
@@ -54,7 +56,7 @@ class UpstreamSession:
         return True
 
     def hear(self, events: Iterable[SessionEvent]) -> UpstreamAnswer | None:
-        """What came of a conversation; None: what was offered is not settled."""
+        """Process the events of an exchange; None: the contribution has no outcome yet."""
         for event in events:
             if isinstance(event, ContributionReceipt):
                 self._status = event.status
@@ -67,7 +69,7 @@ class UpstreamSession:
         return UpstreamAnswer(self._status or _GONE, self.frames())
 
     def frames(self) -> list[memoryview]:
-        """The weights above, as they are written down."""
+        """The upstream weights and statistics, encoded as in the journal."""
         vectors = [self.weights, self.statistics] if self.statistics.numel() else [self.weights]
         return [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector.clone(), None)]
 

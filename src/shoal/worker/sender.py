@@ -1,6 +1,6 @@
-"""Carries a worker's questions beside its computing, over a line that may break, until the protocol has nothing more to say.
+"""Sends a worker's requests while it computes, over a connection that may break, until the session has no more requests.
 
-Where a step takes less than 50 ms, the worker posts its question itself: to hand a small one over to another thread takes longer.
+If a step takes less than 50 ms, the worker's own thread posts the request: handing a small one over to another thread takes longer.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from shoal.worker.session import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Frames, Sess
 from shoal.worker.timing import LinkMeasurements
 
 JOINING_PAUSE_S = 2.0
-"""Between two attempts to join, where too many do at once."""
+"""Pause between two attempts to join when too many workers join at once."""
 
 
 class CoordinatorAnswer(NamedTuple):
-    """What the coordinator said."""
+    """Header and frames of the coordinator's answer."""
 
     header: dict[str, Any]
     frames: Frames
 
 
 class ConnectionLostError(Exception):
-    """No answer, or the connection is gone; it may come back."""
+    """No answer came or the connection broke; it may come back."""
 
 
 class CoordinatorConnection(Protocol):
     """A connection to the coordinator, or to a database that answers in its place."""
 
     def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
-        """Ask and wait. Raises Lost, or ShoalError where asking again is of no use."""
+        """Send a request and wait for the answer. Raises ConnectionLostError, or ShoalError if a retry is of no use."""
 
     def post(self, header: dict[str, Any], frames: Frames) -> bool:
-        """Ask without waiting; False where the line cannot. Raises like `call`."""
+        """Send a request without waiting for the answer. Returns False if the connection does not support that. Raises like `call`."""
 
     def answer(self, timeout_s: float) -> CoordinatorAnswer:
-        """Wait for the answer to what was posted. Raises like `call`."""
+        """Wait for the answer to the posted request. Raises like `call`."""
 
     def still_wanted(self, unit: int) -> bool:
-        """Whether a unit's lease still holds, as far as the line has heard; it costs next to nothing to ask."""
+        """Whether a unit's lease still holds, as far as the connection knows. The call is cheap."""
 
     def wake(self) -> None:
-        """End a call that waits for work, from any thread."""
+        """Interrupt a call that waits for work. Any thread may call this."""
 
     def close(self) -> None: ...
 
@@ -62,13 +62,13 @@ class PendingEvents(Protocol):
 
 
 class _Posted(NamedTuple):
-    """An answer that is waited for by the thread that wants it."""
+    """Pending events of a posted request: the thread that asks for the result waits for the answer."""
 
     result: Callable[[], list[SessionEvent]]
 
 
 class Sender:
-    """Drives the protocol of one worker over a line. A conversation is under way in one thread at a time."""
+    """Drives one worker's session over a connection. Only one thread at a time exchanges messages."""
 
     def __init__(
         self,
@@ -79,40 +79,42 @@ class Sender:
     ) -> None:
         self.connection, self.protocol, self.report, self.clock = connection, protocol, report, clock
         self._random = random.Random()
-        """Pauses differ, so that workers which lost their coordinator together do not come back all at once."""
+        """Randomises pauses, so that workers which lost their coordinator at the same time do not all return at once."""
         self.round_trip_s, self.link = 0.0, LinkMeasurements()
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Future[list[SessionEvent]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def exchange(self) -> list[SessionEvent]:
-        """Say everything there is to say, and wait for the answers. Return what came of it."""
+        """Send all requests of the session and wait for the answers. Returns the resulting events."""
         return self._exchange(self.clock(), posted=None)
 
     def send(self, soon: bool) -> PendingEvents:
-        """Begin to say what there is to say, and return at once. `soon`: this thread asks for the result before long. Where the line can,
-        the question is then sent here and now."""
+        """Begin to send the session's requests, and return at once. `soon`: the calling thread will ask for the result shortly; the
+        request is then posted from this thread, if the connection supports that."""
         started = self.clock()
         if soon and (question := self.protocol.next_request(started)) is not None and self._post(question):
             return _Posted(lambda: self._exchange(started, question))
         return self.begin()
 
     def begin(self) -> Future[list[SessionEvent]]:
-        """Have a thread say what there is to say."""
+        """Send the session's requests from the sender's thread."""
         future: Future[list[SessionEvent]] = Future()
         self._start_thread()
         self._jobs.put(future)
         return future
 
     def leave_early(self, reason: str) -> None:
-        """Leave before the time and say why, if anybody hears it. What is under way is said first."""
+        """Leave before the end of the run and report the reason if the coordinator is reachable. A request that is under way is finished
+        first."""
         self.protocol.stop()
         self.protocol.leave(reason)
         with contextlib.suppress(ShoalError, ConnectionLostError):
             self.exchange() if self._thread is None else self.send(soon=False).result()
 
     def send_heartbeat(self, connection: CoordinatorConnection, state: str, figures: Mapping[str, float]) -> None:
-        """A sign of life, over a line of its own, so that a long upload does not look like death. It does no harm if one is lost."""
+        """Send a heartbeat over a connection of its own, so that a worker with a long upload is not taken for dead. A lost heartbeat
+        does no harm."""
         if not self.protocol.session:
             return
         with contextlib.suppress(ConnectionLostError, ShoalError):
@@ -123,14 +125,14 @@ class Sender:
                 self.report(f"warning: {self.protocol.notice}")
 
     def close(self) -> None:
-        """Stop. Whatever is still under way is given up."""
+        """Stop. Requests that are under way are abandoned."""
         self._closing.set()
         self._jobs.put(None)
         self.connection.close()
         if self._thread is not None:
             self._thread.join(5.0)
 
-    # --- the conversation --------------------------------------------------------------------------
+    # --- requests and answers ----------------------------------------------------------------------
 
     def _post(self, question: SessionRequest) -> bool:
         with contextlib.suppress(ConnectionLostError):
@@ -138,14 +140,14 @@ class Sender:
         return False
 
     def _exchange(self, started: float, posted: SessionRequest | None) -> list[SessionEvent]:
-        """`posted`: this was asked already, and its answer is on its way."""
+        """`posted`: a request that was already sent and whose answer is still to be received."""
         events: list[SessionEvent] = []
         while (question := posted or self.protocol.next_request(self.clock())) is not None:
             asked_at = self.clock()
             answer, posted = self._ask(question, posted is not None), None
             if answer is None:
                 continue
-            if isinstance(question.asked, Pull):  # no other question is answered at once, whatever the others do
+            if isinstance(question.asked, Pull):  # only pulls are answered at once, independently of the other workers
                 self.link.carried(sum(map(len, answer.frames)), self.clock() - asked_at)
             events += self.protocol.on_answer(answer.header, answer.frames)
             if self.protocol.forgotten:
@@ -158,7 +160,7 @@ class Sender:
         return events
 
     def _ask(self, question: SessionRequest, posted: bool) -> CoordinatorAnswer | None:
-        """One question; None: no answer came, and it is to be asked again."""
+        """Send one request and return the answer; None: no answer came, and the request has to be repeated."""
         try:
             if posted:
                 return self.connection.answer(question.timeout_s)
@@ -186,7 +188,7 @@ class Sender:
 
 
 class HeartbeatThread:
-    """Signs of life, at regular times, for as long as it is open."""
+    """Sends heartbeats at regular intervals while it is open."""
 
     def __init__(self, send: Callable[[], None], interval_s: float) -> None:
         self.send, self.interval_s = send, interval_s

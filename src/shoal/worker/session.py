@@ -1,13 +1,13 @@
-"""A worker's side of the conversation with its coordinator, without the waiting: an answer goes in, the next question comes out.
+"""The worker's side of the protocol, sans I/O: an answer goes in, the next request comes out.
 
-It knows joining, sequence numbers, rounds, asking again, joining again after the coordinator forgot the session, and leases. It opens
-nothing and reads no clock; time is passed in. A loop with an engine drives it (`courier.py`, `worker.py`), and so do tests, benchmarks and
-the simulator.
+It handles joining, sequence numbers, rounds, retries, joining again after the coordinator lost the session, and leases. It opens no
+connection and reads no clock; the time is an argument. A loop with an engine drives it (`sender.py`, `worker.py`), and so do tests,
+benchmarks and the simulator.
 
     while (question := protocol.next_request(now)) is not None:   # None: the worker computes, and then contributes
         events = protocol.on_answer(*answer to that question)      # or protocol.on_no_answer(now, why), where none came
 
-At most one question of a worker is under way. Whatever it carries has a number, so that saying it again is harmless.
+Holds: at most one request of a worker is under way. Every request carries a number, so repeating it is harmless.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError, printable
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull
+from shoal.protocol.messages import LONGEST_REASON, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull, WorkerRequest
 
 Frames = Sequence[bytes | memoryview]
 SLOWEST_LINK_BYTES_PER_S = 50_000
-"""Bytes a second: a message that takes longer than this is taken for lost."""
+"""Bytes per second. A message that takes longer than at this rate is considered lost."""
 ANSWER_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 _WORTH_A_WORD_S = 0.4
-"""A pause this long is told to people."""
+"""Shorter pauses are not reported to the user."""
 _STOPPING_S = 5.0
-"""A worker that was asked to stop waits no longer for an answer."""
+"""Seconds that a worker which was asked to stop waits for an answer."""
 COMPUTING, STUCK = "computing", "stuck"
-"""What a worker says it does. A lease is not renewed for one that is stuck: its signs of life come from another thread."""
+"""States that a worker reports in heartbeats. The lease of a stuck worker is not renewed; heartbeats come from another thread and go on."""
 TOO_FAST = "too-fast"
 _ASK_AGAIN = (TOO_FAST, "replayed", "asked-again", "unknown-nonce")
-"""Refusals of this one message, not of what it asks: it was doubled on its way, came too late, or there were too many."""
+"""Refusals of a single message, which is then sent again: it was duplicated, came too late, or there were too many."""
 
 
 class SessionEndedError(ShoalError):
-    """The coordinator does not want this worker any more, or is gone: there is nobody to say goodbye to."""
+    """The coordinator has dismissed this worker or is gone, so no leave message is sent."""
 
     reason: str = ""
-    """The coordinator's own word for why it refused."""
+    """The coordinator's reason code for the refusal."""
 
 
 class SessionRequest(NamedTuple):
-    """What to say to the coordinator, and how long to wait for the answer."""
+    """A request to the coordinator, and how long to wait for the answer."""
 
-    asked: Asked
+    asked: WorkerRequest
     frames: Frames
     timeout_s: float
 
 
 class RetryPause(NamedTuple):
-    """No answer came: ask again after a pause, and say this to people, if anything."""
+    """No answer came: retry after a pause, and show the message to the user if there is one."""
 
     pause_s: float
     message: str
@@ -60,7 +60,7 @@ class RetryPause(NamedTuple):
 
 
 class SeatAssigned(NamedTuple):
-    """The coordinator gave the worker a place at the data. What was computed from another place is of no use."""
+    """The place in the data that the coordinator assigned. What was computed from another place cannot be used."""
 
     seat: int
     epoch: int
@@ -68,7 +68,7 @@ class SeatAssigned(NamedTuple):
 
 
 class LeasedUnit(NamedTuple):
-    """Some batches of an epoch, on lease, to be learned from with this version of the weights."""
+    """A leased unit: some batches of an epoch, to be learned from with this version of the weights."""
 
     number: int
     version: int
@@ -76,11 +76,11 @@ class LeasedUnit(NamedTuple):
     start: int
     batches: int
     given: Mapping[str, Any] = {}
-    """What came with the lease, where a worker reads nothing itself."""
+    """The content of the lease, for workers that read no data themselves."""
 
 
 class ContributionReceipt(NamedTuple):
-    """What became of a contribution."""
+    """The outcome of a contribution."""
 
     contribution: Contribute
     status: str
@@ -106,21 +106,21 @@ SessionEvent = SeatAssigned | LeasedUnit | ContributionReceipt | RunNews
 
 @dataclass
 class _Pending:
-    """A contribution that is not settled."""
+    """A contribution whose outcome is not known yet."""
 
     asked: Contribute
     frames: Frames
 
 
 class WorkerSession:
-    """The conversation of one worker, from its joining to its leaving."""
+    """Protocol state of one worker, from joining to leaving."""
 
     until: int | None = None
-    """The batch of the epoch at which the worker's place at the data ends; None: it does not end."""
+    """The batch of the epoch at which the worker's part of the data ends; None: it does not end."""
     experts: tuple[int, ...] = ()
-    """The experts of a mixture that the worker holds; none: all of them. Each session is told."""
+    """The experts of a mixture that the worker holds; empty: all of them. They are sent once in each session."""
     size: int | None = None
-    """Numbers in the vector of a worker with these experts, as the coordinator says."""
+    """Length of the vector of a worker with these experts, as the coordinator reports it."""
     _holds: bool = False
     """Whether the coordinator has taken note of the experts in this session."""
 
@@ -136,7 +136,7 @@ class WorkerSession:
         patience_s: float = 600.0,
         identity: Identity | None = None,
     ) -> None:
-        """`identity`: the worker's own key; null: a new one."""
+        """`identity`: the worker's own key; None: a new one is made."""
         self.identity = identity or Identity.new()
         self.joining = Join(name, protocol, about, instance, self.identity.key)
         self.patience_s = patience_s
@@ -147,24 +147,24 @@ class WorkerSession:
         self.have = -1
         """The version of the weights that the worker has; -1: none."""
         self.seat = self.confirmed = -1
-        """The place at the data; and the last contribution that the coordinator confirmed with its seal."""
+        """`seat`: the worker's seat; `confirmed`: the last contribution that the coordinator confirmed with its seal. -1: none."""
         self.forgotten = ""
-        """A word to people where the coordinator has come back without what it confirmed."""
+        """A warning to the user if the coordinator came back without contributions that it had confirmed."""
         self.place = (0, 0)
-        """Epoch and batch up to which the worker has sent what it learned, or from which it was told to go on."""
+        """Epoch and batch up to which the worker has sent contributions, or from which the coordinator told it to continue."""
         self.newest = -1
-        """The newest version that the worker has heard of."""
+        """The newest version that the worker knows of."""
         self.ready = False
-        """Whether the worker can take weights. Until then it is a member that prepares itself."""
+        """Whether the worker is ready to receive weights. Until then it is a member that is still preparing."""
         self.done = self.stopping = self.left = False
         self.pending: _Pending | None = None
         self._claims = self._leaves = False
         self._reason = ""  # why the worker leaves before its time
         self._returns: list[GiveBack | Fail] = []
         self._number = self._beats = 0
-        self._asking: Asked | None = None
+        self._asking: WorkerRequest | None = None
         self._asked_at: float | None = None
-        """When the question that is under way was first asked."""
+        """When the request that is under way was first sent."""
         self._pause_s = FIRST_PAUSE_S
 
     @property
@@ -174,7 +174,7 @@ class WorkerSession:
     # --- what the worker wants ---------------------------------------------------------------------
 
     def contribute(self, made: Contribute, frames: Frames, pulls: bool) -> None:
-        """Send what was learned. The numbers are filled in here; `pulls`: the answer is to bring new weights."""
+        """Queue a contribution. Its numbers are filled in here. `pulls`: the answer should bring new weights."""
         asked = made._replace(seq=self.seq, round=self.round, have=self.have if pulls else -1)
         self.pending = _Pending(asked, frames)
         self.seq, self.round = self.seq + 1, self.round + 1
@@ -182,11 +182,13 @@ class WorkerSession:
             self.place = (made.epoch, made.position)
 
     def repeat_number(self) -> None:
-        """The next contribution was sent before this process began, and taken: it gets its number again, by which it is recognised."""
+        """Give the next contribution the number of the last one: an earlier process of this worker sent it and it was accepted, and the
+        coordinator recognises it by that number."""
         self.seq = self.welcome["last_seq"]
 
     def contribute_for_relay(self, asked: Contribute, frames: Frames) -> None:
-        """Send what a relay's workers learned, under the number that it was written down with, now or before this process began."""
+        """Queue the combined contribution of a relay's workers, under the number in the relay's journal, which an earlier process may
+        have sent already."""
         self.pending = _Pending(asked._replace(have=max(0, self.have)), frames)
         self.seq, self.place = max(self.seq, asked.seq + 1), (asked.epoch, asked.position)
 
@@ -201,26 +203,26 @@ class WorkerSession:
         self._returns.append(Fail("", 0, unit, reason[:LONGEST_REASON]))
 
     def leave(self, reason: str = "") -> None:
-        """Go. `reason`: what the coordinator's people should know, where the worker cannot go on."""
+        """Leave the run. `reason`: reported to the run's owner if the worker cannot go on."""
         self._leaves, self._reason = True, reason[:LONGEST_REASON]
 
     def stop(self) -> None:
-        """The worker is about to leave: it does not wait for rounds to close any more."""
+        """Prepare to leave: from now on the session does not wait for rounds to close."""
         self.stopping = True
 
     def give_up(self) -> None:
-        """Ask nothing more: nobody answers, and the worker was asked to stop. Any thread may call this."""
+        """Send no more requests: the coordinator does not answer, and the worker was asked to stop. Any thread may call this."""
         self.left = True
 
     @property
     def waits(self) -> bool:
-        """Whether a question is under way."""
+        """Whether a request is under way."""
         return self._asked_at is not None
 
     # --- questions ---------------------------------------------------------------------------------
 
     def next_request(self, now: float) -> SessionRequest | None:
-        """What is to be said now, the same again where it was not answered; None: nothing until the worker has something new."""
+        """The next request, or the same one again if it was not answered; None: no request until the worker has something new."""
         asked, frames = self._next()
         if asked is None:
             return None
@@ -232,7 +234,7 @@ class WorkerSession:
         addressed: Any = asked
         return SessionRequest(addressed._replace(session=self.session, number=self._number), frames, self._timeout_s(frames))
 
-    def _next(self) -> tuple[Asked | None, Frames]:
+    def _next(self) -> tuple[WorkerRequest | None, Frames]:
         if self.left:
             return None, ()
         if not self.session:
@@ -250,19 +252,19 @@ class WorkerSession:
         return (Claim("", 0, self.have) if self._claims else None), ()
 
     def _timeout_s(self, frames: Frames) -> float:
-        """The answer may be as long as all weights are. Over a slow link that takes its time, and to ask again would make it longer."""
+        """Timeout of a request. The answer may hold all weights, which takes long over a slow link, and a retry would make it longer."""
         if isinstance(self._asking, Leave):
             return ANSWER_S
         size = sum(len(frame) for frame in frames) + 4 * int(self.welcome.get("size", 0))
         return ANSWER_S + size / SLOWEST_LINK_BYTES_PER_S
 
     def heartbeat(self, state: str, figures: Mapping[str, float]) -> Heartbeat:
-        """A sign of life. It is not part of the conversation: it goes its own way, and may be lost."""
+        """A heartbeat. It is sent over a connection of its own, outside the order of requests, and may be lost."""
         self._beats += 1
         return Heartbeat(self.session, self._beats, state, figures)
 
     def on_heartbeat_answer(self, header: Mapping[str, Any]) -> None:
-        """The answer to a sign of life."""
+        """Handle the answer to a heartbeat."""
         if header.get("version", -1) > self.newest:
             self.newest = header["version"]
         self.done = self.done or bool(header.get("done"))
@@ -271,7 +273,7 @@ class WorkerSession:
     # --- answers -----------------------------------------------------------------------------------
 
     def on_no_answer(self, now: float, why: str) -> RetryPause:
-        """No answer came. Raises ShoalError where patience is at its end."""
+        """Handle a missing answer. Raises ShoalError when the patience is used up."""
         if isinstance(self._asking, Join):
             self._join_anew()
         if self.left or isinstance(self._asking, Leave):
@@ -287,7 +289,7 @@ class WorkerSession:
         return RetryPause(pause_s, f"the coordinator does not answer ({why}); trying again" if pause_s >= _WORTH_A_WORD_S else "")
 
     def on_answer(self, header: Mapping[str, Any], frames: Frames = ()) -> list[SessionEvent]:
-        """The answer to the last question."""
+        """Handle the answer to the last request. Returns the resulting events."""
         asked, self._asking, self._asked_at, self._pause_s = self._asking, None, None, FIRST_PAUSE_S
         assert asked is not None, "an answer that was not asked for"
         if header["kind"] == "refused":
@@ -312,19 +314,19 @@ class WorkerSession:
         return []
 
     def _prove(self, nonce: str) -> list[SessionEvent]:
-        """The coordinator wants to know that this is the worker whose key it is."""
+        """Answer the coordinator's challenge by signing its nonce with the worker's key."""
         self.joining = self.joining._replace(nonce=nonce, proof=self.identity.prove("join", self.name, nonce))
         return []
 
     def _join_anew(self) -> None:
-        """Each proof is good for one time: another needs another challenge."""
+        """Start joining again: each proof is valid once, so another attempt needs a new challenge."""
         self.joining = self.joining._replace(nonce="", proof="")
 
-    def _refused(self, asked: Asked, header: Mapping[str, Any]) -> list[SessionEvent]:
+    def _refused(self, asked: WorkerRequest, header: Mapping[str, Any]) -> list[SessionEvent]:
         reason = header.get("reason")
         self._join_anew()
         if isinstance(asked, Leave) or (reason == "unknown-session" and self.stopping):
-            self.left = True  # a coordinator that came back has others by now: one that is about to leave must not take their place
+            self.left = True  # the worker is about to leave: it must not join a restarted coordinator and take another worker's seat
         elif reason == "unknown-session":
             self.session = ""
             self._returns.clear()  # the coordinator that lent the units has forgotten them
@@ -337,8 +339,8 @@ class WorkerSession:
         return []
 
     def _welcomed(self, header: dict[str, Any], frames: Frames) -> list[SessionEvent]:
-        """Take the place at the data that was given: the one the worker has, unless another took it while it was gone. What the coordinator
-        had not taken is sent again, unless others learned from that data."""
+        """Take the assigned place in the data: the worker's former one, unless another worker took it meanwhile. A contribution that the
+        coordinator had not accepted is sent again, unless other workers learned from that data."""
         self.welcome, self.welcome_frames, self.session, self.until = header, frames, header["session"], header.get("until")
         self._holds = False
         same, self.joining = header["name"] == self.name, self.joining._replace(name=header["name"], nonce="", proof="")
@@ -388,7 +390,7 @@ class WorkerSession:
         return [receipt, self._news(header, frames), *self._moved(header)]
 
     def _moved(self, header: Mapping[str, Any]) -> list[SessionEvent]:
-        """Go to another place at the data, where the coordinator gave this worker one: its task is done, or is another's now."""
+        """Move to another place in the data if the coordinator assigned one: the worker's task is done, or was given to another worker."""
         self.until = header.get("until")
         if header.get("seat", self.seat) == self.seat:
             return []

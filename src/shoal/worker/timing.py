@@ -1,15 +1,15 @@
-"""How a worker's time divides, for people: computing, waiting for answers, and handing over updates; and what its link was seen to do."""
+"""Timing of a worker, for reports: seconds spent computing, waiting for answers and sending updates; latency and bandwidth of its link."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 _TELLING_BYTES = 32 << 10
-"""An answer that is shorter says nothing of how many bytes a link carries in a second."""
+"""Shorter answers are not used to measure bandwidth."""
 
 
 class WorkerTimes:
-    """Seconds of each kind since the worker began, what goes on now included."""
+    """Seconds spent on each kind of activity since the worker began, including the current one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -18,7 +18,7 @@ class WorkerTimes:
         self._since, self._doing = clock(), ""
 
     def begin(self, doing: str) -> float:
-        """The worker begins to compute or to wait; the time."""
+        """Begin an activity, computing or waiting. Returns the current time."""
         self._since, self._doing = self.clock(), doing
         return self._since
 
@@ -27,16 +27,16 @@ class WorkerTimes:
         self._doing = ""
 
     def waited(self) -> None:
-        """The answer is there."""
+        """End waiting: the answer has arrived."""
         self.waited_s += self.clock() - self._since
         self._doing = ""
 
     def sent(self, seconds: float) -> None:
-        """An update was made ready for the way, or handed over."""
+        """Add the time that encoding or sending an update took."""
         self._sent_s += seconds
 
     def figures(self, computing: str, waiting: str) -> dict[str, float]:
-        """`computing`, `waiting`: the names of what goes on."""
+        """The seconds by activity. `computing`, `waiting`: the names of those activities."""
         going_on, doing = max(0.0, self.clock() - self._since), self._doing
         return {
             "computing_s": self._computed_s + (going_on if doing == computing else 0.0),
@@ -46,18 +46,19 @@ class WorkerTimes:
 
 
 class LinkMeasurements:
-    """What a worker's link to its coordinator was seen to do: the quickest answer to a sign of life, and the most bytes a second."""
+    """Measurements of the link to the coordinator: the lowest latency of a heartbeat, and the highest bandwidth in bytes per second."""
 
     def __init__(self) -> None:
         self._latency_s: float | None = None
         self._bytes_per_s: float | None = None
 
     def answered(self, seconds: float) -> None:
-        """A few bytes went there and back."""
+        """Record the round-trip time of a heartbeat."""
         self._latency_s = seconds if self._latency_s is None else min(self._latency_s, seconds)
 
     def carried(self, size: int, seconds: float) -> None:
-        """So many bytes came, so long after they were asked for. Nothing else was waited for."""
+        """Record that an answer of `size` bytes arrived `seconds` after its request, without the coordinator waiting for anything in
+        between."""
         if size >= _TELLING_BYTES:
             rate = size / max(1e-6, seconds - (self._latency_s or 0.0))
             self._bytes_per_s = rate if self._bytes_per_s is None else max(self._bytes_per_s, rate)

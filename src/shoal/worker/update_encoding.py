@@ -1,4 +1,5 @@
-"""From batches to what may be sent: a gradient that is finite, limited, blurred and encoded."""
+"""Encoding of updates: from batches to frames that may be sent. A gradient is checked to be finite, clipped, blurred with noise and
+encoded."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from shoal.updates import clipping, codecs, privacy
 
 _ALL = slice(None)
 MOST_POISONED = 50
-"""Gradients in a row that are not finite: then something is wrong with this worker, or with the run."""
+"""Gradients in a row that may be not finite. After that the worker stops: the fault is in this worker or in the run."""
 
 
 class WorkerEngine(Protocol):
-    """What a worker among many asks of an engine."""
+    """The part of an engine's interface that workers use."""
 
     device: torch.device
     step_count: int
@@ -29,16 +30,16 @@ class WorkerEngine(Protocol):
     @property
     def vector(self) -> Tensor: ...
     def changed(self) -> None:
-        """Somebody wrote into `vector`."""
+        """Must be called after `vector` was written to."""
         ...
 
     @property
     def layouts(self) -> Sized:
-        """One for each network."""
+        """The parameter layouts, one for each network."""
         ...
 
     def expect(self, moved: Tensor) -> None:
-        """How far the next version will take the weights, as far as anybody knows."""
+        """Set the expected change of the weights by the next version."""
         ...
 
     @property
@@ -46,7 +47,7 @@ class WorkerEngine(Protocol):
     def gradients(self, batches: list[Batch]) -> StepResult: ...
     def step(self, batches: list[Batch]) -> StepResult: ...
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
-        """Take at least one step and at most `most`; the figures of all of them, and their number."""
+        """Take at least one step and at most `most`. Returns the metrics of all of them, and their number."""
         ...
 
     def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult: ...
@@ -61,32 +62,32 @@ class WorkerEngine(Protocol):
 
 
 class UpdateEncoder:
-    """What a worker sends, in the order in which it must happen: clip, check, noise, codec."""
+    """Prepares a worker's updates, in this order: clip, check, noise, codec."""
 
     def __init__(self, engine: WorkerEngine, updates: Updates) -> None:
         self.engine, self.updates = engine, updates
         self.poisoned = 0
         self._in_a_row = 0
         self.residual = codecs.residual_for(updates.codec, engine.vector.numel())
-        """What the codec has not sent yet."""
+        """The codec's residual: the part of the updates that has not been sent yet."""
         self._noise = torch.Generator()
-        self._noise.seed()  # from the system: noise that somebody could guess would hide nothing
+        self._noise.seed()  # from the system's entropy: predictable noise would hide nothing
 
     @property
     def _by_sample(self) -> bool:
         return self.updates.privacy.enabled and self.updates.privacy.unit == "sample"
 
     def gradients(self, batches: list[Batch]) -> StepResult:
-        """The engine's gradient, ready to be copied."""
+        """Compute the engine's gradient and prepare it for copying."""
         if self._by_sample:
-            assert self.updates.clip_norm is not None  # the configuration sees to it
+            assert self.updates.clip_norm is not None  # checked by the configuration's rules
             return self.engine.gradients_by_sample(batches, self.updates.clip_norm)
         result = self.engine.gradients(batches)
         self.engine.unscale()
         return result
 
     def limit(self, vector: Tensor) -> bool:
-        """Clip; False for a gradient that is not finite, which nobody must ever see."""
+        """Clip the vector. Returns False if it is not finite: such an update must never be sent."""
         limit = None if self._by_sample else self.updates.clip_norm
         norm = clipping.clip_(vector, limit) if limit is not None else clipping.norm(vector)
         if math.isfinite(norm):
@@ -99,7 +100,8 @@ class UpdateEncoder:
         return False
 
     def frames(self, vector: Tensor, samples: int, span: slice = _ALL) -> list[memoryview]:
-        """Noise, then the codec; statistics of the networks come last. `span`: which part of the weights the vector is of."""
+        """Add noise and encode. The networks' statistics are the last frames. `span`: the fragment of the weights that the vector
+        covers."""
         if self.updates.privacy.enabled:
             self._blur(vector, samples)
         residual = None if self.residual is None else self.residual[span]
@@ -108,7 +110,8 @@ class UpdateEncoder:
         return [*frames, frame_of(report.numpy())] if report.numel() else frames
 
     def _blur(self, vector: Tensor, samples: int) -> None:
-        """Add noise. A mean over samples that were clipped by themselves moves by a sample's share of the clip norm at most."""
+        """Add noise. One sample changes a mean over individually clipped samples by at most its share of the clip norm, so the noise is
+        scaled down likewise."""
         assert self.updates.clip_norm is not None
         reach = self.updates.clip_norm / samples if self._by_sample else self.updates.clip_norm
         privacy.add_noise_(vector, reach, self.updates.privacy.noise_multiplier, self._noise)

@@ -1,4 +1,5 @@
-"""The weights of a worker: what the coordinator sent last, what the worker computes on, and the way from the one to the other."""
+"""The weights of a worker: those that the coordinator sent last, those that the worker computes on, and the update of the second from
+the first."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ from shoal.worker.update_encoding import WorkerEngine
 
 _PLAIN = NoCodec()
 MOST_AHEAD = 3.0
-"""Versions that a worker looks ahead. Further than that the way does not go on straight."""
+"""Versions that a worker extrapolates at most. Beyond that, linear extrapolation does not hold."""
 
 
 class WorkerWeights:
     """An engine's weights, kept up to date with the coordinator's."""
 
     def __init__(self, engine: WorkerEngine, codec: Codec, pull: PullPolicy, *, own_steps: bool, alone: bool) -> None:
-        """`own_steps`, `alone`: whether the worker steps its own weights, with every gradient or in long walks."""
+        """`own_steps`: the worker steps its own weights with every gradient. `alone`: it takes many inner steps between contributions."""
         self.engine, self.codec, self.pull = engine, codec, pull
         self.version = -1
         self.lag = 0.0
-        """Versions that others make between weights and the gradient that they lead to, as it was lately."""
+        """Moving average of the versions made between a pull of weights and the arrival of the gradient computed on them."""
         self._buffers = engine.buffers.numel()
         size, several = engine.vector.numel(), len(engine.layouts) > 1
         moved_by_others = not (own_steps or alone or pull.look_ahead) and pull.blend == 1
@@ -34,10 +35,10 @@ class WorkerWeights:
         self.base = engine.vector if in_place else torch.empty(size)
         """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
         self._before = torch.empty(size) if pull.look_ahead or (several and not alone) else None
-        """The weights that it had before those."""
+        """The weights of the version before `base`."""
 
     def load(self, news: RunNews) -> bool:
-        """Take what came with an answer; whether it was new."""
+        """Load the weights of an answer. Returns whether they were new."""
         kind = news.header.get("weights", "same")
         if kind == "same":
             return False
@@ -56,20 +57,21 @@ class WorkerWeights:
         return True
 
     def checksum(self) -> int:
-        """Of the coordinator's weights; -1 where a codec shortens them, so that two workers with the same version differ a little."""
+        """Checksum of the coordinator's weights; -1 if a codec compresses them, since two workers with the same version then differ
+        slightly."""
         return crc32(frame_of(self.base.numpy())) if isinstance(codecs.of_weights(self.codec), NoCodec) else -1
 
     def go_back(self) -> None:
-        """Back to the coordinator's weights: what was learned since was not taken."""
+        """Reset to the coordinator's weights: the worker's own steps since then were not accepted."""
         self.engine.vector.copy_(self.base)
         self.engine.changed()
 
     def note_lag(self, versions: int) -> None:
-        """Others made so many versions while the last contribution was computed and sent."""
+        """Record how many versions were made while the last contribution was computed and sent."""
         self.lag += 0.2 * (min(MOST_AHEAD, max(0, versions)) - self.lag)
 
     def _blend(self, share: float, pulled: Tensor, span: slice) -> None:
-        """The worker's weights become the coordinator's, or a mixture of both."""
+        """Replace the worker's weights by the pulled ones, or mix both by `share`."""
         vector = self.engine.vector
         if vector is not self.base:
             own = vector[span]
@@ -77,7 +79,7 @@ class WorkerWeights:
         self.engine.changed()
 
     def _ahead(self, before: Tensor, versions: int) -> Tensor:
-        """Where the weights will be when the next gradient arrives, if they go on as they did lately."""
+        """The weights extrapolated to the time when the next gradient arrives."""
         if len(self.engine.layouts) > 1:
             self.engine.expect((self.base - before) / versions)
         ahead = min(self.lag, MOST_AHEAD) / versions if self.pull.look_ahead else 0.0

@@ -1,7 +1,7 @@
-"""One worker among many: data → engine → contribution → new weights, until the run is over.
+"""The worker's main loop: data → engine → contribution → new weights, until the run is over.
 
-What differs between strategies is in their policies. Uploads and downloads go on beside the computing where the strategy allows it. A
-gradient that is not finite is never sent.
+What differs between strategies is in their policies. Uploads and downloads overlap with computing where the strategy allows it. A gradient
+that is not finite is never sent.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shoal.worker.weights import WorkerWeights
 from shoal.worker.worker_state import NoWorkerCheckpoint, WorkerCheckpoint
 
 _WORTH_OVERLAPPING = 0.1
-"""Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""
+"""Overlap is used only if an answer takes at least this share of a step's time: fresh weights are worth a short wait."""
 _LAG_TO_SPEND = 0.5
-"""Share of the allowed lag that may be given away for speed, and at most so much:"""
+"""Share of the allowed lag that overlap may use up, limited to `_MOST_LAG_SPENT` versions."""
 _MOST_LAG_SPENT = 3.0
-"""On MNIST five versions of lag cost a point of accuracy, two a quarter."""
+"""Versions. Measured on MNIST: five versions of lag cost a point of accuracy, two a quarter of a point."""
 _STUCK_AFTER_LEASES = 10
 _WAITING = "waiting"
 _SOON_S = 0.05
-"""A step that takes longer leaves the sender time to come back from a lost connection beside it. And only the sender can tell how long an
-answer took that nobody waited for."""
+"""Seconds. For longer steps the sender thread does the sending: it can reconnect while the worker computes, and only it can measure the
+time of an answer that the worker does not wait for."""
 
 
 class WorkerPolicies(NamedTuple):
@@ -52,7 +52,7 @@ class WorkerPolicies(NamedTuple):
 
 
 class WorkerPace(NamedTuple):
-    """How fast things went for a worker lately."""
+    """Recent times and lag of a worker."""
 
     round_trip_s: float
     step_s: float
@@ -62,9 +62,10 @@ class WorkerPace(NamedTuple):
 
 
 def may_overlap(policies: WorkerPolicies, overlap: int, pace: WorkerPace) -> bool:
-    """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays.
+    """Whether the next step may begin before this contribution is answered: only if the contribution does not become too late, and if it
+    saves time.
 
-    `overlap`: steps that the producer goes on while its contribution is under way.
+    `overlap`: steps that the producer takes while its contribution is under way.
     """
     if policies.contribution.takes_inner_steps or policies.feed.leased:
         return overlap > 0
@@ -94,7 +95,7 @@ class Worker:
         slowdown: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`feed_for(seat, epoch, position)` gives the batches from there on."""
+        """`feed_for(seat, epoch, position)` returns the feed that begins at that place."""
         self.sender, self.protocol, self.engine, self.policies = sender, sender.protocol, engine, policies
         self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
         self.receipts, self.clock = receipts or ReceiptsFile(None), clock
@@ -107,12 +108,12 @@ class Worker:
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
         self.samples = 0
-        """Of the contributions that were taken."""
+        """Samples of the contributions that were accepted."""
         self.unit: LeasedUnit | None = None
-        """What it has leased."""
+        """The unit that the worker has leased."""
         self.steps, self.server_step = 0, 0.0
         self.busy = 1.0
-        """At the end: the share of the time in which it did not wait for an answer."""
+        """Set at the end: the share of the time in which the worker did not wait for an answer."""
         self._feed: Feed | None = None
         self._under_way: PendingEvents | None = None
         self._most_lag, self._versions_per_step = math.inf, 1.0
@@ -123,7 +124,7 @@ class Worker:
     # --- the work ----------------------------------------------------------------------------------
 
     def work(self) -> None:
-        """Until the run is over, or somebody says stop."""
+        """Work until the run is over or `stop` is called."""
         try:
             self._work()
         finally:
@@ -148,13 +149,14 @@ class Worker:
         self._say_all()
 
     def stop(self) -> None:
-        """Leave soon; from any thread."""
+        """Ask the worker to leave soon. Any thread may call this."""
         self.protocol.stop()
         self.sender.connection.wake()
 
     @property
     def doing(self) -> str:
-        """What it does, for signs of life. A worker that has been at the same batch of a unit for many leases is stuck, not slow."""
+        """The worker's state for heartbeats. A worker that has been at the same batch of a unit for many lease periods is stuck, not
+        slow."""
         feed = self.policies.feed
         stuck = feed.leased and self.state == COMPUTING and self.clock() - self._progress_at > _STUCK_AFTER_LEASES * feed.lease_s
         return STUCK if stuck else self.state
@@ -178,7 +180,7 @@ class Worker:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What people want to see of a worker."""
+        """Metrics of the worker for the dashboard and reports."""
         whole = self.clock() - self._began
         return {
             "samples": self.samples,
@@ -209,7 +211,7 @@ class Worker:
         self.times.computed(self._step_s - coded_s)
         self.steps += 1
         self.await_answer()
-        if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
+        if self.feed is not feed:  # the coordinator has moved this worker meanwhile: another worker sends this part
             return None
         pace = WorkerPace(self.sender.round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
         overlaps = not self._is_through and may_overlap(self.policies, self.producer.sync_delay, pace)
@@ -220,7 +222,7 @@ class Worker:
         return None
 
     def _coded(self, made: ProducedContribution) -> tuple[list[memoryview], float]:
-        """An update as it goes on its way, and the time that took."""
+        """Encode an update. Returns its frames, and the seconds that encoding took."""
         began_at = self.clock()
         frames = self.encoder.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
         took_s = self.clock() - began_at
@@ -229,14 +231,14 @@ class Worker:
 
     @property
     def _is_through(self) -> bool:
-        """Whether the worker's place at the data ends here: what comes next is for the coordinator to say."""
+        """Whether the worker has reached the end of its part of the data: the coordinator decides what comes next."""
         until = self.protocol.until
         return until is not None and self.feed.state_dict()["position"] >= until
 
     # --- units on lease ----------------------------------------------------------------------------
 
     def _claim(self) -> bool:
-        """Lease a unit, one at a time: one that waits here would keep a round waiting. Return whether there is work."""
+        """Lease one unit: a second unit that waits in this worker would delay a round. Returns whether there is work."""
         self.unit, self.state = None, _WAITING
         self.times.begin(_WAITING)
         self.protocol.claim()
@@ -258,7 +260,7 @@ class Worker:
         return wanted
 
     def _return_unit(self) -> None:
-        """Nothing came of a unit: others may do it, or hear why it failed here."""
+        """Return a unit without a result, with the reason if it failed here, so that other workers may take it."""
         if self.unit is None:
             return
         if self.producer.failure:
@@ -295,7 +297,7 @@ class Worker:
         self.times.sent(self.clock() - began_at)
 
     def await_answer(self) -> None:
-        """Hear what became of the contribution that is under way, and do as the answer says."""
+        """Wait for the answer to the contribution that is under way, and apply it."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             self.state = _WAITING
@@ -321,7 +323,7 @@ class Worker:
                 self.move_to(event)
 
     def move_to(self, place: SeatAssigned) -> None:
-        """Go to a place at the data."""
+        """Continue at another place in the data."""
         if self._feed is not None:
             self._feed.close()
         self._feed = self.feed_for(*place)
@@ -339,7 +341,7 @@ class Worker:
         self.receipts.write(self.protocol.name, receipt)
 
     def _refresh(self, news: RunNews, status: str | None) -> None:
-        """New weights, and where the run stands."""
+        """Load new weights and the run's progress from an answer."""
         header = news.header
         self.server_step, self._most_lag = header["step"], header["most_lag"]
         if not news.afresh:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.files import check_format
 
 _FIELD = b',"crc":"'
 _CLOSE = b'"}'
@@ -97,10 +98,7 @@ class FileLedger:
         content = self.path.read_bytes() if self.path.exists() else b""
         first = next(lines_of(content), None)
         found = _parsed(first).get("format") if first is not None and first.sound else FORMAT
-        if found != FORMAT:
-            raise ShoalError(
-                f"{self.path} has ledger format {found}, and this version of Shoal reads format {FORMAT}: use the version that wrote it"
-            )
+        check_format(self.path, "ledger", found, FORMAT)
         return content
 
     @property

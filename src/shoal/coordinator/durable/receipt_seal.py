@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.files import write_file
 
 KEY_FILE = "receipts.key"
 _JSON = json.JSONEncoder(separators=(",", ":"))
@@ -25,11 +25,7 @@ def key_in(folder: Path) -> bytes:
     """The key of a run, created if there is none yet."""
     path = folder / KEY_FILE
     if not path.exists():
-        partial = path.with_name(f".{path.name}")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32))
-        os.replace(partial, path)
+        write_file(path, secrets.token_hex(32), private=True)
     try:
         return bytes.fromhex(path.read_text(encoding="ascii"))
     except ValueError:

@@ -23,6 +23,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
+from shoal.files import check_format
 from shoal.protocol.checksums import crc32
 
 FORMAT = 1
@@ -102,9 +103,7 @@ def read_head(path: Path) -> JournalHead | None:
     found = content[: len(MAGIC)]
     if found.startswith(_NAME) and found.endswith(b"\n") and found != MAGIC:
         number = found[len(_NAME) : -1].decode("latin-1")
-        raise ShoalError(
-            f"{path} has journal format {number}, and this version of Shoal reads format {FORMAT}: use the version that wrote it"
-        )
+        check_format(path, "journal", number, FORMAT)
     raise DamagedJournal(path, NOWHERE, 0, "its head does not match its checksum")
 
 

@@ -44,6 +44,7 @@ from shoal.coordinator.run_plan import Learner, RunPlan
 from shoal.coordinator.state import HeldContribution, State, TaskPiece, ledger_line, mean_metrics
 from shoal.coordinator.units.cut import SettledUnits
 from shoal.errors import ShoalError
+from shoal.files import check_format
 from shoal.updates import codecs
 from shoal.updates.answer_frames import digest
 from shoal.updates.episodes import EpisodeRows
@@ -417,11 +418,7 @@ class ReplayedState:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from a snapshot. Raises ShoalError for one of another format."""
-        if saved["format"] != FORMAT:
-            raise ShoalError(
-                f"the snapshot has the coordinator's format {saved['format']}, and this version of Shoal reads format {FORMAT}: "
-                "use the version that wrote it"
-            )
+        check_format("the snapshot", "coordinator", saved["format"], FORMAT)
         pieces = {number: TaskPiece(*rest) for number, *rest in saved["state"]["pieces"]}
         self.state = State(**saved["state"] | {"pieces": pieces})
         self.settled = SettledUnits.of(saved["settled"])

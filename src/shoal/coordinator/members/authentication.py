@@ -15,9 +15,9 @@ from typing import NamedTuple
 from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.run_plan import MemberLimits
 from shoal.coordinator.state import State
-from shoal.protocol.address_groups import household
+from shoal.protocol.address_groups import address_group
 from shoal.protocol.identities import is_proved
-from shoal.protocol.messages import LONGEST_NAME, Gone, Join, Order
+from shoal.protocol.messages import LONGEST_NAME, Gone, Join, OwnerCommand
 
 _NONCE_S = 60.0
 _MOST_ADDRESSES = 1024
@@ -62,7 +62,7 @@ class FairTokenBucket:
         self._of: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, address: str, now: float) -> bool:
-        address = household(address)
+        address = address_group(address)
         share = _SHARE_OF_AN_ADDRESS if address else 1.0
         own = self._of.pop(address, None) or TokenBucket(share * self._all.per_second, max(1.0, share * self._all.at_once))
         self._of[address] = own
@@ -107,7 +107,7 @@ class Authenticator:
         return int(number), int(at) / 1000
 
     def check_proof(
-        self, asked: Join | Gone | Order, purpose: str, before: Member | None, now: float, address: str = ""
+        self, asked: Join | Gone | OwnerCommand, purpose: str, before: Member | None, now: float, address: str = ""
     ) -> tuple[int, JoinRefusal]:
         """The number of the answered challenge, and why the answer is refused. `before`: the worker that has the name now, if that is
         known already. `address`: the sender's, if known."""

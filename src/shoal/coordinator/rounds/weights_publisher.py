@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec
-from shoal.protocol.buffer_pool import room
+from shoal.protocol.buffer_pool import take_buffer
 from shoal.protocol.frames import Frames, frame_of
 from shoal.updates import codecs
 from shoal.updates.expert_subsets import ExpertIds, part_of
@@ -157,7 +157,7 @@ class WeightsPublisher:
 
 def _copied(vector: Tensor) -> Tensor:
     """A copy in pooled memory: clearing fresh pages takes the system longer than copying."""
-    return torch.frombuffer(room(4 * vector.numel()), dtype=torch.float32).copy_(vector) if vector.numel() else vector.clone()
+    return torch.frombuffer(take_buffer(4 * vector.numel()), dtype=torch.float32).copy_(vector) if vector.numel() else vector.clone()
 
 
 class SubsetPublisher:

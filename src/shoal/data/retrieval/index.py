@@ -24,13 +24,14 @@ from shoal.data.packages import import_optional
 from shoal.data.retrieval.encoders import Encoder, Vectors
 from shoal.data.retrieval.passages import Passages
 from shoal.errors import ShoalError
+from shoal.files import JsonFormat
 
 Neighbours = NDArray[np.int32]
 IndexProgress = Callable[[int, int], None]
 """Called while an index is built with the number of encoded passages and the total."""
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = JsonFormat("index", 1, ("encoder", "digest", "origins", "files"), remedy="build it again with `shoal index`")
 _FILES = ("passages.jsonl", "vectors.faiss")
 _AT_ONCE = 1024
 _EXTRA_NEIGHBOURS = 8
@@ -90,7 +91,7 @@ def _documents_by_origin(origins: Sequence[str]) -> dict[str, set[int]]:
 
 
 def digest_of(passages: Passages, encoder: str) -> str:
-    return hashlib.sha256(f"{_FORMAT} {encoder} {passages.digest()}".encode()).hexdigest()
+    return hashlib.sha256(f"{_FORMAT.version} {encoder} {passages.digest()}".encode()).hexdigest()
 
 
 def build_index(passages: Passages, encoder: Encoder, folder: Path, about: dict[str, Any], progress: IndexProgress | None = None) -> Index:
@@ -119,10 +120,9 @@ def _write(index: Index, about: dict[str, Any]) -> None:
         )
         (partial / _FILES[0]).write_text("".join(lines), encoding="utf-8")
         import_optional("faiss").write_index(index.vectors, str(partial / _FILES[1]))
-        manifest = {"format": _FORMAT, "encoder": index.encoder, "digest": index.digest, "passages": len(index.passages.texts)}
+        manifest = {"encoder": index.encoder, "digest": index.digest, "passages": len(index.passages.texts)}
         files = {name: _file_digest(partial / name) for name in _FILES}
-        content = about | manifest | {"origins": index.passages.origins, "files": files}
-        (partial / MANIFEST).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        _FORMAT.write(partial / MANIFEST, about | manifest | {"origins": index.passages.origins, "files": files}, indent=1)
         if not (index.folder / MANIFEST).exists():
             partial.rename(index.folder)
     except OSError as error:
@@ -134,12 +134,10 @@ def _write(index: Index, about: dict[str, Any]) -> None:
 def open_index(folder: Path) -> Index:
     """Read an index, and check it against its manifest. Raises ShoalError."""
     faiss = _faiss()
-    if not (folder / MANIFEST).is_file():
+    manifest = _FORMAT.read(folder / MANIFEST)
+    if manifest is None:
         raise ShoalError(f"there is no index at {folder}: `shoal index FILES… --out {folder}` builds one")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != _FORMAT:
-            raise ShoalError(f"the index {folder} has the format {manifest['format']}, and this Shoal reads {_FORMAT}: build it again")
         if {name: _file_digest(folder / name) for name in _FILES} != manifest["files"]:
             raise ValueError("its files are not those that its manifest names")
         rows = [json.loads(line) for line in (folder / _FILES[0]).read_text(encoding="utf-8").split("\n")[:-1]]

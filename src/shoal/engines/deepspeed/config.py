@@ -1,4 +1,4 @@
-"""From Shoal's settings to DeepSpeed's own."""
+"""DeepSpeed's configuration, derived from Shoal's settings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from shoal.errors import ShoalError
 _BUFFER_MARGIN = 1 << 20
 """Elements: buffers are aligned."""
 _GROUP, _GROUPS = 100_000_000, 8
-"""Elements of each process that are on their way from or to the disk at a time, and into how many such groups a small model is cut."""
+"""`_GROUP`: elements per process that are read from or written to the disk at a time; `_GROUPS`: the number of groups that a small model
+is cut into."""
 _BUFFERS = 5
-"""Of the size of a group: for parameters, gradients, and what an optimizer keeps, at most three vectors."""
+"""Number of buffers of the size of a group: parameters, gradients, and at most three vectors of optimizer state."""
 
 
 class NvmeOffload(NamedTuple):
@@ -29,7 +30,7 @@ class NvmeOffload(NamedTuple):
     largest: int
     """Elements of the largest parameter that a process holds."""
     all: int
-    """Elements that it holds."""
+    """Elements that the process holds in all."""
 
 
 def library(device: torch.device) -> Any:

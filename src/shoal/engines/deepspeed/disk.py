@@ -16,8 +16,8 @@ _open: WeakSet[ScratchFolder] = WeakSet()
 
 
 class ScratchFolder:
-    """A folder of this process's own on the disk that parameters and optimizer state are kept on, gone with it. What those before it left
-    when they were killed goes with the next one: nobody holds its lock."""
+    """A folder for this process's offloaded parameters and optimizer state, removed when the process ends. A folder that a killed
+    process left is removed by the next process: its lock is free."""
 
     def __init__(self, where: str) -> None:
         import fcntl
@@ -28,7 +28,7 @@ class ScratchFolder:
             new = Path(self.path) / "new"
             self._lock = new.open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            new.rename(new.with_name(_LOCK))  # nobody sees it before it is held
+            new.rename(new.with_name(_LOCK))  # the lock file appears only once it is held
         except OSError as error:
             raise ShoalError(f"engine.nvme_path: {where} cannot be used ({error.strerror}): name a folder on a local disk") from None
         _open.add(self)
@@ -39,7 +39,8 @@ class ScratchFolder:
 
 
 def _remove(folder: Path) -> None:
-    """Under another name, so that nobody writes there any more; and the lock last, so that what is left is still found."""
+    """Rename the folder first, so that nothing is written to it any more; remove the lock last, so that an interrupted removal is found
+    again."""
     gone = folder.with_name(f"{folder.name}-gone")
     with suppress(OSError):
         folder.rename(gone)

@@ -24,11 +24,11 @@ from shoal.errors import ShoalError
 from shoal.updates.layout import ParameterLayout
 
 _OPEN = ("vocab_size", "max_seq_len", "memory", "new_beside", "new_cache", "has_adapters", "without_adapters")
-"""What may be asked of a network whose parameters are sharded."""
+"""Attributes that may be read from a network whose parameters are sharded."""
 
 
 class ZeroNetwork:
-    """Values go in and out whole, by the parameters' names; where every process must ask, the methods say so."""
+    """Reads and writes whole values by the parameters' names. Methods that every process must call together say so."""
 
     def __init__(
         self, library: Any, model: nn.Module, settings: Optimizer, run: Run, limit: float | None, world: World, mesh: DeviceMesh
@@ -63,13 +63,14 @@ class ZeroNetwork:
     # --- gradients ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """DeepSpeed adds to what it has until it steps; where somebody else does, it has to begin anew."""
+        """Clear the gradients. DeepSpeed accumulates until its own step; if weights are stepped elsewhere, its accumulation has to be
+        reset here."""
         inner = self.zero.optimizer
         inner.zero_grad()
         inner.micro_step_id = 0 if self.stage == 3 else -1  # counts up to 0 when the gradients come
 
     def backward(self, value: Tensor, last: bool) -> None:
-        """DeepSpeed takes the mean over the processes, and the shares want the sum."""
+        """Backward pass. DeepSpeed averages over the processes; the loss is scaled so that the result is the sum."""
         self.window.close()
         self.zero.set_gradient_accumulation_boundary(last)
         self.zero.backward(value * self.world.size, scale_wrt_gas=False)
@@ -84,7 +85,7 @@ class ZeroNetwork:
             self.set_gradient(parameter, self.whole_gradient(name) * factor)
 
     def whole_gradient(self, name: str) -> Tensor:
-        """Every process must ask."""
+        """The whole gradient of a parameter. Every process must call this."""
         self.window.show(self.trained[name])
         gradient: Tensor | None = self.library.utils.safe_get_full_grad(self.trained[name])
         if gradient is None:
@@ -100,7 +101,7 @@ class ZeroNetwork:
         utils.safe_set_local_grad(parameter, self._own_part(parameter, value))
 
     def step(self, rate: float, limit: float | None) -> None:
-        """DeepSpeed clips by the norm that it finds, and leaves out a step whose gradient is not finite."""
+        """Take a step. DeepSpeed clips by the norm that it computes, and skips a step whose gradient is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.zero.optimizer.clip_grad = limit or 0.0
@@ -115,7 +116,7 @@ class ZeroNetwork:
     # --- weights -----------------------------------------------------------------------------------
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """The whole parameter, gathered from all; every process must ask."""
+        """The whole parameter, gathered from all processes. Every process must call this."""
         if parameter.requires_grad:
             return self._get(parameter, None)
         if self.stage < 3:
@@ -234,7 +235,7 @@ class TaskModule(nn.Module):
         return self
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Those of the network: who switches dropout off for a while must find it."""
+        """The modules of the network: code that switches dropout off needs to find them."""
         modules: Iterator[nn.Module] = self.model.modules(remove_duplicate)
         return modules
 

@@ -1,11 +1,11 @@
-"""Learning from answers that others gave: each unit is checked with one pass over it, and the steps are taken here.
+"""The coordinator's learner in runs whose workers send rollouts: it checks each unit with one forward pass, and takes the optimizer steps.
 
-A unit is some prompts with a few answers to each. Which token an answer has at a place follows from the weights of the version that the
-unit was leased with, and from a draw that nobody can choose (`models/generation/decoding.py`). So one pass over the answers tells of every
-token whether the draw gives it, and how probable it was, which is what a policy learns from.
+A unit is some prompts with a few answers to each. Each token of an answer is determined by the weights of the version that the unit was
+leased with and by a random draw that no worker can influence (`models/generation/decoding.py`). So one forward pass over the answers shows
+for every token whether the draw yields it, and how probable it was; the policy learns from these probabilities.
 
-Holds: no score is taken from a worker; a worker whose tokens are other ones too often is found out by their share over its last units, so
-that numbers which were rounded otherwise cost nobody anything, and choosing among near tokens does.
+Holds: no score is taken from a worker. A worker whose tokens differ from the draws too often over its last units is detected: differences
+by rounding are tolerated, choosing among near tokens is not.
 
 Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answer, N tokens that count, V vocabulary.
 """
@@ -35,16 +35,17 @@ from shoal.tasks.answer_logprobs import as_text, as_used, chosen, log_softmax
 from shoal.updates.answer_frames import InexactAnswers, unpack
 
 _AT_ONCE = 8
-"""Answers in one pass: the probabilities of all tokens are there at once."""
+"""Answers in one forward pass: the probabilities of the whole vocabulary are in memory for all their tokens at once."""
 _UNITS_REMEMBERED = 16
 _MOST_WORKERS = 4096
-"""Workers whose share is remembered: the longest silent are forgotten."""
+"""Workers whose share of inexact tokens is remembered; those that have been silent longest are dropped first."""
 _DEVIATIONS = 3.0
-"""How far beyond what is allowed a share must be before it is taken for more than chance."""
+"""Standard deviations by which a share must exceed the allowed one before it is treated as more than chance."""
 _FAR = 0.25
-"""A draw that lies so far from its token was not rounded otherwise: the token is of other weights, or of another draw."""
+"""Distance between a draw and its token, as a share of probability, that rounding cannot explain: the token comes from other weights or
+another draw."""
 _MOST_WEIGHT = 2.0
-"""A token of an older version that is more probable by now counts as if it were so many times more probable at most."""
+"""Upper limit of the importance ratio of a token that an older version sampled."""
 _NEAR = 1e-9
 
 
@@ -88,7 +89,7 @@ class AnswerFeed(Feed):
 
 
 class CheckedAnswers(NamedTuple):
-    """Answers that were checked."""
+    """Answers that passed the check."""
 
     tokens_BT: Tensor
     log_probs_BT: Tensor
@@ -96,7 +97,8 @@ class CheckedAnswers(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutStep:
-    """The coordinator learns from answers that workers gave, with the run's own optimizer and as many steps as the settings say."""
+    """Apply policy of rollout runs: the coordinator learns from workers' answers with the run's own optimizer, in as many steps as the
+    settings say."""
 
     length: int
     """Tokens of the longest answer."""
@@ -104,7 +106,7 @@ class RolloutStep:
     seed: int
     most_lag: int
     inexact_share: float
-    """Share of a worker's tokens that may be other ones than the draws give."""
+    """Share of a worker's tokens that may differ from what the draws yield."""
     computes: bool = True
 
     def learner(self, engine: SingleEngine, spans: object, feed: Feed | None = None) -> AnswerLearner:
@@ -113,7 +115,7 @@ class RolloutStep:
 
 
 class AnswerLearner(EngineLearner):
-    """Weights that are stepped along what was answered with them, or with their last versions."""
+    """Learner whose weights are stepped with answers that were sampled from them or from one of their last versions."""
 
     def __init__(self, engine: SingleEngine, policy: RolloutStep, feed: AnswerFeed) -> None:
         super().__init__(engine)
@@ -125,7 +127,7 @@ class AnswerLearner(EngineLearner):
         self.versions: dict[int, Tensor] = {}
         """Weights of the last versions: a unit that was leased with one of them still counts."""
         self.shares: OrderedDict[str, list[list[int]]] = OrderedDict()
-        """Of each worker's last units, how many tokens were other ones, and how many there were."""
+        """For each worker's last units: the number of tokens that differed from the draws, and the number of all tokens."""
 
     @property
     def intake(self) -> AnswerLearner:
@@ -133,29 +135,30 @@ class AnswerLearner(EngineLearner):
 
     @property
     def vector(self) -> Tensor:
-        """The policy alone travels: what predicts scores stays here."""
+        """The policy's weights: the value network is not sent to workers."""
         vector = self.network.vector
         return vector if vector.dtype == torch.float32 and vector.device.type == "cpu" else vector.float().cpu()
 
     # --- units -------------------------------------------------------------------------------------
 
     def lease(self, first: int, prompts: int) -> dict[str, Any]:
-        """What a worker is told with a unit: the number of its first prompt, the prompts with their contexts, the documents that they are
-        of, and which token ends an answer."""
+        """The content of a unit's lease: the number of its first prompt, the prompts with their contexts, the documents that they come
+        from, and the token that ends an answer."""
         numbers = range(first, first + prompts)
         told = {"first": first, "prompts": [self.feed.ids_of(number) for number in numbers], "end": self.feed.eos_id}
         beside = {"contexts": self.feed.contexts_of(numbers), "own": self.feed.documents_of(numbers)}
         return told | {name: value for name, value in beside.items() if value}
 
     def _beside(self, first: int, prompts: int, some: slice = slice(None)) -> SideTexts | None:
-        """What some of the answers to a unit's prompts read."""
+        """The side texts that some of the answers to a unit's prompts read."""
         numbers = [number for number in range(first, first + prompts) for _ in range(self.feed.group)][some]
         return make_side_texts(self.feed.finder, self.feed.contexts_of(numbers), self.feed.documents_of(numbers))
 
     def read(self, frames: Sequence[Frame], first: int, prompts: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
-        """The tokens of a unit's answers, and how probable each was [B, T]; of an older version, truncated. Raises UpdateError.
+        """The tokens of a unit's answers, and how probable each was [B, T]. Raises UpdateError.
 
-        `worker`: who gave them now; empty: they were taken before, and are read again.
+        Probabilities of an older version are raised where needed, so that the importance ratio is at most `_MOST_WEIGHT`. `worker`: the
+        worker that sent the answers; empty when answers that were accepted before are read again.
         """
         rows = prompts * self.feed.group
         tokens_BT = unpack(frames, rows, self.policy.length, self.vocabulary, self.feed.eos_id)
@@ -171,8 +174,8 @@ class AnswerLearner(EngineLearner):
         return CheckedAnswers(tokens_BT, log_probs_BT)
 
     def answer(self, first: int, prompts: int) -> tuple[Tensor, Tensor]:
-        """A unit's answers, made here as a worker makes them, and how far each of their draws is from another token, as a share of all
-        probability [N]."""
+        """Generate a unit's answers as a worker does. Returns them, and the distance of each draw from the nearest other token, as a
+        share of all probability [N]."""
         ids = [self.feed.ids_of(first + place) for place in range(prompts)]
         drawn = sample(
             self.model,
@@ -189,7 +192,8 @@ class AnswerLearner(EngineLearner):
 
     @torch.no_grad()
     def _retraced(self, ids: list[list[int]], first: int, tokens_BT: Tensor, base: int | None) -> tuple[Tensor, Tensor]:
-        """How probable each token was, and how far its draw lies from it, with the weights of a version; None: those there are."""
+        """How probable each token was with the weights of a version, and the distance of its draw from it. `base` None: the current
+        weights."""
         draws, group = group_draws(self.policy.seed, first, ids, self.feed.group), self.feed.group
         rows = [one for one in ids for _ in range(group)]
         log_probs, gaps = [], []
@@ -213,7 +217,7 @@ class AnswerLearner(EngineLearner):
 
     @contextmanager
     def _at(self, base: int | None) -> Iterator[None]:
-        """The policy as it was at a version, until the end of the block."""
+        """Load the policy of a version until the end of the block."""
         if base is None:
             yield
             return
@@ -225,7 +229,7 @@ class AnswerLearner(EngineLearner):
             self.network.load(now)
 
     def _judge(self, worker: str, gaps_N: Tensor, base: int) -> None:
-        """Raises InexactAnswers where a worker's tokens are other ones too often, or one is of another draw altogether."""
+        """Raises InexactAnswers if a worker's tokens differ from the draws too often, or if one token cannot come from its draw at all."""
         units = self.shares.pop(worker, [])
         self.shares[worker] = units = [*units, [int((gaps_N > _NEAR).sum()), gaps_N.numel()]][-_UNITS_REMEMBERED:]
         while len(self.shares) > _MOST_WORKERS:
@@ -242,8 +246,9 @@ class AnswerLearner(EngineLearner):
     # --- steps -------------------------------------------------------------------------------------
 
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
-        """Take the steps of one version. Each unit: the number of its first prompt, how many prompts, and what `read` gave for it."""
-        units = sorted(units, key=lambda unit: unit[0])  # whoever handed in first, the numbers are the same
+        """Take the optimizer steps of one version. Each unit: the number of its first prompt, the number of prompts, and what `read`
+        returned for it."""
+        units = sorted(units, key=lambda unit: unit[0])  # the result does not depend on the order of arrival
         numbers = [first + place for first, prompts, *_ in units for place in range(prompts)]
         rows = [self.feed.ids_of(number) for number in numbers for _ in range(self.feed.group)]
         drawn = self._sampled(rows, torch.cat([unit[2] for unit in units]), torch.cat([unit[3] for unit in units]))
@@ -256,7 +261,8 @@ class AnswerLearner(EngineLearner):
         return figures
 
     def _steps(self, version: int) -> dict[str, float]:
-        """Steps of the optimizer, by a schedule that counts versions. The means of their figures, and the answers' own."""
+        """Take optimizer steps; the learning-rate schedule counts versions. Returns the means of their metrics and the metrics of the
+        answers."""
         engine, feed, sums = self.engine, self.feed, dict[str, float]()
         taken = 0
         while not feed.at_epoch_end:

@@ -1,5 +1,5 @@
-"""A strategy's `apply` policy: what moves the coordinator's weights. The run's optimizer along a gradient, or an outer one along how far
-workers moved."""
+"""Apply policies of strategies: how updates move the coordinator's weights. Either the run's optimizer steps along a gradient, or an
+outer optimizer steps along the workers' pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class ApplyPolicy(Protocol):
 
     @property
     def computes(self) -> bool:
-        """Whether the coordinator computes as workers do, and so wants the device that the settings name for them."""
+        """Whether the coordinator computes gradients like a worker, and so uses the device that the settings name for workers."""
         ...
 
     def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
-        """`spans`: the parts of the weights that rounds take in turn; none: every round moves all of them. `feed`: the run's own, for
-        what learns from it here."""
+        """Build the learner. `spans`: fragments of the weights that rounds update in turn; empty: every round updates all weights.
+        `feed`: the run's feed, for a learner that trains on the coordinator."""
         ...
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The run's optimizer steps along each update, as if it were a gradient of its own."""
+    """The run's optimizer takes one step along each update, as if the coordinator had computed that gradient."""
 
     computes: bool = False
 
@@ -49,7 +49,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """An outer optimizer steps along how far workers moved; `averages`: the new weights are the mean of theirs."""
+    """An outer optimizer steps along the pseudo-gradient. `averages`: the new weights are the mean of the workers' weights."""
 
     optimizer: OuterOptimizer
     schedule: ScheduleKind = "constant"
@@ -65,7 +65,7 @@ class OuterStep:
 
 @dataclass(frozen=True)
 class AdoptWeights:
-    """The weights are those of another coordinator, as it sends them: a relay's."""
+    """The weights of another coordinator are adopted as it sends them: for relays."""
 
     computes: bool = False
 
@@ -74,17 +74,17 @@ class AdoptWeights:
 
 
 class EngineLearner:
-    """An engine that is stepped along what workers send."""
+    """An engine that is stepped with the updates that workers send."""
 
     meaningless: tuple[str, ...] = ()
-    """Figures of the engine that say nothing here."""
+    """Metrics of the engine that have no meaning for this learner."""
 
     def __init__(self, engine: SingleEngine) -> None:
         self.engine = engine
 
     @property
     def intake(self) -> Any:
-        """What takes in the contributions, where they are no updates of the weights; None: they are."""
+        """Handler for contributions that are rollouts; None in ordinary runs."""
         return None
 
     @property
@@ -102,7 +102,7 @@ class EngineLearner:
         return self._step(update, step, share)
 
     def state_dict(self) -> dict[str, Any]:
-        """What moves the weights and is not the engine's."""
+        """State of the learner beside the engine's state, such as the outer optimizer's."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class EngineLearner:
 
 
 class AdoptingLearner(EngineLearner):
-    """Weights that come from another coordinator."""
+    """Learner whose weights are received from another coordinator."""
 
     meaningless = ("learning_rate",)
 
@@ -123,7 +123,7 @@ class AdoptingLearner(EngineLearner):
         return {}
 
     def begin(self, weights: Tensor, buffers: Tensor) -> None:
-        """Take these weights."""
+        """Set the weights and buffers."""
         self.engine.vector.copy_(weights)
         self.engine.changed()
         if buffers.numel():
@@ -131,7 +131,7 @@ class AdoptingLearner(EngineLearner):
 
 
 class OuterLearner(EngineLearner):
-    """Weights that an outer optimizer moves, once a round. The engine's own optimizer is not used: workers have theirs."""
+    """Learner whose weights an outer optimizer moves once per round. The engine's own optimizer is not used: each worker has one."""
 
     meaningless = ("learning_rate",)
 
@@ -158,7 +158,7 @@ class OuterLearner(EngineLearner):
             torch.mul(update, share, out=self.parts[number].data)
             engine.changed()
             return {}
-        update = update * share  # what came may lie in a frame that is yet to be written down
+        update = update * share  # not in place: the update may be a view of a frame that is still to be journaled
         limit = self.policy.clip_norm
         norm = clipping.norm(update) if limit is None else clipping.clip_(update, limit)
         self._point(update, number)
@@ -179,7 +179,8 @@ class OuterLearner(EngineLearner):
                 optimizer.load_state_dict(state[name])
 
     def _point(self, update: Tensor, number: int) -> None:
-        """Give the round's fragment its gradient, and all others none: an optimizer leaves those alone, with what it remembers of them."""
+        """Set the gradient of the round's fragment and clear all others: an optimizer leaves parameters without gradient, and their
+        state, unchanged."""
         for part in self.parts:
             part.grad = None
         self.parts[number].grad = update
@@ -196,7 +197,8 @@ class OuterLearner(EngineLearner):
 
 
 def outer_keywords(outer: OuterOptimizer) -> dict[str, Any]:
-    """The outer optimizer's arguments besides its learning rate: momentum where it takes one. What it refuses is told."""
+    """The outer optimizer's arguments besides its learning rate, with momentum if it takes one. Raises ShoalError for arguments it
+    refuses."""
     kind: Any = getattr(torch.optim, outer.name)
     taken = KEYWORDS[outer.name]
     keywords = {"momentum": outer.momentum} if "momentum" in taken else {}

@@ -95,7 +95,7 @@ class MomentBuffer:
             self.write(number, wide[span_of(slot)].float(), seed=0)
 
 
-# --- rounding by chance: the same in `step_kernels.py` -------------------------------------------------------
+# --- stochastic rounding: the same in `adam_kernels.py` -------------------------------------------------------
 
 
 def chances(places: Tensor, seed: int) -> Tensor:

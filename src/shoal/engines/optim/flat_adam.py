@@ -1,7 +1,6 @@
-"""Adam and AdamW on a network's whole vector. Gradients are read where the backward pass left them, and one pass over everything clips,
-steps, rounds the running means as `adam_parts.py` says, and writes the shadow. On a GPU that pass is a kernel (`step_kernels.py`);
-elsewhere it is plain torch, parameter by parameter.
-"""
+"""Adam and AdamW on a network's whole vector. Gradients are read where the backward pass left them. A single pass clips, steps, rounds
+the running means as `adam_state.py` describes, and writes the bf16 copy of the weights. On a GPU that pass is a kernel
+(`adam_kernels.py`); elsewhere it is plain torch, parameter by parameter."""
 
 from __future__ import annotations
 

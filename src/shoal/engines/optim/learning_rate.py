@@ -8,7 +8,7 @@ from shoal.config.schema.training import Schedule
 
 
 def learning_rate(settings: Schedule, peak: float, step: float, total: int) -> float:
-    """The learning rate of a step (from 0), of so many in all."""
+    """The learning rate of a step (counted from 0) in a run of `total` steps."""
     warmup = settings.warmup_steps
     if step < warmup:
         risen = (step + 1) / warmup

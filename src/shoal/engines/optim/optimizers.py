@@ -121,9 +121,10 @@ def matrices_of(stack: Any, made: list[nn.Parameter] | None = None) -> list[nn.P
 
 
 def tables_of(network: nn.Module) -> set[int]:
-    """The parameters that have a row for each word: a batch moves few of them, and not in the direction that Muon would make of it.
+    """The parameters that have a row for each token: a batch changes few of the rows, and Muon's step direction does not suit them.
 
-    A part of a network was told which they are: it may have the output matrix without the embedding."""
+    A part of a network has a list of them as attribute `tables`, since it may have the output matrix without the embedding.
+    """
     known: set[int] | None = getattr(network, "tables", None)
     if known is not None:
         return known

@@ -1,7 +1,7 @@
-"""The layers of one model in several processes, one stage after the other; micro-batches keep all of them at work.
+"""Pipeline engine: the layers of one model are split into stages in several processes, and micro-batches keep all stages busy.
 
-Every process reads the same batches, so only streams and their gradients travel. Each steps the parameters that it has with an optimizer of
-its own. What others see (vector, gradients, checkpoints) has the names and the order of the whole model.
+Every process reads the same batches, so only hidden states and their gradients are sent. Each process steps its own parameters with its own
+optimizer. The vector, gradients and checkpoints have the names and the order of the whole model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shoal.tasks import Batch, Task
 from shoal.updates.layout import ParameterLayout, Slot
 
 _PIECE = 1 << 22
-"""Numbers of one process that are handed to the others at a time."""
+"""Elements of one process that are broadcast at a time."""
 _WORDS = 1 << 48
 
 
@@ -46,7 +46,7 @@ class ParameterRun(NamedTuple):
 
 
 class PipelineEngine(SingleEngine):
-    """This process is one stage: its rank says which, or whoever placed the stages."""
+    """Engine of one stage. Which stage is decided by the process's rank, or by the placement in `World.stage`."""
 
     in_sequence = False
     model: PartialModel
@@ -120,7 +120,7 @@ class PipelineEngine(SingleEngine):
             self.model.tied.grad = None
 
     def _name_alike(self, metrics: dict[str, Tensor]) -> None:
-        """Give all processes the same figures: those that another one has are 0 here, so that the sums are right."""
+        """Give all processes the same metric names: metrics of other processes are 0 here, so that the sums are right."""
         if self.world.any(not set(metrics) <= set(self._figures)):
             own = self.world.texts("\n".join(metrics))
             self._figures = list(dict.fromkeys(name for names in reversed(own) for name in names.split("\n") if name))
@@ -152,7 +152,7 @@ class PipelineEngine(SingleEngine):
         return self.world.size > 1 and self._copied is not None
 
     def _add_up_tied(self) -> None:
-        """The last stage's gradient of the output matrix belongs to the first stage's embedding."""
+        """Add the last stage's gradient of the output matrix to the gradient of the first stage's embedding."""
         if not self._shares_tied:
             return
         tied = self.model.tied
@@ -165,7 +165,7 @@ class PipelineEngine(SingleEngine):
             tied.grad = None
 
     def _hand_over_tied(self) -> None:
-        """The first stage has stepped the matrix; the last one gets it."""
+        """Send the tied matrix from the first stage, which stepped it, to the last stage."""
         if not self._shares_tied:
             return
         tied = self.model.tied
@@ -179,7 +179,7 @@ class PipelineEngine(SingleEngine):
     # --- between processes -----------------------------------------------------------------------------
 
     def _out(self, values: Tensor) -> Tensor:
-        """As the processes hand it to each other: on GPUs as it is, else in main memory."""
+        """A tensor as it is sent between processes: unchanged on GPUs, otherwise in main memory."""
         return values.contiguous() if self.device.type == "cuda" else values.contiguous().cpu()
 
     def _to(self, rank: int, values: Tensor) -> None:
@@ -219,7 +219,7 @@ class PipelineEngine(SingleEngine):
         return self._handed_round(self.networks[player].gradient)
 
     def _handed_round(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Every process's part of a vector, in the order of the whole. All must go through all of it."""
+        """Yield every process's part of a vector, in the order of the whole model. All processes must iterate to the end."""
         for owner, slots in self._pieces:
             size = sum(slot.size for slot in slots)
             if owner == self.world.rank:
@@ -253,7 +253,7 @@ class PipelineEngine(SingleEngine):
     # --- judging -----------------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """The task's judgement, which the last stage makes. All go through all batches."""
+        """The task's evaluation metrics, computed by the last stage. All stages go through all batches."""
         self.model.eval()
         self.model.travel.receive = lambda: self.links.receive(StageDirection.ON)
         with self.precision():
@@ -270,7 +270,7 @@ class PipelineEngine(SingleEngine):
         return {}
 
     def stream(self, batch: Batch) -> tuple[Tensor, Any]:
-        """A batch's stream after this stage, and what its layers tell beside it."""
+        """A batch's hidden states after this stage, and the auxiliary outputs of its layers."""
         task: Any = self.task
         keywords = task.beside_tokens(batch)
         return self.model.through(batch["input_ids"], **keywords), keywords.get("beside")
@@ -291,7 +291,7 @@ class PipelineEngine(SingleEngine):
                 self.model.tied.copy_(tensors[f"model.{self._copied}"])
 
     def _moments(self, player: str) -> dict[str, Any]:
-        """This process's own, and a place for each of the others': they write them."""
+        """The optimizer state of this process's parameters, with placeholders for those of other processes, which write them."""
         state = super()._moments(player)
         shapes = {name: {key: list(value.shape) for key, value in own.items()} for name, own in state["moments"].items()}
         every = {name: keys for text in self.world.texts(json.dumps(shapes)) for name, keys in json.loads(text).items()}
@@ -346,8 +346,8 @@ class StagePasses:
             self.turns.gradients += 1
 
     def _seed(self, number: int) -> None:
-        """What a layer draws depends on the step, the micro-batch and the layer, and not on who has the layer. A backward pass that
-        computes activations again draws the same."""
+        """Seed the random numbers of a pass. They depend on the step, the micro-batch and the layer, but not on the process. A backward
+        pass that recomputes activations draws the same numbers."""
         start = (self.weighing.word * len(self.batches) + number) * 8191
 
         def seed(layer: int) -> None:

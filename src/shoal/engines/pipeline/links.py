@@ -1,7 +1,7 @@
-"""The links of a stage to the stages before and after it: streams go on, their gradients come back.
+"""Links of a pipeline stage to its neighbours: hidden states are sent forward, their gradients backward.
 
-Every tensor comes after a header that says what it is, so batches may have any lengths. While a step runs, a thread for each neighbour
-receives what that one sends, in order, and the stage takes whatever is there.
+Every tensor follows a header with its type and shape, so batches may have any lengths. While a step runs, one thread per neighbour receives
+its tensors in order, and the stage takes whatever has arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LONGEST = 6
 """Dimensions that a tensor may have."""
 _AHEAD = 4
-"""Tensors that may be on their way to a neighbour, where nothing comes back from it."""
+"""Tensors that may be under way to a neighbour that sends nothing back."""
 
 
 class StageDirection(IntEnum):
@@ -39,8 +39,8 @@ class StageLinks:
     """This stage's links. For a pipeline of one stage nothing is ever sent."""
 
     def __init__(self, world: World, device: torch.device, patience_s: float, ranks: list[int]) -> None:
-        """`patience_s`: how long a neighbour may be silent while it is waited for; `ranks`: of the stages, in their order. All stages
-        must make their links together."""
+        """`patience_s`: how long to wait for a silent neighbour; `ranks`: the process of each stage, in the order of the stages. All
+        stages must create their links together."""
         self.world, self.device, self._ranks = world, device, ranks
         self.on_gpu = device.type == "cuda"
         patience = timedelta(seconds=patience_s)
@@ -66,14 +66,14 @@ class StageLinks:
         self._sent.append((works, [header, there]))
 
     def settle(self, left: int = 0) -> None:
-        """Wait until all but so many tensors are sent."""
+        """Wait until at most `left` tensors are still being sent."""
         while len(self._sent) > left:
             works, _ = self._sent.popleft()
             for work in works:
                 work.wait()
 
     def send_ahead(self, tensor: Tensor) -> None:
-        """Pass a stream on where no gradient will come back: not further ahead of the next stage than a few."""
+        """Send hidden states when no gradient will come back, at most `_AHEAD` tensors ahead of the next stage."""
         self.send(StageDirection.ON, tensor)
         self.settle(_AHEAD)
 
@@ -96,7 +96,7 @@ class StageLinks:
 
     @contextmanager
     def listening(self, counts: dict[StageDirection, int]) -> Iterator[None]:
-        """Receive so many tensors of each kind meanwhile; `next` and `waiting` give them out."""
+        """Receive `counts` tensors of each direction in the background; `next` and `waiting` give access to them."""
         threads = [
             threading.Thread(target=self._listen, args=(way, count), name=f"stage-{way.name.lower()}", daemon=True)
             for way, count in counts.items()
@@ -124,7 +124,7 @@ class StageLinks:
         return not self._arrivals.empty()
 
     def next(self) -> tuple[StageDirection, Tensor]:
-        """What arrived next, as soon as it is there. Raises what went wrong with a neighbour."""
+        """Wait for the next tensor that arrives and return it. Raises the error of a failed neighbour."""
         found = self._arrivals.get()
         if isinstance(found, BaseException):
             raise found

@@ -1,8 +1,8 @@
-"""When a stage of a pipeline computes what: pure rules, without clock, tensors or links.
+"""Schedule of forward and backward passes in one pipeline stage: pure rules, without clock, tensors or links.
 
-A step's batches are cut into micro-batches, which all stages take in the same order. A stage is told what has arrived and says what to do
-next. How soon things arrive changes only how forward and backward passes alternate, never their order among themselves, so the sums of
-gradients are the same however slow a stage or a link is.
+A step's batches are cut into micro-batches, which all stages take in the same order. The caller reports what has arrived; the schedule
+returns the next pass. Holds: arrival times change only how forward and backward passes alternate, never the order within either kind, so
+the sums of gradients are the same however slow a stage or a link is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ScheduledPass(NamedTuple):
 class PassSchedule:
     """The passes of one stage in one step.
 
-    `1f1b`: a backward pass if its gradient is there, else a forward pass while fewer than (stages − stage) micro-batches are under way, so
-    the stage keeps the activations of so many at most. `gpipe`: all forward passes, then all backward passes.
+    `1f1b`: a backward pass if its gradient has arrived, else a forward pass while fewer than (stages − stage) micro-batches are in flight,
+    which bounds the activations that the stage keeps. `gpipe`: all forward passes, then all backward passes.
     """
 
     def __init__(self, stage: int, stages: int, micro_batches: int, schedule: str) -> None:

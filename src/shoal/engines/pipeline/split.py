@@ -1,4 +1,5 @@
-"""Which layers each stage of a pipeline has: as the settings or the tasks say, else so that the slowest stage is as quick as it can be."""
+"""Assignment of layers to pipeline stages: as the settings or the tasks say, otherwise such that the slowest stage is as fast as
+possible."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
+from shoal.engines.single import free_memory
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.layers.expert_layer import ExpertLayer
@@ -27,6 +29,8 @@ _BYTES = 16
 _ALIKE = 1.5
 """Machines whose measured speeds differ by less count as equally fast: a short measurement is not better than that."""
 _SIZE, _TIMES = 256, 8
+_UNKNOWN_MEMORY = 1e18
+"""Bytes: where the free memory is unknown, it bounds no stage."""
 
 
 class LayerSizes(NamedTuple):
@@ -82,7 +86,8 @@ def bounds_for(run: Run, layers: LayerSizes, device: torch.device, world: World)
 
 def _machines(device: torch.device, world: World) -> list[tuple[str, float, float]]:
     """The machine of each stage: its name, its speed, and the bytes that are free for the stage."""
-    found = [json.loads(text) for text in world.texts(json.dumps([world.stage, platform.node(), _speed(device), _room(device)]))]
+    own = [world.stage, platform.node(), _speed(device), free_memory(device) or _UNKNOWN_MEMORY]
+    found = [json.loads(text) for text in world.texts(json.dumps(own))]
     names = [name for _, name, _, _ in found]
     return [(name, speed, room / names.count(name)) for _, name, speed, room in sorted(found)]
 
@@ -132,15 +137,3 @@ def _speed(device: torch.device) -> float:
         (matrix @ matrix).sum().item()
         shortest = min(shortest, time.perf_counter() - began)
     return _SIZE**3 / max(shortest, 1e-9)
-
-
-def _room(device: torch.device) -> float:
-    """Bytes that are free where parameters are kept; where nobody knows, as many as one likes."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            found = next(line for line in lines if line.startswith("MemAvailable:"))
-        return 1024.0 * int(found.split()[1])
-    except (OSError, StopIteration, ValueError):
-        return 1e18

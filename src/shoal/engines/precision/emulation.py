@@ -29,7 +29,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class NumberFormat(Protocol):
-    """How the factors of the three products of a layer are rounded; `name` tells one layer's weight from another's."""
+    """How the factors of the three products of a layer are rounded; `name` identifies the layer's weight."""
 
     def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """For x @ weight.T."""
@@ -93,7 +93,7 @@ class _RoundedProduct(torch.autograd.Function):
 
 @not_compiled
 def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: NumberFormat, name: str) -> Tensor:
-    if not len(x_NI):  # an expert that nobody visits
+    if not len(x_NI):  # an expert that no token was routed to
         return x_NI.new_zeros(0, len(weight_OI))
     product: Tensor = _RoundedProduct.apply(x_NI, weight_OI, rounding, name)  # type: ignore[no-untyped-call]
     return product
@@ -134,8 +134,8 @@ def grouped(rounding: NumberFormat, name: str) -> GroupedProduct:
 def lower(players: dict[str, nn.Module], settings: Training, device: torch.device) -> ScaleHistory | None:
     """Let the networks compute in fp8 or nvfp4. Returns what has a state: the scales of fp8.
 
-    fp8 is real where the device has it, and emulated where that is allowed. Otherwise the networks stay in bf16: whoever trains was refused
-    before (`fp8.check`), and a coordinator or a judge may have another machine than those that train.
+    fp8 is real where the device supports it, and emulated where the settings allow that. Elsewhere the networks stay in bf16: workers were
+    already refused by `fp8.check`, and a coordinator or an evaluation may run on a different machine than the workers.
     """
     precision = settings.precision
     if isinstance(precision, Nvfp4):

@@ -74,7 +74,8 @@ def _experts_plainly(x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, si
 
 
 class ScaleHistory:
-    """How factors are rounded, and the scales of weights, which hold for `interval` steps. `margin` leaves so many powers of two free."""
+    """Rounding of the factors to fp8, and the scales of weights, which hold for `interval` steps. Scales leave `margin` powers of two
+    free."""
 
     def __init__(self, settings: Fp8, device: torch.device) -> None:
         self.head_room, self.interval = 2.0**settings.margin, settings.interval

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.transports.private_files import write_private
+from shoal.files import write_file
 
 _YEARS = 20
 
@@ -61,5 +61,5 @@ def _make(x509: Any, serialization: Any, certificate: Path, key: Path) -> None:
     )
     encoding = serialization.Encoding.PEM
     private = secret.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    write_private(key, private.decode())
-    write_private(certificate, made.public_bytes(encoding).decode())
+    write_file(key, private.decode(), private=True)
+    write_file(certificate, made.public_bytes(encoding).decode(), private=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.files import JsonFormat
 from shoal.launch.postgres.programs import psutil_module
 from shoal.transports.addresses import is_loopback, resolve
 from shoal.transports.database_address import Access
-from shoal.transports.private_files import write_private
 
 FILE = "postgres.json"
 
@@ -31,25 +30,20 @@ class ConnectionFile(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> ConnectionFile | None:
-        path = folder / FILE
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**saved | {"owner": tuple(saved["owner"]) if saved["owner"] else None})
-        except FileNotFoundError:
-            return None
-        except PermissionError:
-            raise ShoalError(f"{path} belongs to another user: go on as the one who started the run") from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ShoalError(f"{path}, which holds the database's password, cannot be read: {error}") from None
+        saved = _FORMAT.read(folder / FILE)
+        return None if saved is None else cls(**saved | {"owner": tuple(saved["owner"]) if saved["owner"] else None})
 
     def save(self, folder: Path) -> None:
-        write_private(folder / FILE, json.dumps(self._asdict(), indent=2))
+        _FORMAT.write(folder / FILE, self._asdict(), indent=2)
 
     @property
     def access(self) -> Access:
         """How to connect from this machine."""
         here = resolve(self.host) if is_loopback(self.host) else "127.0.0.1"
         return Access(here, self.inner_port or self.port, self.database, self.user, self.password, "sslmode=disable")
+
+
+_FORMAT = JsonFormat("database connection file", 1, ConnectionFile._fields, private=True)
 
 
 def own_process() -> tuple[int, float]:

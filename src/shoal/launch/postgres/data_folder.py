@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.files import write_file
 from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.postgres.programs import Programs, psutil_module
 from shoal.transports.addresses import is_everywhere, is_loopback, resolve
-from shoal.transports.private_files import write_private
 
 _SETTINGS = {
     "max_connections": "200",  # a class with a few connections each
@@ -56,7 +56,7 @@ def make(programs: Programs, memory: ConnectionFile) -> None:
         raise ShoalError(f"cannot make {partial} for the run's database: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # that user may be unable to enter the run's folder
         secret = Path(folder) / "password"
-        write_private(secret, memory.password + "\n", programs.user)
+        write_file(secret, memory.password + "\n", private=True, user=programs.user)
         programs.give(Path(folder))
         options = ["--username", memory.user, "--pwfile", str(secret), "--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C"]
         outcome = programs._replace(data=partial).run("initdb", *options, "--no-instructions")
@@ -85,7 +85,7 @@ def configure(programs: Programs, memory: ConnectionFile) -> list[str]:
     """
     rules = [f"host all {_quoted(memory.user)} samehost scram-sha-256", f"host all {_quoted(memory.user)} all reject"]
     rules.append("host all all all scram-sha-256")
-    write_private(programs.data / "pg_hba.conf", "\n".join(rules) + "\n", programs.user)
+    write_file(programs.data / "pg_hba.conf", "\n".join(rules) + "\n", private=True, user=programs.user)
     host = "127.0.0.1" if memory.inner_port else resolve(memory.host)
     own = [] if is_loopback(host) or (is_everywhere(host) and ":" not in host) else ["127.0.0.1"]
     least, most = _BUFFERS_MB

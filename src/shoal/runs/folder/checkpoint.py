@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shoal.engines import Engine, World
 from shoal.errors import ShoalError
+from shoal.files import check_format, write_file
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import packed, unpacked
@@ -125,7 +126,7 @@ class Checkpoints:
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        _replace(self.folder / "latest", final.name)
+        write_file(self.folder / "latest", final.name)
         _sync_folder(self.folder)
         others = [path for path in self.all() if path != final]
         for old in others[: max(0, len(others) + 1 - self.keep_last)]:
@@ -216,8 +217,7 @@ def _header_of(path: Path) -> dict[str, Any]:
     """The content of state.json. Raises ShoalError where its version or its checksum does not match."""
     content = (path / "state.json").read_bytes()
     header: dict[str, Any] = json.loads(content)
-    if header["format"] != _FORMAT:
-        raise ShoalError(f"checkpoint {path} was written by another version of Shoal (format {header['format']}, this is {_FORMAT})")
+    check_format(path, "checkpoint", header["format"], _FORMAT)
     body, _, checksum = content.rpartition(_OWN_CHECKSUM.encode())
     if checksum != f'{crc32(body):08x}"}}'.encode():
         raise ShoalError(f"checkpoint {path} is damaged: state.json does not match its checksum")
@@ -282,12 +282,6 @@ def find_checkpoint(path: str, warn: Callable[[str], None]) -> Checkpoint:
     if found is None:
         raise ShoalError(f"there is no checkpoint at {path}: name a run's folder, or one of its checkpoints")
     return found
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _checksum(path: Path) -> str:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from shoal.config import Run
 from shoal.config.plugins import needed_by, require_same
-from shoal.errors import ShoalError
+from shoal.files import JsonFormat
 
 FILE = "plugins.json"
+_FORMAT = JsonFormat("plugin record", 1, ("plugins",))
 
 
-def record_of(run: Run) -> str:
-    """The content of the file; empty where the run uses no plugin."""
-    needed = needed_by(run)
-    return json.dumps(needed, indent=2) + "\n" if needed else ""
+def write(folder: Path, run: Run) -> None:
+    """Write the file, if the run uses a plugin."""
+    if needed := needed_by(run):
+        _FORMAT.write(folder / FILE, {"plugins": needed}, indent=2)
 
 
 def expect_those_of(folder: Path) -> None:
     """Raises ShoalError where a plugin of the run in this folder is missing or has changed."""
-    try:
-        needed = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        raise ShoalError(f"{folder / FILE} cannot be read: {error}") from None
+    needed = (_FORMAT.read(folder / FILE) or {"plugins": {}})["plugins"]
     require_same({str(name): str(digest) for name, digest in needed.items()}, f"the run in {folder}")

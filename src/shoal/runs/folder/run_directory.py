@@ -28,11 +28,13 @@ from typing import Any, TextIO
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.load import ConfigFile, LoadedConfig, resolve
-from shoal.config.show import show, to_yaml
+from shoal.config.show import provenance, to_yaml
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere
 from shoal.errors import ShoalError
+from shoal.files import write_file
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.resume_rules import SettingChange, changed_settings
+from shoal.runs.folder.run_reader import PROVENANCE, SUMMARY
 from shoal.runs.folder.stale_folders import clear, is_abandoned
 
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
@@ -135,10 +137,9 @@ class RunDirectory:
             raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
 
     def _write_config(self, loaded: LoadedConfig) -> None:
-        self.write("provenance.json", show(loaded, origin=True, style="json"))
-        if record := plugin_record.record_of(loaded.run):
-            self.write(plugin_record.FILE, record)
-        self.write("config.yaml", settings_text(loaded.run))
+        PROVENANCE.write(self.path / "provenance.json", {"settings": provenance(loaded)}, indent=2)
+        plugin_record.write(self.path, loaded.run)
+        write_file(self.path / "config.yaml", settings_text(loaded.run))
 
     def record(self, record: dict[str, Any]) -> None:
         """Append to metrics.jsonl."""
@@ -182,16 +183,7 @@ class RunDirectory:
                 file.write(line)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self.write("summary.json", json.dumps(summary, indent=2))
-
-    def write(self, name: str, text: str) -> None:
-        """Write a file atomically."""
-        partial = self.path / f".{name}"
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, self.path / name)
-        except OSError as error:
-            raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
+        SUMMARY.write(self.path / "summary.json", summary, indent=2)
 
     def close(self) -> None:
         if self._metrics is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.files import DamagedFileError, JsonFormat
 
 _FRESH_S = 10.0
 _LONG_S = 600.0
@@ -30,6 +31,11 @@ _DIRECTING = {"\u061c", "\u200e", "\u200f", *map(chr, range(0x202A, 0x202F)), *m
 """Characters that change the direction of text, and so can make a text look like another."""
 _SAMPLE = re.compile(r"step-(\d{1,12})\.(png|txt)")
 _CHECKPOINT = re.compile(r"step-(\d{1,12})")
+STATUS = JsonFormat("status", 2, key="schema")
+SUMMARY = JsonFormat("summary", 1)
+PROVENANCE = JsonFormat("provenance", 1, ("settings",))
+INVITATION = JsonFormat("invitation", 1, private=True)
+DATA = JsonFormat("data description", 1, ("name", "fingerprint", "image_shape", "num_classes", "vocab_size"))
 
 
 def clean(value: Any, depth: int = 0) -> Any:
@@ -95,13 +101,18 @@ class Tail:
                 yield value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where it is missing or cannot be read."""
+def _read(path: Path, form: JsonFormat) -> dict[str, Any]:
+    """The cleaned fields of a file; empty where it is missing or damaged. Raises ShoalError for another version of the format."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found: dict[str, Any] = clean(form.read(path) or {})
+    except DamagedFileError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return found
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The outcome of the run in a folder; empty where it has not ended. Raises ShoalError for another version of the format."""
+    return _read(folder / "summary.json", SUMMARY)
 
 
 class StepFile(NamedTuple):
@@ -132,7 +143,7 @@ class RunFolder:
 
     def status(self) -> dict[str, Any]:
         """The status of the run, cleaned. That of a run without a coordinator is derived from its records."""
-        found = clean(read_json(self.path / "status.json"))
+        found = _read(self.path / "status.json", STATUS)
         status: dict[str, Any] = found if found.get("members") is not None else self._alone()
         state = self._state(status)
         if state not in UNFINISHED_STATES:  # the last status was written while workers were still here
@@ -187,12 +198,11 @@ class RunFolder:
         return bool(ended and ended >= self._written_at() - 1.0)
 
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = clean(read_json(self.path / "summary.json"))
-        return found
+        return read_summary(self.path)
 
     def provenance(self) -> dict[str, Any]:
         """Every setting with its value and its source."""
-        found: dict[str, Any] = clean(read_json(self.path / "provenance.json"))
+        found: dict[str, Any] = _read(self.path / "provenance.json", PROVENANCE).get("settings", {})
         return found
 
     def samples(self) -> list[StepFile]:
@@ -217,14 +227,13 @@ class RunFolder:
 
     def invitation(self) -> dict[str, Any]:
         """The content of invitation.json; empty where workers cannot join."""
-        found: dict[str, Any] = clean(read_json(self.path / "invitation.json"))
-        return found
+        return _read(self.path / "invitation.json", INVITATION)
 
 
 _ABOUT = ("step", "split", "wall_s", "samples", "epoch", "samples_per_s", "received_bytes", "sent_bytes")
 """Fields of a record that are not figures."""
 _DEFAULTS: dict[str, Any] = {
-    "schema": 1,
+    STATUS.key: STATUS.version,
     "run": "",
     "strategy": "",
     "scheduler": "none",

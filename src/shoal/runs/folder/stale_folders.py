@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import was_held
 from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
+from shoal.runs.folder.run_reader import PROVENANCE
 
 _SIGNS_OF_LEARNING = ("summary.json", "metrics.jsonl", "checkpoints", "coordinator/ledger.jsonl")
 _MAY_HOLD_MORE = ("invitation.json", "postgres")
@@ -28,7 +28,7 @@ def is_abandoned(path: Path) -> bool:
     if not was_held(path) or any((path / name).exists() for name in (*_SIGNS_OF_LEARNING, *_MAY_HOLD_MORE)):
         return False
     try:
-        settings = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
+        settings = (PROVENANCE.read(path / "provenance.json") or {})["settings"]
         elsewhere = settings["coordinator.state_path"]["value"] is not None or settings["transport.kind"]["value"] == "postgres"
         return not elsewhere and all(record["kind"] in _NOTHING_LEARNED for record in _records(path / "coordinator"))
     except (OSError, ValueError, KeyError, TypeError, ShoalError):

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from shoal.engines import Engine
 from shoal.errors import ShoalError
+from shoal.files import check_format
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, read_checkpoint, restore_random_states
 from shoal.worker.session import SeatAssigned
 from shoal.worker.worker_state import PartialRound, RoundStart
 
 HALF = "half-round"
+_FORMAT = 1
+"""Version of the state inside a worker's checkpoint."""
 
 
 class SaveSchedule(NamedTuple):
@@ -66,7 +69,7 @@ class WorkerCheckpoints:
         self._write(self.own, version, self._state(residual))
 
     def _state(self, residual: Tensor | None) -> dict[str, Any]:
-        return {"engine": self.engine.state_dict(), "random": random_states(self.engine), "residual": residual}
+        return {"format": _FORMAT, "engine": self.engine.state_dict(), "random": random_states(self.engine), "residual": residual}
 
     def _write(self, place: Checkpoints, number: int, state: dict[str, Any]) -> None:
         try:
@@ -97,7 +100,7 @@ class WorkerCheckpoints:
         paths = [path for place in self.places for path in place.all() if path.name <= f"step-{version:08d}"]
         for path in sorted(paths, key=lambda path: path.name, reverse=True):
             try:
-                return read_checkpoint(path)
+                return _read(path)
             except ShoalError as error:
                 self.tell(f"warning: {error}; trying the one before it")
         return None
@@ -144,7 +147,7 @@ class WorkerCheckpoints:
         """Read the half round; a damaged one is reported and deleted."""
         paths = self.halves.all() if self.halves is not None else []
         try:
-            return read_checkpoint(paths[-1]) if paths else None
+            return _read(paths[-1]) if paths else None
         except ShoalError as error:
             self.tell(f"warning: {error}; it is deleted, and the round is begun again")
             self.delete_partial_round()
@@ -175,6 +178,13 @@ class WorkerCheckpoints:
         self._half = None
         if self.halves is not None and self.engine.world.first and self.halves.folder.exists():
             shutil.rmtree(self.halves.folder, ignore_errors=True)
+
+
+def _read(path: Path) -> Checkpoint:
+    """Read a worker's checkpoint. Raises ShoalError."""
+    found = read_checkpoint(path)
+    check_format(path, "worker checkpoint", found.state.get("format"), _FORMAT)
+    return found
 
 
 def _half_of(kept: Any) -> PartialRound | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.config.schema.cluster import Coordinator
+from shoal.files import write_file
 from shoal.transports.addresses import is_loopback
 from shoal.transports.metrics_page import MetricsPage
-from shoal.transports.private_files import write_private
 
 _RUN_METRICS = {
     "version": ("gauge", "The number of the newest weights."),
@@ -97,7 +97,7 @@ def _token(path: Path) -> str:
     if path.exists():
         return path.read_text(encoding="utf-8").strip()
     token = secrets.token_urlsafe(24)
-    write_private(path, token)
+    write_file(path, token, private=True)
     return token
 
 

@@ -19,14 +19,13 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver_interfaces import TrafficCounts
 from shoal.coordinator.members.table import Member
 from shoal.errors import ShoalError
+from shoal.runs.folder.run_reader import STATUS
 from shoal.runs.monitoring.history import History
 from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.recorder import Recorder
 from shoal.strategies import RunLength
 
 FILE = "status.json"
-SCHEMA = 2
-"""Version of the format."""
 _EVERY_S = 1.0
 _MOST_MEMBERS, _MOST_GONE, _MOST_TASKS, _MOST_FIGURES = 500, 64, 500, 64
 _PACE_OVER_S = 60.0
@@ -95,7 +94,7 @@ class StatusWriter:
         status = self.latest = self.status(state)
         self.history.append(status, now)
         with suppress(ShoalError):  # the run does not depend on the file
-            self.directory.write(FILE, json.dumps(status))
+            STATUS.write(self.directory.path / FILE, status)
 
     def as_json(self) -> bytes:
         """The current status, for an owner on another machine."""
@@ -106,7 +105,7 @@ class StatusWriter:
         rows = self._members(now)
         tasks = coordinator.tasks
         return {
-            "schema": SCHEMA,
+            STATUS.key: STATUS.version,
             "at": round(now, 3),
             "pid": os.getpid(),
             "run": run.name or self.directory.path.name,

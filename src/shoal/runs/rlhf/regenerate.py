@@ -1,8 +1,7 @@
-"""Units of answers made again, for an audit: with the weights of a checkpoint and the same draws they come out as the ledger has them.
+"""Audit of rollouts: units are generated again from a checkpoint's weights and the same draws, and compared with the ledger.
 
-The ledger knows the answers of a unit by a hash. Whoever rounds numbers as the worker did gets the same hash. On another kind of machine a
-draw that lies at the very edge between two tokens may give the other one, so a few units may come out otherwise: as many as their draws
-lead one to expect, and no more.
+The ledger has a hash of each unit's answers. A machine that rounds like the worker's gets the same hash. On another kind of machine a draw
+at the very edge between two tokens may yield the other token, so a few units may differ: as many as their draws make likely, and no more.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from shoal.strategies import policies_for
 from shoal.updates.answer_frames import digest, pack
 
 _EDGE, _EDGE_HALF = 1e-5, 1e-3
-"""How far another machine's rounding moves the edge between two tokens, as a share of all probability; and in half precision."""
+"""How far another machine's rounding moves the edge between two tokens, as a share of all probability: in full and in half precision."""
 _UNLIKELY = 1e-4
-"""A unit that has this chance of coming out otherwise, and does, is not excused."""
+"""A unit that differs although the probability of that was lower than this is counted as impossible."""
 _DEVIATIONS = 4.0
-"""So many standard deviations more units than expected may come out otherwise."""
+"""Standard deviations by which the number of units that differ may exceed the expected number."""
 
 
 class LedgerUnit(NamedTuple):
-    """A unit, as the ledger tells of it."""
+    """A unit as recorded in the ledger."""
 
     number: int
     base: int
@@ -40,19 +39,19 @@ class LedgerUnit(NamedTuple):
 
 
 class RegenerationResult(NamedTuple):
-    """What came of making units again."""
+    """The outcome of regenerating units."""
 
     same: int
     others: tuple[int, ...]
-    """Units that are other ones here."""
+    """Units whose answers differ here."""
     impossible: tuple[int, ...]
-    """Those of them none of whose draws is near another token."""
+    """Those of them in which no draw is near another token."""
     expected: float
-    """How many of all would come out otherwise on another kind of machine."""
+    """The expected number of units that differ on another kind of machine."""
     most: float
-    """How many may, by chance."""
+    """The largest number of units that may differ by chance."""
     without_weights: int
-    """Units of versions of which no checkpoint is left."""
+    """Units of versions that have no checkpoint any more."""
 
     def told(self) -> list[str]:
         tried = self.same + len(self.others)
@@ -81,7 +80,8 @@ def _named(units: Iterable[int]) -> str:
 
 
 def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> RegenerationResult:
-    """Make up to so many units again, the newest whose weights are there. Raises ShoalError where the run has no such units."""
+    """Generate up to `most` units again, beginning with the newest whose weights are available. Raises ShoalError if the run has no such
+    units."""
     units = [LedgerUnit(int(one[0]), int(one[1]), str(one[2])) for line in ledger for one in line.get("answers", ())]
     if not units:
         raise ShoalError(f"--regenerate: the ledger of {folder} tells of no answers; they are the strategy rollouts' own")
@@ -101,7 +101,7 @@ def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> Reg
 
 
 def _weights_of(folder: Path) -> dict[int, Path | None]:
-    """Where the weights of each version are; None: it is what the run began with."""
+    """The file with the weights of each version; None: the run's initial weights."""
     found: dict[int, Path | None] = {0: None}
     for path in (folder / "checkpoints").glob("step-*"):
         found[int(path.name.removeprefix("step-"))] = path
@@ -109,7 +109,7 @@ def _weights_of(folder: Path) -> dict[int, Path | None]:
 
 
 class _Room:
-    """The run's policy and prompts, put together once."""
+    """The run's policy and prompts, loaded once for all units."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder).config()
@@ -120,11 +120,11 @@ class _Room:
         self.learner, self.start = learner, parts.single.vector.clone()
         self.cut = policies.length(data_extent(self.run, parts.data, 1)).cut
         self.at: int | None = None
-        """The version that the engine has."""
+        """The version whose weights the engine has loaded."""
         self.edge = _EDGE if self.run.training.precision.kind == "fp32" else _EDGE_HALF
 
     def make_again(self, unit: LedgerUnit, weights: Path | None) -> tuple[Tensor, float]:
-        """The answers of a unit, and the chance that another kind of machine gives others."""
+        """The answers of a unit, and the probability that another kind of machine generates different ones."""
         if self.at != unit.base:
             self.engine.vector.copy_(self.start)
             if weights is not None:

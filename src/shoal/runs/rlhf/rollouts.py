@@ -1,11 +1,11 @@
-"""A feed that makes its own batches: prompts → answers → scores → credit → mini-batches, several times over.
+"""The feed of RLHF runs, which generates its own batches: prompts → answers → scores → advantages → mini-batches, over several passes.
 
-The reference and the reward are the feed's: they have no optimizer, and nothing of them travels or is saved. Whatever is drawn follows
-from the run's seed and the number of the rollout, and the answers that are being learned from are in the feed's state: a run that was
-interrupted in the middle of a rollout goes on to the same numbers.
+The feed owns the reference model and the reward: they have no optimizer, and are neither sent nor saved. Holds: all random draws follow
+from the run's seed and the number of the rollout, and the feed's state contains the answers that are being learned from, so a run that was
+interrupted in the middle of a rollout continues with the same numbers.
 
-Of several processes of an engine each answers its part of the prompts. Then all have all answers, so what each token is worth, and what
-a checkpoint holds, does not depend on how many they are; of every mini-batch each takes its part.
+In an engine of several processes each process answers its part of the prompts, and the answers are then gathered in all processes. So
+advantages and checkpoints do not depend on the number of processes. Each process takes its part of every mini-batch.
 
 Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answer, L = P + T − 1.
 """
@@ -41,13 +41,13 @@ from shoal.tasks.policy_gradient import PolicyGradient
 
 State = dict[str, Any]
 _HELD_OUT = 64
-"""Prompts that an evaluation looks at, at most."""
+"""Largest number of prompts in an evaluation."""
 _HELD_OUT_FROM = 2**62
-"""The number of the first prompt that is held out: none that is learned from has such a number."""
+"""The number of the first held-out prompt; training prompts have smaller numbers."""
 _MOST_PROMPTS = 10_000
-"""Beginnings that are taken from a text, evenly spread over it."""
+"""Largest number of prompts taken from a text, evenly spread over it."""
 _COLLAPSED = 0.5
-"""Answers that have become so much shorter, or repeat themselves so much more, than at the start have collapsed."""
+"""Answers have collapsed if their length, or their share of distinct tokens, fell below this share of its initial value."""
 
 
 class RolloutPrompt(NamedTuple):
@@ -58,13 +58,13 @@ class RolloutPrompt(NamedTuple):
     answer: str | None = None
     context: str = ""
     context_ids: tuple[int, ...] = ()
-    """What it reads beside the prompt."""
+    """The context that the policy reads beside the prompt."""
     own: tuple[str, ...] = ()
-    """The documents that it is of, which it finds no passages in."""
+    """The documents that the prompt comes from; no passages are taken from them."""
 
 
 def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[RolloutPrompt]]:
-    """Prompts to learn from, and those that are held out."""
+    """The training prompts and the held-out prompts."""
     assert run.rlhf is not None
     tokenizer, longest = samples.info.tokenizer, run.rlhf.ppo.prompt_length
     if tokenizer is None:
@@ -110,7 +110,7 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[R
 
 
 class Rollout(NamedTuple):
-    """Answers, and what was found out about them."""
+    """Answers with their scores and log-probability differences."""
 
     drawn: SampledAnswers
     text: PromptAnswers
@@ -119,11 +119,11 @@ class Rollout(NamedTuple):
     difference_BT: Tensor
     """log π − log π₀ of each token."""
     values_BT: Tensor | None = None
-    """What was expected of the rest of an answer, where somebody predicts that and it was asked for; 0 after the end."""
+    """Predicted return of the rest of each answer; 0 after the end. None: no value function, or not requested."""
 
     @property
     def figures(self) -> Batch:
-        """What people watch, for each answer."""
+        """Metrics of each answer."""
         return {
             "score": self.scores_B,
             "kl": self.difference_BT.sum(1),
@@ -133,7 +133,8 @@ class Rollout(NamedTuple):
 
 
 class RolloutFeed(AnswerFeed):
-    """Mini-batches of a policy's own answers. An epoch is one rollout, so its length is not known beforehand: it may end early."""
+    """Feed of mini-batches of the policy's own answers. An epoch is one rollout; its length is not known beforehand, since it may end
+    early."""
 
     def __init__(
         self,
@@ -147,15 +148,15 @@ class RolloutFeed(AnswerFeed):
         reference: Reference | None = None,
         finder: data.PassageFinder | None = None,
     ) -> None:
-        """`task` must hold the policy as it is before it learns: a copy of that is the reference, where none is given. `engine`: what
-        steps the networks, and tells how they are held, how precisely they compute, and which processes learn together. `finder`: finds
-        the passages that the policy reads."""
+        """`task` must hold the policy before training: a copy of it is the reference model, unless `reference` is given. `engine`: steps
+        the networks; it determines how they are placed, their precision, and which processes learn together. `finder`: finds the
+        passages that the policy reads."""
         assert run.rlhf is not None
         if not prompts:
             raise ShoalError("there is no prompt to answer: set rlhf.prompts")
         self.settings: Rlhf = run.rlhf
         self.epochs, self.group = run.rlhf.ppo.steps, run.rlhf.group
-        """Rollouts of the whole run, and answers to each prompt."""
+        """`epochs`: rollouts of the whole run; `group`: answers to each prompt."""
         self._starts_at_random = run.rlhf.policy is None and run.model.kind != "huggingface"
         self._evaluates = run.evaluation.strategy != "never"
         self.seed, self.batches_per_step = run.seed, run.training.gradient_accumulation_steps
@@ -174,7 +175,7 @@ class RolloutFeed(AnswerFeed):
         self.buffer: Batch | None = None
         self._distance: float | None = None
         self.figures, self.first = dict[str, float](), dict[str, float]()
-        """Figures of the last rollout, and of the first one to compare with."""
+        """Metrics of the last rollout, and of the first one for comparison."""
 
     def _learn_with(self, engine: Engine) -> None:
         self.world, self.precision = engine.world, engine.precision
@@ -195,11 +196,11 @@ class RolloutFeed(AnswerFeed):
                 f"{finder.chunk_size}: set it lower"
             )
 
-    # --- the face of a feed ------------------------------------------------------------------------
+    # --- the interface of feeds --------------------------------------------------------------------
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a batch: answers, or pairs of them."""
+        """Rows of a batch: answers, or pairs of answers."""
         return self.settings.ppo.mini_batch_size // self.settings.row // self.batches_per_step
 
     @property
@@ -209,13 +210,14 @@ class RolloutFeed(AnswerFeed):
 
     @property
     def _batches_of_pass(self) -> int:
-        """Batches that have every answer once. Of answers that others gave, there may be fewer than a rollout has."""
+        """Batches that contain every answer once. Answers that workers sent may be fewer than a rollout's."""
         assert self.buffer is not None
         return -(-_rows(self.buffer) // self.micro_batch)
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the next batch is of other answers: all passes are over, or the policy has moved too far from the one that gave them."""
+        """Whether the next batch belongs to new answers: all passes are done, or the policy has moved too far from the one that gave the
+        answers."""
         if self.buffer is None or self.position == 0 or self.position % self.batches_per_step:
             return False
         return self.position >= self.most_batches or self._moved_too_far()
@@ -225,7 +227,8 @@ class RolloutFeed(AnswerFeed):
         return limit is not None and self._moved() > limit
 
     def _moved(self) -> float:
-        """How far the policy has moved from the one that gave the last mini-batch's answers, in nats per token. All processes ask."""
+        """How far the policy has moved from the one that gave the last mini-batch's answers, in nats per token. All processes must call
+        this."""
         if self._distance is None:
             nats, tokens = torch.stack(self.task.moved).sum(0).tolist() if self.task.moved else (0.0, 0.0)
             nats, tokens = self.world.begin_sum([nats, tokens]).wait()
@@ -277,12 +280,12 @@ class RolloutFeed(AnswerFeed):
         return self._learned_from(self.answered(asked, first, self.group, valued=True))
 
     def fill(self, version: int, numbers: Sequence[int], drawn: SampledAnswers) -> None:
-        """Learn next from answers that others gave: `group` to the prompt of each number."""
+        """Use these answers, which workers sent, for the next mini-batches: `group` answers to the prompt of each number."""
         asked = [self.prompt(number) for number in numbers for _ in range(self.group)]
         self.epoch, self.position, self.buffer = version, 0, self._learned_from(self.scored(asked, drawn, valued=True))
 
     def empty(self) -> None:
-        """Those answers were learned from."""
+        """Drop the answers, which were learned from."""
         self.position, self.buffer = 0, None
 
     def ids_of(self, number: int) -> list[int]:
@@ -290,24 +293,24 @@ class RolloutFeed(AnswerFeed):
         return self.prompt(number).ids
 
     def contexts_of(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The tokens that are read beside the prompts of these numbers; none at all, where no prompt has any."""
+        """The context tokens of the prompts with these numbers; empty if no prompt of the run has a context."""
         return [list(self.prompt(number).context_ids) for number in numbers] if self.reads_context else []
 
     def documents_of(self, numbers: Sequence[int]) -> list[list[str]]:
-        """The documents that the prompts are of, where passages are read."""
+        """The documents that the prompts come from; empty if no passages are read."""
         return [list(self.prompt(number).own) for number in numbers] if self.finder is not None else []
 
     def _beside(self, asked: Sequence[RolloutPrompt]) -> SideTexts | None:
-        """What the policy reads beside the answers to these prompts."""
+        """The side texts that the policy reads with the answers to these prompts."""
         return make_side_texts(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
 
     def _text(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers) -> PromptAnswers:
-        """Answers as the networks read them, with what they read beside them: the same as when they were written."""
+        """Prompts and answers as model input, with the same side texts as when the answers were generated."""
         text = as_text(*drawn[:4])
         return text._replace(beside=side_text_columns(self._beside(asked), text.input_ids_BL, text.mask_BL))
 
     def _learned_from(self, rollout: Rollout) -> Batch:
-        """The answers of a rollout with what each of their tokens is worth."""
+        """The answers of a rollout with the advantages of their tokens, or as pairs."""
         settings = self.settings
         if settings.algorithm == "online-dpo":
             self._watch(rollout)
@@ -321,7 +324,7 @@ class RolloutFeed(AnswerFeed):
         return {name: value.cpu() for name, value in batch.items()}
 
     def prompt(self, number: int) -> RolloutPrompt:
-        """The prompt of a number: they follow each other in an order by seed, pass after pass."""
+        """The prompt with a number. Prompts are ordered by the seed, pass after pass."""
         turn, at = divmod(number, len(self.prompts))
         if self._order is None or self._order[0] != turn:
             self._order = turn, np.random.default_rng([self.seed, turn, 2]).permutation(len(self.prompts))
@@ -330,8 +333,8 @@ class RolloutFeed(AnswerFeed):
     _order: tuple[int, Any] | None = None
 
     def answered(self, asked: Sequence[RolloutPrompt], first: int, group: int = 1, *, valued: bool = False) -> Rollout:
-        """Answers to prompts, `group` to each, with their scores. What is drawn follows from the seed and the numbers of the prompts, of
-        which the first has the number `first`. Of several processes each makes a part of them, and all get all."""
+        """Generate and score `group` answers to each prompt. Draws follow from the seed and the numbers of the prompts; the first prompt
+        has the number `first`. Each process generates a part, and all processes get all answers."""
         ppo, rows = self.settings.ppo, [one for one in asked for _ in range(group)]
         draws = group_draws(self.seed, first, [one.ids for one in asked], group)
         own = self._own_part(len(rows))
@@ -351,12 +354,13 @@ class RolloutFeed(AnswerFeed):
         return self._gathered(self.scored([rows[number] for number in own], drawn, valued=valued), rows)
 
     def _own_part(self, count: int) -> list[int]:
-        """Which of so many rows this process works on: all have equally many, so that they go in step; some may do the last again."""
+        """The rows, of `count`, that this process works on. All processes get equally many, so that they stay in step; the last row may
+        be repeated."""
         each = -(-count // self.world.size)
         return [min(self.world.rank * each + number, count - 1) for number in range(each)]
 
     def _gathered(self, part: Rollout, asked: Sequence[RolloutPrompt]) -> Rollout:
-        """The answers of all processes, of which this one has a part."""
+        """Gather the answers of all processes, of which `part` is this process's."""
         if self.world.size == 1:
             return part
 
@@ -370,8 +374,8 @@ class RolloutFeed(AnswerFeed):
         return Rollout(drawn, self._text(asked, drawn), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
 
     def scored(self, asked: Sequence[RolloutPrompt], drawn: SampledAnswers, *, valued: bool = False) -> Rollout:
-        """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each. `valued`:
-        also what is expected of each token, where somebody predicts that."""
+        """Score answers, and compare each token's log-probability with the reference model's. `asked`: the prompt of each answer.
+        `valued`: also predict values, if there is a value function."""
         ppo, text = self.settings.ppo, self._text(asked, drawn)
         with self.precision():
             reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
@@ -383,8 +387,8 @@ class RolloutFeed(AnswerFeed):
 
     @torch.no_grad()
     def _expected(self, text: PromptAnswers, drawn: SampledAnswers) -> Tensor | None:
-        """What the rest of each answer is expected to bring, as it was said when the answer was drawn, or in a pass over it. None: nobody
-        predicts it."""
+        """The predicted return of the rest of each answer, recorded during sampling or computed in a forward pass. None: there is no
+        value function."""
         if self.settings.algorithm != "ppo" or drawn.values_BT is not None:
             return drawn.values_BT
         with as_used(*self.task.players.values()):
@@ -400,7 +404,7 @@ class RolloutFeed(AnswerFeed):
         return found
 
     def _paired(self, rollout: Rollout) -> Batch:
-        """The better and the worse answer to each prompt, with how probable the reference finds them."""
+        """The better and the worse answer to each prompt, with their log-probabilities under the reference model."""
         scores_N2 = self._scores(rollout).view(-1, 2)
         better_N = scores_N2.argmax(1)
         first_N = 2 * torch.arange(len(scores_N2), device=better_N.device)
@@ -412,7 +416,7 @@ class RolloutFeed(AnswerFeed):
         return batch
 
     def _scores(self, rollout: Rollout) -> Tensor:
-        """Scores less what an answer loses that did not stop, by their spread where the settings say so."""
+        """Scores less the penalty for answers that did not stop, normalised by their spread if the settings say so."""
         scores_B = rollout.scores_B - self.settings.stop_penalty * ~rollout.drawn.stopped_B
         if self.settings.ppo.scale_scores:
             self.spread.add(scores_B)
@@ -420,7 +424,7 @@ class RolloutFeed(AnswerFeed):
         return scores_B
 
     def _credited(self, rollout: Rollout) -> Batch:
-        """What each token is worth: its advantage, and for PPO what its value should have been."""
+        """Answers with the advantage of each token, and for PPO the target of its value."""
         settings, ppo, real_BT = self.settings, self.settings.ppo, rollout.drawn.real_BT
         scores_B = self._scores(rollout)
         penalty_BT = advantages.kl_penalty(rollout.difference_BT, settings.kl.penalty)
@@ -444,10 +448,11 @@ class RolloutFeed(AnswerFeed):
 
     @property
     def _whitens(self) -> bool:
-        """GRPO's advantages are by deviations already; to whiten them again would give groups without a difference one."""
+        """Whether advantages are whitened. GRPO's are already normalised per group; whitening would give groups without differences a
+        non-zero advantage."""
         return self.settings.ppo.whiten_advantages and self.settings.algorithm == "rloo"
 
-    # --- what people watch -------------------------------------------------------------------------
+    # --- metrics and samples -----------------------------------------------------------------------
 
     def _watch(self, rollout: Rollout) -> None:
         means = {name: float(values_B.float().mean()) for name, values_B in rollout.figures.items()}
@@ -472,7 +477,7 @@ class RolloutFeed(AnswerFeed):
         return self.answers_to_held_out if self.held_out and self._evaluates else None
 
     def answers_to_held_out(self) -> Iterator[Batch]:
-        """Figures of answers to held-out prompts, for an evaluation: the same draws each time."""
+        """Metrics of answers to held-out prompts, for an evaluation. Every evaluation uses the same draws."""
         rollout = self.answered(self.held_out, _HELD_OUT_FROM)
         self.shown = list(zip(rollout.answers, rollout.scores_B.tolist(), strict=True))
         yield rollout.figures
@@ -489,7 +494,7 @@ class RolloutFeed(AnswerFeed):
         return self.write_samples
 
     def write_samples(self, path: Path) -> None:
-        """Prompts and answers with their scores, for people to read."""
+        """Write prompts and answers with their scores to a readable file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
         path.write_text("\n".join(parts), encoding="utf-8")
@@ -500,12 +505,12 @@ def _rows(buffer: Batch) -> int:
 
 
 def _explained(values_N: Tensor, returns_N: Tensor) -> float:
-    """The share of the returns' variance that the values foresaw."""
+    """The share of the returns' variance that the values explain."""
     variance = float(returns_N.var(correction=0))
     return 1.0 - float((returns_N - values_N).var(correction=0)) / variance if variance > 0 else 0.0
 
 
 def _distinct(labels_BL: Tensor) -> float:
-    """Of the tokens of an answer, the share that differ from each other: the mean over answers."""
+    """The share of distinct tokens in an answer, averaged over answers."""
     rows = [row[row != IGNORED].tolist() for row in labels_BL]
     return sum(len(set(row)) / len(row) for row in rows) / len(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from shoal.config import Run
 from shoal.engines.base import tensors_of
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import find_checkpoint, load_weights, read_weights, save_weights
+from shoal.runs.folder.run_reader import DATA
 
 FILE = "start.safetensors"
 """The reference model of the run, even if the other run changes or is deleted."""
@@ -29,10 +29,7 @@ def passage_index_of(root: Path) -> Path | None:
     """The passage index of a run; an exported run has it in its folder. None where the run retrieves no passages."""
     if (root / "passages").is_dir():
         return root / "passages"
-    try:
-        known = json.loads((root / "data.json").read_text(encoding="utf-8")).get("passages")
-    except (OSError, ValueError):
-        return None
+    known = (DATA.read(root / "data.json") or {}).get("passages")
     return Path(known) if known else None
 
 

@@ -22,10 +22,10 @@ from shoal.runs.invitation import Invitation, listen
 from shoal.serve.backend import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
 from shoal.serve.batching import moving_average
 from shoal.serve.load_model import ServedModel
-from shoal.serve.nodes.layer_host import LayerHost, LayerRange, free_memory
+from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
 from shoal.serve.nodes.node import FRAME_BYTES
 from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.routes import HERE, NodeState
+from shoal.serve.nodes.placement import HERE, NodeState
 from shoal.serve.nodes.server import LocalNode, NodeServer
 from shoal.serve.nodes.weights import WeightStore
 from shoal.transports import Server
@@ -54,17 +54,17 @@ class DistributedModel(Pipeline):
             load_tensors(ends, {name: get(name).to(like.dtype) for name, like in required_tensors(ends).items()})
         if served.run is not None:  # the server's own layers follow to the same device
             ends.to(choose_device(served.run.training.device))
-        pack_matrices(ends, free_memory())
+        pack_matrices(ends, memory_for_layers(next(ends.parameters()).device))
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens
         forgets = getattr(served.model, "joins_rows", True)
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
         holder = LayerHost(lambda: served.model, get, self.device)
         layer_s, crowded_s = holder.measure(self.width), holder.measure(self.width, _ROWS)
-        self.crowding = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
+        self.fleet.crowding = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
         holder.drop(LayerRange(0, 1))
         self.hub = NodeServer(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
-        node = NodeState(HERE, layer_s, float(free_memory()), self._measured_ends() / crowded_s * layer_s)
+        node = NodeState(HERE, layer_s, float(memory_for_layers(self.device)), self._measured_ends() / crowded_s * layer_s)
         self.layers = LocalNode(self, holder, node)
         self._spent = self._now_spent()
         self.layers.start()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal.engines.single import free_memory
 from shoal.errors import ShoalError
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.models.split_model import make_stage
@@ -18,6 +17,8 @@ from shoal.models.stages import ModelStage, load_tensors, required_tensors
 from shoal.serve.kv_caches import KvCaches
 
 _SHARE_OF_MEMORY = 0.8
+_UNKNOWN_MEMORY = 4 << 30
+"""Bytes that count as free where the system does not report them."""
 _MEASURED = 8
 """Tokens that a layer is measured with."""
 
@@ -44,6 +45,11 @@ class TokenBatch(NamedTuple):
     """Of the first of these tokens, in each request."""
     ids: Sequence[Sequence[int]]
 
+    def select(self, rows: Sequence[int]) -> TokenBatch:
+        """The same tokens of some of the requests."""
+        requests, positions, ids = self
+        return TokenBatch(tuple(requests[i] for i in rows), tuple(positions[i] for i in rows), tuple(ids[i] for i in rows))
+
 
 class LayerHost:
     """The layers that are here. A machine may hold overlapping ones while requests move from one split to the next."""
@@ -69,7 +75,7 @@ class LayerHost:
         if any(parameter.is_meta for parameter in stage.parameters()):
             load_tensors(stage, {name: self._loaded(name, like) for name, like in required_tensors(stage).items()})
         stage.to(self.device)
-        pack_matrices(stage, free_memory())
+        pack_matrices(stage, memory_for_layers(self.device))
         return LoadedLayers(stage, KvCaches(stage.new_cache, stage.joins_rows, self.device))
 
     def _loaded(self, name: str, like: Tensor) -> Tensor:
@@ -136,13 +142,6 @@ class LayerHost:
         return min(taken)
 
 
-def free_memory() -> int:
-    """Bytes that layers may take here."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0] * _SHARE_OF_MEMORY)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30
-    return int(available * _SHARE_OF_MEMORY)
+def memory_for_layers(device: torch.device) -> int:
+    """Bytes that weights and caches may take on a device."""
+    return int((free_memory(device) or _UNKNOWN_MEMORY) * _SHARE_OF_MEMORY)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,44 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, TokenBatch
-from shoal.serve.nodes.routes import NextHop, NodeCommand, PeerEndpoint
 from shoal.serve.nodes.weights import as_frame, claimed_bytes, from_frame, type_name
 
 _MOST_REQUESTS = 4096
 _MOST_LAYERS = 1 << 20
 _MOST_TOKENS = 1 << 40
 _DOOR_LENGTH = 200
+
+
+class PeerEndpoint(NamedTuple):
+    """Where a machine takes what others hand to it."""
+
+    address: str
+    token: str
+    key: str | None
+
+
+class NextHop(NamedTuple):
+    """A stop that can be reached straight from the one before it."""
+
+    name: str
+    place: LayerRange
+    door: PeerEndpoint
+
+
+class NodeCommand(NamedTuple):
+    """What a machine is to do: `hold` or `drop` layers, `read` tokens through them, let one of two requests `share` what the other's cache
+    holds, `release` requests, or `probe` whether it reaches another machine."""
+
+    kind: str
+    place: LayerRange = LayerRange(0, 0)
+    trip: int = -1
+    reading: TokenBatch | None = None
+    x_BLD: Tensor | None = None
+    requests: tuple[int, ...] = ()
+    length: int = 0
+    """Tokens that are shared."""
+    onward: tuple[NextHop, ...] = ()
+    """The stops after this one to which what was read is handed on, without the server; or whom to probe."""
 
 
 def pack_hidden_states(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:

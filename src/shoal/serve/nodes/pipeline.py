@@ -16,6 +16,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,16 +26,73 @@ from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.stages import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
 from shoal.serve.batching import ForwardBatch, MachineStatus
-from shoal.serve.nodes.in_flight import ActiveRequest, InFlightBatch, PendingForward, select_rows
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
-from shoal.serve.nodes.placement import NodePlacement
-from shoal.serve.nodes.routes import HERE, LayerPlanner, NodeCommand, NodeState, Route, RouteStage
+from shoal.serve.nodes.messages import NodeCommand
+from shoal.serve.nodes.placement import HERE, LayerPlanner, NodePlacement, NodeState, Route, RouteStage
 
 _WAIT_S = 0.1
 _LOOK_EVERY = 256
 """After so many groups of tokens the split is looked at again."""
-_MOST_S = 600.0
-"""A machine that says that it took longer for one token is not believed."""
+
+
+@dataclass
+class ActiveRequest:
+    """A request with its tokens so far, and what was sent to each stop of its route after the first, by the stop's first layer."""
+
+    route: Route | None
+    ids: list[int] = field(default_factory=list)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def keep(self, layer: int, position: int, x_LD: Tensor) -> None:
+        """What was sent for a position, and everything after it, is replaced. Where what came before is missing, nothing is kept."""
+        pieces = self.kept.setdefault(layer, [])
+        length = sum(map(len, pieces))
+        if length < position:
+            pieces.clear()
+            return
+        while length > position:
+            last = pieces.pop()
+            length -= len(last)
+            if length < position:
+                pieces.append(last[: position - length])
+                length = position
+        pieces.append(x_LD)
+
+    def beginning(self, length: int) -> ActiveRequest:
+        """A request that begins like this one."""
+        kept = {layer: [torch.cat(pieces)[:length].clone()] for layer, pieces in self.kept.items() if pieces}
+        return ActiveRequest(self.route, self.ids[:length], kept)
+
+
+@dataclass
+class PendingForward:
+    """A batch that the engine waits for, and the logits of its requests so far."""
+
+    batch: ForwardBatch
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class InFlightBatch:
+    """Tokens on their way through a route."""
+
+    number: int
+    started: PendingForward | None
+    """None: the caches of a request are restored, and nobody waits for logits."""
+    route: Route
+    reading: TokenBatch
+    given: dict[int, TokenBatch] = field(default_factory=dict)
+    """What each stop was given to read: requests may end on the way."""
+    reported: set[int] = field(default_factory=set)
+    """The stops that have said what they read. Where machines hand on, a later one may be quicker to say so."""
+    declined: set[int] = field(default_factory=set)
+    """The stops that could not use what they were handed."""
+    handed: dict[int, Tensor] = field(default_factory=dict)
+    """What each stop was handed by the one before it, until it has said what it made of it."""
+
+    def stop_of(self, name: str) -> int:
+        """The number of a machine's stop that was given something and has not reported yet; −1: it has none."""
+        return next((i for i in self.given if self.route.stops[i].name == name and i not in self.reported), -1)
 
 
 class Pipeline:
@@ -45,13 +103,12 @@ class Pipeline:
     ) -> None:
         """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, this one counted; `cache_tokens`: how
         many tokens the caches must have room for; `forgets`: whether a cache can forget its last tokens."""
-        self.ends, self.sizes, self.forgets = ends.eval(), list(sizes), forgets
+        self.ends, self.forgets = ends.eval(), forgets
         self.vocab_size = ends.vocab_size
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
         self.device = next(ends.parameters()).device
         self.width = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
-        self.weight_bytes = next(ends.parameters()).element_size()
-        planner = LayerPlanner(sizes, self.weight_bytes, 2 * self.width * cache_tokens)
+        planner = LayerPlanner(sizes, next(ends.parameters()).element_size(), 2 * self.width * cache_tokens)
         # What is handed on directly may come twice, so caches must be able to forget
         self.fleet = NodePlacement(planner, expected=expected, probes=forgets, tell=tell)
         self._live: dict[int, ActiveRequest] = {}
@@ -64,8 +121,6 @@ class Pipeline:
         self._arrived: deque[tuple[InFlightBatch, Tensor | None]] = deque()
         """Trips that came back, with the stream after the last layer; None: all their requests have ended."""
         self._failed: str | None = None
-        self.crowding = 0.0
-        """How much longer a layer takes for each further request of a group, as a share of the time for one."""
         self._groups_through, self._weight_through = 0, 0.0
         """Groups that came through since the split was looked at, and how many groups of one request would have taken as long."""
         self._numbers = itertools.count(1)
@@ -92,9 +147,8 @@ class Pipeline:
                 live.ids += ids
             for rows in by_route.values():
                 requests, ids_of, positions = (tuple(column) for column in zip(*rows, strict=True))
-                self._depart(
-                    InFlightBatch(next(self._numbers), started, self._route_of(requests[0]), TokenBatch(requests, positions, ids_of))
-                )
+                batch_of_route = TokenBatch(requests, positions, ids_of)
+                self._depart(InFlightBatch(next(self._numbers), started, self._route_of(requests[0]), batch_of_route))
 
     def results(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
         with self._changed:
@@ -103,8 +157,7 @@ class Pipeline:
                 problem, self._failed = self._failed, None
                 raise ShoalError(problem)
         while (arrived := self._next_arrival()) is not None:
-            trip, y_BLD = arrived
-            started = trip.started
+            (trip, y_BLD), started = arrived, arrived[0].started
             assert started is not None
             if not started.batch.needs_logits:
                 if self._forget(started):
@@ -179,18 +232,7 @@ class Pipeline:
 
     def machines(self) -> list[MachineStatus]:
         with self._changed:
-            return [self._machine(node, self.fleet.current) for node in self.fleet.shown()]
-
-    def _machine(self, node: NodeState, route: Route | None) -> MachineStatus:
-        stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
-        (first, last), here = stop.place if stop is not None else (0, 0), node.name == HERE
-        count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if here else 0)
-        token_s = self.fleet.planner.seconds(node, LayerRange(first, last)) if last or here else 0.0
-        size, memory = count * self.weight_bytes, int(node.memory_bytes)
-        return MachineStatus(node.name, count, (first, last - 1), node.alive, size, memory, token_s, node.tokens, here)
-
-    def close(self) -> None:
-        """Nothing here has to end; the hub lets the machines go."""
+            return self.fleet.machines(sum(one.numel() for one in self.ends.parameters()))
 
     # --- machines come and go ------------------------------------------------------------------------
 
@@ -257,7 +299,7 @@ class Pipeline:
         """Send a trip to a stop, and from there to those that can be reached directly, without requests that ended meanwhile."""
         rows = [i for i, request in enumerate(reading.requests) if request in self._live]
         if len(rows) < len(reading.requests):
-            x_BLD, reading = x_BLD[rows], select_rows(reading, rows)
+            x_BLD, reading = x_BLD[rows], reading.select(rows)
             self._give_up_rows(trip, reading)
         if not rows:
             return
@@ -296,7 +338,7 @@ class Pipeline:
             reading, stops = trip.given[at], trip.route.stops
             if y_BLD.shape != (len(reading.requests), len(reading.ids[0]), self.width) or not y_BLD.is_floating_point():
                 raise ShoalError(f"{name} answered with {y_BLD.dtype} numbers of the shape {tuple(y_BLD.shape)}")
-            self._count(stops[at], reading, seconds)
+            self.fleet.count(stops[at], reading, seconds)
             trip.reported.add(at)
             trip.handed.pop(at, None)
             if at + 1 == len(stops):
@@ -343,7 +385,7 @@ class Pipeline:
             self._changed.notify_all()
         if len(reading.ids[0]) == 1:
             self._groups_through += 1
-            self._weight_through += self._weight_of(reading)
+            self._weight_through += self.fleet.weight_of(reading)
         if self._groups_through >= _LOOK_EVERY:
             self.look_again(self._weight_through)
             self._groups_through, self._weight_through = 0, 0.0
@@ -352,17 +394,6 @@ class Pipeline:
         """Machines are known better now than when they joined: there may be a better split for requests to come."""
         self.fleet.look_again()
         self._retire()
-
-    def _weight_of(self, reading: TokenBatch) -> float:
-        return 1 + self.crowding * (len(reading.requests) - 1)
-
-    def _count(self, stop: RouteStage, reading: TokenBatch, seconds: float) -> None:
-        """What a machine takes for one token, while it serves, corrects what was measured when it joined."""
-        node = self.fleet.nodes[stop.name]
-        node.tokens += len(reading.requests) * len(reading.ids[0])
-        if len(reading.ids[0]) == 1 and 0 < seconds < _MOST_S:
-            taken = seconds / self._weight_of(reading) / self.fleet.planner.cost_of(stop.place)
-            node.layer_s = 0.95 * node.layer_s + 0.05 * taken
 
     def fail(self, number: int, problem: str) -> None:
         """A machine could not read: the requests that wait for it end."""

@@ -7,17 +7,137 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
-from shoal.serve.nodes.layer_host import LayerRange
-from shoal.serve.nodes.routes import HERE, LayerPlanner, NextHop, NodeCommand, NodeState, Route, RouteStage, spare_nodes
+from shoal.errors import ShoalError
+from shoal.scheduling.layer_split import MachineSpec, split
+from shoal.serve.batching import MachineStatus
+from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
+from shoal.serve.nodes.messages import NextHop, NodeCommand, PeerEndpoint
 
+HERE = "server"
 _WORTH, _WORTH_AGAIN = 0.95, 0.9
 """A new split is taken while the service runs if its slowest machine takes less than this share of the time; where no machine came and only
 what is known of them has changed, it must gain more: figures waver, and requests on two routes are not computed together."""
 _SHOWN_S = 60.0
 """How long a machine that was lost is shown."""
+_MOST_S = 600.0
+"""A machine that says that it took longer for one token is not believed."""
+
+
+@dataclass
+class NodeState:
+    """A machine that holds layers."""
+
+    name: str
+    layer_s: float
+    """Time for one layer of mean size, as it was measured."""
+    memory_bytes: float
+    """For weights and caches."""
+    fixed_s: float = 0.0
+    """Time for what it does beside its layers: the server has the embedding and the head."""
+    ring: Callable[[], None] = lambda: None
+    """Tells that there are orders."""
+    alive: bool = True
+    orders: deque[NodeCommand] = field(default_factory=deque)
+    holds: set[LayerRange] = field(default_factory=set)
+    lost_at: float = 0.0
+    tokens: int = 0
+    door: PeerEndpoint | None = None
+    """Where other machines may try to reach it."""
+    stay: int = 0
+    """Tells a machine from one that was here before under its name."""
+
+    def hands(self) -> MachineSpec:
+        return MachineSpec(1 / self.layer_s, self.memory_bytes, self.fixed_s)
+
+    def stop(self, first: int, last: int) -> RouteStage:
+        return RouteStage(self.name, first, last, self.stay)
+
+    def send(self, order: NodeCommand) -> None:
+        self.orders.append(order)
+        self.ring()
+
+
+class RouteStage(NamedTuple):
+    """The layers [first, last) at a machine."""
+
+    name: str
+    first: int
+    last: int
+    stay: int = 0
+    """Of the machine: one that comes back under its name has none of the caches that it had."""
+
+    @property
+    def place(self) -> LayerRange:
+        return LayerRange(self.first, self.last)
+
+
+class Route(NamedTuple):
+    """The stops in order; its number is the epoch of the requests that take it."""
+
+    number: int
+    stops: tuple[RouteStage, ...]
+
+    def goes_through(self, name: str) -> bool:
+        return any(stop.name == name for stop in self.stops)
+
+
+def spare_nodes(stops: Sequence[RouteStage], nodes: Sequence[NodeState]) -> list[NodeState]:
+    """Machines that have no stop."""
+    busy = {stop.name for stop in stops}
+    return [node for node in nodes if node.name not in busy]
+
+
+class LayerPlanner:
+    """Which machine gets which layers."""
+
+    def __init__(self, sizes: Sequence[int], bytes_of_one: int, cache_numbers: int) -> None:
+        """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: how many numbers a layer's caches hold."""
+        self.sizes, self.bytes_of_one = list(sizes), bytes_of_one
+        self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
+        self.layer_bytes = [(size + cache_numbers) * bytes_of_one for size in sizes]
+
+    def quickest(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
+        """The quickest split over these machines; null: they have no room for all layers."""
+        try:
+            bounds = split(self.costs, [node.hands() for node in nodes], sizes=self.layer_bytes, leave_out=True)
+        except ShoalError:
+            return None
+        return tuple(node.stop(*place) for node, place in zip(nodes, pairwise(bounds), strict=True) if place[0] < place[1])
+
+    def replaced(self, stops: Sequence[RouteStage], name: str, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
+        """The same stops with a machine that has no layers in the place of one that is lost: all others keep their caches."""
+        lost = next(stop for stop in stops if stop.name == name)
+        fit = [node for node in spare_nodes(stops, nodes) if node.memory_bytes >= self.bytes_of(lost.place)]
+        if not fit:
+            return None
+        spare = min(fit, key=lambda node: lost.place not in node.holds)
+        return tuple(spare.stop(*stop.place) if stop is lost else stop for stop in stops)
+
+    def reserve(self, stops: Sequence[RouteStage], node: NodeState) -> list[LayerRange]:
+        """Layers that a machine without any loads beforehand, as far as it has room, to take the place of whoever has them at once."""
+        chosen: list[LayerRange] = []
+        for stop in stops:
+            if sum(map(self.bytes_of, [*chosen, stop.place])) <= node.memory_bytes:
+                chosen.append(stop.place)
+        return chosen
+
+    def bytes_of(self, place: LayerRange) -> int:
+        """What layers take, with their caches."""
+        return sum(self.layer_bytes[place.first : place.last])
+
+    def seconds(self, node: NodeState, place: LayerRange) -> float:
+        """What one token takes in some layers at a machine."""
+        return node.hands().seconds(self.cost_of(place))
+
+    def cost_of(self, place: LayerRange) -> float:
+        """A layer of mean size costs 1."""
+        return sum(self.costs[place.first : place.last])
 
 
 class NodePlacement:
@@ -32,6 +152,8 @@ class NodePlacement:
         """A route that new requests take as soon as its machines hold their layers, and who does not hold them yet."""
         self.direct: dict[tuple[int, int], bool] = {}
         """By the stays of two machines: whether the first reaches the second. False: it is not known yet, or it does not."""
+        self.crowding = 0.0
+        """How much longer a layer takes for each further request of a batch, as a share of the time for one."""
         self._numbers = itertools.count(1)
 
     def add(self, node: NodeState) -> None:
@@ -103,10 +225,30 @@ class NodePlacement:
     def alive(self) -> list[NodeState]:
         return [node for node in self.nodes.values() if node.alive]
 
-    def shown(self) -> list[NodeState]:
-        """The machines that are here, and those that were until a moment ago."""
+    def machines(self, ends_parameters: int) -> list[MachineStatus]:
+        """The machines that are connected, and those that were lost a moment ago. `ends_parameters`: those that only the server has."""
         now = time.monotonic()
-        return [node for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
+        return [self._status(node, ends_parameters) for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
+
+    def _status(self, node: NodeState, ends_parameters: int) -> MachineStatus:
+        stops = self.current.stops if self.current is not None and node.alive else ()
+        place, here = next((stop.place for stop in stops if stop.name == node.name), LayerRange(0, 0)), node.name == HERE
+        count = sum(self.planner.sizes[place.first : place.last]) + (ends_parameters if here else 0)
+        token_s = self.planner.seconds(node, place) if place.last or here else 0.0
+        size, layers = count * self.planner.bytes_of_one, (place.first, place.last - 1)
+        return MachineStatus(node.name, count, layers, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
+
+    def weight_of(self, batch: TokenBatch) -> float:
+        """How many batches of one request take as long as this one."""
+        return 1 + self.crowding * (len(batch.requests) - 1)
+
+    def count(self, stop: RouteStage, batch: TokenBatch, seconds: float) -> None:
+        """Add what a machine read. Its time for one token corrects what was measured when it joined."""
+        node = self.nodes[stop.name]
+        node.tokens += len(batch.requests) * len(batch.ids[0])
+        if len(batch.ids[0]) == 1 and 0 < seconds < _MOST_S:
+            taken = seconds / self.weight_of(batch) / self.planner.cost_of(stop.place)
+            node.layer_s = 0.95 * node.layer_s + 0.05 * taken
 
     def send(self, name: str, order: NodeCommand) -> None:
         if self.nodes[name].alive:

@@ -16,9 +16,9 @@ from typing import Any
 from shoal.errors import ShoalError, printable
 from shoal.protocol.messages import Frame
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange
-from shoal.serve.nodes.messages import command_message, endpoint_from, execute, unpack_hidden_states
+from shoal.serve.nodes.messages import NodeCommand, command_message, endpoint_from, execute, unpack_hidden_states
 from shoal.serve.nodes.pipeline import Pipeline
-from shoal.serve.nodes.routes import HERE, NodeCommand, NodeState
+from shoal.serve.nodes.placement import HERE, NodeState
 from shoal.serve.nodes.weights import WeightStore
 from shoal.transports import Message, Request, Server
 

@@ -55,5 +55,5 @@ def profile(name: str) -> LinkProfile:
             raise ShoalError("a link of 0mbit carries nothing")
         return LinkProfile(20, 0, 0.0, float(rate[1]))
     if name not in PROFILES:
-        raise ShoalError(f"`{name}` is no weather we know: {', '.join(PROFILES)}, or a rate such as 50mbit")
+        raise ShoalError(f"`{name}` is no known weather: {', '.join(PROFILES)}, or a rate such as 50mbit")
     return PROFILES[name]

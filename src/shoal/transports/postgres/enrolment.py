@@ -6,17 +6,17 @@ The password is made here, at random, and never leaves this machine: the databas
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.files import DamagedFileError, JsonFormat
 from shoal.transports.database_address import Access, pin_of
 from shoal.transports.interface import Refused
 from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
-from shoal.transports.private_files import write_private
+
+_FORMAT = JsonFormat("student role file", 1, ("user", "password"), private=True)
 
 
 def own_access(
@@ -36,7 +36,7 @@ def own_access(
     finally:
         line.close()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_private(file, json.dumps({"user": made.user, "password": made.password}))
+    _FORMAT.write(file, {"user": made.user, "password": made.password})
     if kept is not None:
         warn(f"the class does not know `{kept.user}` any more, which may have made room for another student: this is `{made.user}` now")
     return made
@@ -50,10 +50,10 @@ def _class_of(access: Access, name: str | None) -> str:
 
 def _kept(file: Path, access: Access) -> Access | None:
     try:
-        saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return access._replace(user=str(saved["user"]), password=str(saved["password"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # there is none, or it was damaged: a new role is made
+        saved = _FORMAT.read(file)
+    except DamagedFileError:
+        return None  # a new role is made
+    return access._replace(user=str(saved["user"]), password=str(saved["password"])) if saved else None
 
 
 def _is_still_enrolled(access: Access, patience_s: float) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.protocol.buffer_pool import room
+from shoal.protocol.buffer_pool import take_buffer
 from shoal.transports import wire
 from shoal.transports.interface import Frame
 from shoal.transports.postgres.reconnecting import Connection
@@ -94,7 +94,7 @@ def read(connection: Connection, query: str, values: Sequence[Any]) -> FramedRow
     with connection.cursor() as cursor:
         rows = cursor.stream(query.encode(), values, binary=True)
         first = next(rows, None)
-        whole = [room(size) for size in first[1] or ()] if first else []
+        whole = [take_buffer(size) for size in first[1] or ()] if first else []
         left = [*whole]
         for frame, _, data, *_ in rows:
             rest = left[frame - 1]

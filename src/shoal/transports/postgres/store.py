@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.files import check_format
 from shoal.protocol.checksums import crc32
 from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames as blobs
@@ -28,6 +29,7 @@ from shoal.transports.postgres.server import PostgresServer
 from shoal.updates.state_packing import packed, unpacked
 
 Frames = Sequence[Frame]
+_SNAPSHOT_FORMAT = 1
 
 
 def checksum_of(journal: int, record: bytes, frames: Frames) -> int:
@@ -187,7 +189,7 @@ class PostgresSnapshots:
 
         def write() -> None:
             files = [save({name: value.cpu().contiguous() for name, value in each.items()}) for each in (copies, tensors)]
-            header = json.dumps({"format": 1, "step": step, "checksums": [crc32(file) for file in files], "state": plain})
+            header = json.dumps({"format": _SNAPSHOT_FORMAT, "step": step, "checksums": [crc32(file) for file in files], "state": plain})
             self._server.freed_elsewhere += self._server.in_own_transaction(lambda connection: self._write(connection, step, header, files))
 
         return write
@@ -233,6 +235,7 @@ class PostgresSnapshots:
             raise ShoalError(f"snapshot {path} is damaged: its state does not match its checksum")
         try:
             header = json.loads(text)
+            check_format(path, "snapshot", header["format"], _SNAPSHOT_FORMAT)
             files = [bytes(file) for file in self._server.read(ids)]
             if [crc32(file) for file in files] != header["checksums"]:
                 raise ShoalError(f"snapshot {path} is damaged: it does not match its checksums")

@@ -75,7 +75,7 @@ class TlsProxy:
             except OSError:  # too many files are open: try again soon
                 await asyncio.sleep(0.1)
                 continue
-            group = household(address[0])
+            group = address_group(address[0])
             if not self._unauthenticated.admit_one_more(group, full=self._connections >= self._most):
                 client.close()
                 continue
@@ -141,7 +141,7 @@ class TlsProxy:
         return await asyncio.open_connection(*self._server, limit=_CHUNK)
 
 
-def household(address: str) -> str:
+def address_group(address: str) -> str:
     """The group of addresses that limits apply to. IPv6 clients own a whole /64. The same as protocol/address_groups.py."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):

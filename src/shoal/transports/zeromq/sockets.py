@@ -158,9 +158,9 @@ class _Pieces:
     def part(self, size: int) -> memoryview:
         if size <= PIECE_BYTES:
             return self._of(size)
-        from shoal.protocol.buffer_pool import room  # NumPy is loaded where long frames come
+        from shoal.protocol.buffer_pool import take_buffer  # NumPy is loaded where long frames come
 
-        whole = room(size)
+        whole = take_buffer(size)
         for start in range(0, size, PIECE_BYTES):
             whole[start : start + PIECE_BYTES] = self._of(min(PIECE_BYTES, size - start))
         return whole

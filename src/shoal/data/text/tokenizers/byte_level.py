@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from shoal.data.text.tokenizers.interface import OWN_FILE, Ids
+from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids
 
 
 class ByteTokenizer:
@@ -31,4 +30,4 @@ class ByteTokenizer:
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / OWN_FILE).write_text(json.dumps({"kind": "bytes"}), encoding="utf-8")
+        FORMAT.write(Path(folder) / OWN_FILE, {"kind": "bytes"})

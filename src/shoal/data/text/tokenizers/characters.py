@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.text.tokenizers.interface import OWN_FILE, Ids
+from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids
 from shoal.errors import ShoalError
 
 _CODES = 0x110000
@@ -64,8 +63,7 @@ class CharacterTokenizer:
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"kind": "characters", "alphabet": self.alphabet})
-        (Path(folder) / OWN_FILE).write_text(content, encoding="utf-8")
+        FORMAT.write(Path(folder) / OWN_FILE, {"kind": "characters", "alphabet": self.alphabet})
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:

@@ -10,9 +10,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.files import JsonFormat
+
 Ids = NDArray[np.int32]
 OWN_FILE = "shoal_tokenizer.json"
 """File of Shoal's own tokenizers in a saved folder; other tokenizers save the files of their library."""
+FORMAT = JsonFormat("tokenizer", 1, ("kind",))
 
 
 class Tokenizer(Protocol):

@@ -22,6 +22,8 @@ _PIECE = 1_000_000
 _CHUNK = 16_000_000
 _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 BPE_VOCABULARY = 4096
+_CACHE_FORMAT = 1
+"""Version of the cached file, a part of its name: one of another version is not found, and the tokenizer is trained again."""
 
 
 class LibraryTokenizer(LibraryBasedTokenizer):
@@ -171,7 +173,7 @@ def train_bpe(texts: Iterable[str], cache_dir: Path | None = None) -> LibraryTok
 
 
 def _fingerprint(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256(str(BPE_VOCABULARY).encode())
+    digest = hashlib.sha256(f"{_CACHE_FORMAT} {BPE_VOCABULARY}".encode())
     for text in texts:
         digest.update(hashlib.sha256(text.encode("utf-8")).digest())
     return digest.hexdigest()[:20]

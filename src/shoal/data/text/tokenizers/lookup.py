@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from shoal.config.path_hints import missing_path_hint
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.packages import import_optional
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
 from shoal.data.text.tokenizers.characters import CharacterTokenizer
-from shoal.data.text.tokenizers.interface import OWN_FILE, Tokenizer
+from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Tokenizer
 from shoal.data.text.tokenizers.library import from_json, from_vocabulary_and_merges, train_bpe
 from shoal.data.text.tokenizers.pretrained import PretrainedTokenizer
 from shoal.errors import ShoalError
@@ -49,8 +49,8 @@ def load_tokenizer(
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    if (folder / OWN_FILE).is_file():
-        return _own(folder / OWN_FILE)
+    if (own := FORMAT.read(folder / OWN_FILE)) is not None:
+        return _own(folder / OWN_FILE, own)
     if (folder / "tokenizer.json").is_file():
         return from_json(folder / "tokenizer.json", folder.name)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -62,13 +62,12 @@ def _from_folder(folder: Path) -> Tokenizer:
         raise ShoalError(f"no tokenizer in {folder}: expected {_FILES}") from error
 
 
-def _own(file: Path) -> Tokenizer:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if content.get("kind") == "bytes":
+def _own(file: Path, content: Mapping[str, Any]) -> Tokenizer:
+    if content["kind"] == "bytes":
         return ByteTokenizer()
-    if content.get("kind") == "characters":
+    if content["kind"] == "characters":
         return CharacterTokenizer(content["alphabet"])
-    raise ShoalError(f"{file} is a tokenizer of kind {content.get('kind')!r}, which this version does not know")
+    raise ShoalError(f"{file} is a tokenizer of kind {content['kind']!r}, which this version does not know")
 
 
 def _from_hub(name: str, token: str | None) -> Tokenizer:

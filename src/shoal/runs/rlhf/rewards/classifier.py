@@ -1,4 +1,4 @@
-"""The score of a reward model of transformers: a classifier of sequences, as most of them are published."""
+"""Reward from a Hugging Face sequence classifier, the form in which most reward models are published."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.runs.rlhf.rewards.interface import Answer, Score
 
 _AT_ONCE = 8
 _LONGEST = 4096
-"""Tokens of a model that does not say how many it takes."""
+"""Limit on tokens, also for a model that does not state its own."""
 
 
 def build(settings: ClassifierReward, run: Run) -> Score:
@@ -42,7 +42,8 @@ def build(settings: ClassifierReward, run: Run) -> Score:
 
 
 def _room(model: Any, tokenizer: Any) -> int:
-    """How many tokens it reads. Some count positions from their padding token on, and have so many fewer."""
+    """The number of tokens that the model reads. Some models count positions from their padding index on, which takes away as many
+    positions."""
     positions = int(getattr(model.config, "max_position_embeddings", None) or _LONGEST)
     begun = [
         module.padding_idx + 1
@@ -64,5 +65,5 @@ def _loaded(name: str, token: str | None) -> tuple[Any, Any]:
         raise ShoalError(f"rlhf.reward.model: {name} cannot be loaded as a classifier of sequences: {str(error).splitlines()[0]}") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is none
+    model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is not padding
     return model, tokenizer

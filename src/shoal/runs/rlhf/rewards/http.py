@@ -1,4 +1,4 @@
-"""A judge elsewhere: a server that speaks as OpenAI's does is asked whether an answer is good."""
+"""Reward from a judge over HTTP: a server with OpenAI's API is asked whether an answer is good."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TRIES, _PAUSE_S = 3, 1.0
 _LONGEST_ANSWER = 1 << 20
 _UNDECIDED = 0.5
 _WORDS = {"yes": 1, "y": 1, "no": 0, "n": 0}
-"""A word may be more than one token: the first letter tells."""
+"""A word may be more than one token, so its first letter is enough."""
 
 
 def ask(settings: JudgeReward) -> Score:
-    """The score of an answer is how probable the server finds `yes` against `no`, of the words that it says it might begin with. A server
-    that tells no probabilities is taken at its word: 1 for yes, 0 for no. Whoever says neither is undecided: 0.5."""
+    """The score of an answer is the probability of `yes` relative to `no` among the first tokens that the server lists. If it lists no
+    probabilities, its reply counts: 1 for yes, 0 for no, 0.5 for anything else."""
     threads = ThreadPoolExecutor(_AT_ONCE, "judge")
 
     def score(answers: Sequence[Answer]) -> list[float]:
@@ -36,7 +36,7 @@ def ask(settings: JudgeReward) -> Score:
 
 
 def verdict(said: dict[str, Any]) -> float:
-    """How probable `yes` is in what a server said. Raises ShoalError where that is no answer of such a server."""
+    """The probability of `yes` in a server's response. Raises ShoalError if the response is not in the form of OpenAI's API."""
     try:
         choice = said["choices"][0]
         tokens = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or []
@@ -48,7 +48,7 @@ def verdict(said: dict[str, Any]) -> float:
             return chances[1] / sum(chances)
         return float(_WORDS.get(_plain(choice["message"]["content"].split()[0]), _UNDECIDED))
     except IndexError:
-        return _UNDECIDED  # it said nothing at all
+        return _UNDECIDED  # the reply is empty
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ShoalError("rlhf.reward.address: what answers there does not speak as OpenAI's chat completions do") from None
 

@@ -1,4 +1,4 @@
-"""What a reward is given, and what it gives."""
+"""Interface of rewards: answers in, scores out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Answer(NamedTuple):
     expected: str | None = None
     """The right answer, where the prompts' file has one."""
     context: str = ""
-    """A text that was read beside the prompt."""
+    """The text that the policy read beside the prompt."""
     own: tuple[str, ...] = ()
-    """The documents that the prompt is of: no passages of them are read."""
+    """The documents that the prompt comes from: no passages of them are read."""
 
 
 def filled(question: str, answer: Answer) -> str:

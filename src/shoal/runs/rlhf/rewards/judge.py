@@ -1,4 +1,4 @@
-"""A model is asked whether an answer is good, and how probable it finds `yes` against `no` is the score."""
+"""Reward from a local judge model: it is asked whether an answer is good; the score is the probability of `yes` relative to `no`."""
 
 from __future__ import annotations
 

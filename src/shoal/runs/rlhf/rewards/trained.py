@@ -1,4 +1,4 @@
-"""The score of a reward model, as a run of the task `reward` trained it: read as it was learned, at the last real token."""
+"""Reward from a model that a run of the task `reward` trained: its score at the last real token."""
 
 from __future__ import annotations
 
