@@ -185,7 +185,7 @@ def test_damaged_data_sets(tmp_path: Path, hub_of: Make) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_without_a_network_it_says_what_to_put_where(hub_of: Make, streaming: bool) -> None:
     with pytest.raises(
-        ShoalError, match=r"nobody/such-a-data-set is not at hand, .*\.save_to_disk\('DIR'\).* set data\.source\.name to it"
+        ShoalError, match=r"nobody/such-a-data-set is not in the cache, .*\.save_to_disk\('DIR'\).* set data\.source\.name to it"
     ):
         hub_of("nobody/such-a-data-set", data__streaming=streaming)
 

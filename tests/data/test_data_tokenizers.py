@@ -148,7 +148,7 @@ def test_a_tokenizer_json_forgets_old_truncation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("byts", r"`byts` \(did you mean `bytes`\?\) is not at hand, and the Hugging Face hub cannot be reached: put tokenizer.json"),
+        ("byts", r"`byts` \(did you mean `bytes`\?\) is not in the cache, and the Hugging Face hub cannot be reached: put tokenizer.json"),
         ("nobody/nothing-of-this-name", "cannot be reached"),
         ("./no/such/folder", "there is nothing at ./no/such/folder"),
         ("bpe", "made from the training text"),

@@ -108,7 +108,7 @@ def test_a_chunk_reads_only_what_was_found_for_chunks_before_it(index: Index) ->
     finder = PassageFinder(index.folder, PassageSettings(1, 8, 12), load_tokenizer("bytes"), index)
     texts = [b"cats catdogs dogwhales w", b"cats catdogs dogsongs so"]
     batch = {"input_ids": torch.tensor([list(text) for text in texts])}
-    columns = finder.read_beside(batch, [(), ()])
+    columns = finder.batch_columns(batch, [(), ()])
     assert columns["passage_ids"].shape == (2, 2, 12)
     assert columns["passage_from"].tolist() == [[8, 16]] * 2
     assert torch.equal(columns["passage_ids"][0], columns["passage_ids"][1]), "the last chunk changes nothing"
@@ -120,10 +120,10 @@ def test_a_finder_works_in_another_process_and_padding_is_no_text(index: Index) 
         pickle.dumps(PassageFinder(index.folder, PassageSettings(1, 4, 4), load_tokenizer("bytes"), index))
     )
     ids = torch.tensor([[0, 0, *b"dogs b"], [*b"dogs bon"]])
-    columns = finder.read_beside({"input_ids": ids, "attention_mask": ids > 0}, [(), ()])
+    columns = finder.batch_columns({"input_ids": ids, "attention_mask": ids > 0}, [(), ()])
     assert columns["passage_from"].tolist() == [[6], [4]]
     assert columns["passage_ids"][:, 0].tolist() == [list(b"dogs")] * 2
-    short = finder.read_beside({"input_ids": ids[:, :3]}, [(), ()])
+    short = finder.batch_columns({"input_ids": ids[:, :3]}, [(), ()])
     assert (short["passage_ids"] == NO_TOKEN).all()
 
 
@@ -192,7 +192,7 @@ def test_the_command_writes_an_index_that_a_run_names(make_run: Make, tmp_path: 
     assert data.info.finder is not None
     assert data.info.finder.index.passages.texts == ANIMALS
     assert main(["index", str(tmp_path / "a.jsonl"), "--out", str(folder), "--encoder", "words"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_a_premise_or_a_context_field_stands_beside_the_text(make_run: Make, tmp_path: Path) -> None:

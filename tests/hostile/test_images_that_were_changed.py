@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(serving, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(serving, "CHUNK_BYTES", 1000)
     made = tmp_path / "celeba" / "images"
     made.mkdir(parents=True)
     for number in range(20):

@@ -329,7 +329,7 @@ def test_a_wrong_argument_is_told_by_its_name(tmp_path: Path, arguments: dict[st
         ({"model": "nowhere:net"}, "there is no `nowhere:net`"),
         ({"overrides": ["transport.kind=zmq"], "workers": 2}, r'other processes, and transport\.kind is zmq.*model="module:function"'),
         ({"overrides": ["engine.kind=ddp"]}, 'other processes, and the engine ddp is several.*model="module:function"'),
-        ({"data": [{"x": torch.zeros(8), "text": "hi"}] * 9}, "`text` of the samples .str. cannot be made a batch.*collate="),
+        ({"data": [{"x": torch.zeros(8), "text": "hi"}] * 9}, "`text` of the samples .str. cannot be stacked to a batch.*collate="),
         ({"loss": lambda model, batch: 3}, "loss= must give a tensor with one number.*it gave int"),
         ({"loss": lambda model, batch: batch[0]}, r"loss= must give a tensor with one number.*shape \(8, 8\)"),
         ({"model": nn.Linear(8, 3).requires_grad_(False)}, "no parameter to train"),

@@ -36,7 +36,7 @@ class Turned:
 
     chunk_size = CHUNK
 
-    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
+    def text_columns(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
         chunks = max(1, (max(map(len, texts)) - 1) // CHUNK)
         ids, first = torch.full((len(texts), chunks, CHUNK + 1), -1), torch.zeros(len(texts), chunks).long()
         for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
@@ -146,9 +146,9 @@ def test_rows_that_have_ended_look_nothing_up() -> None:
     asked: list[int] = []
 
     class Counting(Turned):
-        def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
+        def text_columns(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
             asked.append(max(map(len, texts)))
-            return super().beside_texts(texts, own, starts)
+            return super().text_columns(texts, own, starts)
 
     model = model_of("retrieval")
     first = int(answers(model, make_side_texts(Counting()), [0], eos_id=None).answer_BT[0, 0])

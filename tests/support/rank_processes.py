@@ -326,7 +326,7 @@ class Repeats:
 
     folder, index, chunk_size = Path(), None, 3
 
-    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
+    def text_columns(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
         chunks = max(1, (max(map(len, texts)) - 1) // 3)
         rows = [[[*text[3 * u : 3 * u + 3]] if len(text) > 3 * u + 3 else [-1] * 3 for u in range(chunks)] for text in texts]
         return {"passage_ids": torch.tensor(rows), "passage_from": torch.tensor(starts)[:, None] + 3 * torch.arange(1, chunks + 1)}

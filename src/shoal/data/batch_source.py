@@ -1,4 +1,4 @@
-"""Where a feed's batches come from: samples by number, or a stream; from this process, or from others that load ahead."""
+"""The source of a feed's batches: numbered samples or a stream, loaded in this process or by loader processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Several = TypeVar("_Several", torch.Tensor, list[Any])
 
 
 def part_of(whole: _Several, part: tuple[int, int]) -> _Several:
-    """Every count-th of a batch's samples. A part with none gets the first, to be emptied when it is loaded."""
+    """The samples index, index + count, … of a batch. An empty part gets the first one, which `without_samples` removes later."""
     index, count = part
     return whole[index::count] if len(whole) > index else whole[:1]
 
@@ -44,9 +44,9 @@ class SampleBatches:
         self._loaded: Iterator[LoadedBatch] | None = None
 
     def open(self, epoch: int, position: int, state: State | None, reshuffle: bool) -> None:
-        """Be ready for the batch at a position of an epoch."""
-        goes_on = self._options.persistent and (epoch, position) == (self._epoch + 1, 0) and self._next == self.batches_per_epoch
-        if not goes_on:
+        """Prepare to load the batch at a position of an epoch."""
+        continues = self._options.persistent and (epoch, position) == (self._epoch + 1, 0) and self._next == self.batches_per_epoch
+        if not continues:
             self._loaded = None
         self._epoch, self._next, self._reshuffle = epoch, position, reshuffle
 
@@ -58,9 +58,9 @@ class SampleBatches:
         else:
             batch = self._options.pinned(self._samples.batch(self._indices(self._epoch, self._next)))
         size = self._plan.batch_size
-        nothing = min(size, self._size - self._next * size) <= self._plan.part[0]
+        is_empty = min(size, self._size - self._next * size) <= self._plan.part[0]
         self._next += 1
-        return without_samples(batch) if nothing else batch, None
+        return without_samples(batch) if is_empty else batch, None
 
     def _from_workers(self) -> Batch:
         if self._loaded is None:
@@ -68,7 +68,7 @@ class SampleBatches:
         return next(self._loaded).batch()
 
     def _index_lists(self, epoch: int, position: int) -> Iterator[list[int]]:
-        """The numbers of batch after batch: of the epoch, or where processes outlive it, of all that follow."""
+        """The sample numbers of each batch: to the end of the epoch, or without end where the processes persist."""
         while True:
             for number in range(position, self.batches_per_epoch):
                 yield self._indices(epoch, number).tolist()

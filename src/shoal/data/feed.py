@@ -1,4 +1,4 @@
-"""An endless supply of batches, epoch after epoch, that can be left and taken up again at any batch."""
+"""The endless training feed of one shard, epoch after epoch. It can be saved and resumed at any batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shoal.errors import ShoalError
 
 
 class ShardFeed(Feed):
-    """Batches of one shard. Each epoch is a fresh order by seed, the same for all shards; shard i takes every count-th of it.
+    """Batches of one shard. Each epoch has a new order, which the seed determines for all shards; shard i of n takes every n-th sample.
 
     `part` (index, count) is for processes that step together: each gets its part of every batch, which is empty where a last batch is too
-    small. The position counts whole batches, so any number of processes can go on from it.
-    `loader` says how many processes load ahead; None or 0 loads in this one.
+    small. The position counts whole batches, so any number of processes can resume from it.
+    `loader.num_workers` processes load ahead; with 0 or no loader this process loads.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class ShardFeed(Feed):
         self._batch_size, self._shard = batch_size, shard
         self._reshuffle = reshuffle
         plan = FeedPlan(batch_size, seed, shard, part, drop_last, LoaderOptions.of(loader))
-        self._supply = StreamBatches(samples, plan) if isinstance(samples, SampleStream) else SampleBatches(samples, plan)
-        self.batches_per_epoch = self._supply.batches_per_epoch
+        self._source = StreamBatches(samples, plan) if isinstance(samples, SampleStream) else SampleBatches(samples, plan)
+        self.batches_per_epoch = self._source.batches_per_epoch
         self.epoch = 0
         self.position = 0
         """Batches consumed in the epoch."""
@@ -45,11 +45,11 @@ class ShardFeed(Feed):
         self._open = False
 
     def __next__(self) -> Batch:
-        pulled = self._look_ahead()
-        if pulled is None:
+        loaded = self._look_ahead()
+        if loaded is None:
             self.epoch, self.position, self._reader, self._open = self.epoch + 1, 0, None, False
-            pulled = self._look_ahead()
-        if pulled is None:
+            loaded = self._look_ahead()
+        if loaded is None:
             index, count = self._shard
             raise ShoalError(
                 f"there is not one batch of {self._batch_size} samples in shard {index + 1} of {count}: "
@@ -57,7 +57,7 @@ class ShardFeed(Feed):
             )
         self._ahead = None
         self.position += 1
-        batch, self._reader = pulled
+        batch, self._reader = loaded
         return batch
 
     @property
@@ -69,21 +69,21 @@ class ShardFeed(Feed):
 
     def _look_ahead(self) -> tuple[Batch, State | None] | None:
         if not self._open:
-            self._supply.open(self.epoch, self.position, self._reader, self._reshuffle)
+            self._source.open(self.epoch, self.position, self._reader, self._reshuffle)
             self._open = True
         if self._ahead is None:
-            self._ahead = self._supply.pull()
+            self._ahead = self._source.pull()
         return self._ahead
 
     def state_dict(self) -> State:
         """The position in the data, as a small value that JSON can hold. Batches that were only loaded ahead do not count."""
         state: State = {"epoch": self.epoch, "position": self.position, "batch_size": self._batch_size, "shard": list(self._shard)}
         if self.batches_per_epoch is None:
-            state |= {"workers": self._supply.workers, "reader": self._reader}
+            state |= {"workers": self._source.workers, "reader": self._reader}
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a feed of the same data and seed stood: the next batches are the ones it would have given."""
+        """Resume at the position of a feed with the same data and seed. Holds: the next batches are those that it would have returned."""
         self.close()
         self._reader = None
         self.epoch, self.position = state["epoch"], state["position"]
@@ -94,13 +94,13 @@ class ShardFeed(Feed):
             self._convert(state)
 
     def _check_stream(self, state: State) -> None:
-        here = {"shard": list(self._shard), "workers": self._supply.workers}
-        for name, words in (("shard", "shard (number, of how many)"), ("workers", "data.loader.num_workers")):
+        here = {"shard": list(self._shard), "workers": self._source.workers}
+        for name, setting in (("shard", "shard (index, count)"), ("workers", "data.loader.num_workers")):
             if state[name] != here[name]:
-                raise ShoalError(f"a stream goes on only as it was left: {words} was {state[name]}, and is now {here[name]}")
+                raise ShoalError(f"a stream resumes only with the same settings: {setting} was {state[name]}, and is now {here[name]}")
 
     def _convert(self, state: State) -> None:
-        """Convert a position of another batch size or number of shards. All shards together have used up the beginning of the order."""
+        """Convert a position of another batch size or number of shards. All shards together have consumed the beginning of the order."""
         consumed = state["position"] * state["batch_size"] * state["shard"][1]
         step = self._batch_size * self._shard[1]
         if consumed >= (self.batches_per_epoch or 0) * step:
@@ -115,5 +115,5 @@ class ShardFeed(Feed):
 
     def close(self) -> None:
         """End the processes that load ahead. The next batch starts them again."""
-        self._supply.close()
+        self._source.close()
         self._ahead, self._open = None, False

@@ -1,4 +1,4 @@
-"""A few letters that tell different data apart: for workers that must have the coordinator's, and for a run that goes on."""
+"""Digests of data sets: a worker must have the coordinator's data, and a resumed run its former data."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from shoal.data.text.samples import PackedText, PaddedText
 
 _IN_MEMORY = (PackedText, PaddedText, MixedText, ChainedText, TensorImages)
 _MOST_BYTES = 256 << 20
-"""Larger data is looked at in places, evenly spread: to read all of it would take longer than to begin with the training."""
+"""Of larger data evenly spaced samples are hashed: to hash everything would delay the training."""
 _AT_ONCE = 1024
-_PLACES = 16
-"""Samples that are looked at where each must be read and decoded first."""
+_SPOT_CHECKS = 16
+"""Samples that are hashed where each must be read and decoded first."""
 
 
 def fingerprint(data: Data) -> str:
-    """Of samples in memory everything counts, up to 256 MiB; of others their number, and a few of them. A stream is known by its name.
-    Passages count as the index that they are found in."""
+    """A digest of all samples in memory, up to 256 MiB; of other samples their number and a few of them; of a stream its name. Passages
+    are included by the digest of their index."""
     if isinstance(data.train, RetrievalSamples | RetrievalStream):
         inner = fingerprint(data._replace(train=data.train.inner))
-        return hashlib.sha256(f"{inner} {data.train.finder.index.digest} {data.train.finder.reading}".encode()).hexdigest()
+        return hashlib.sha256(f"{inner} {data.train.finder.index.digest} {data.train.finder.settings}".encode()).hexdigest()
     digest = hashlib.sha256(data.info.name.encode() if not isinstance(data.train, Samples) else b"")
     if isinstance(data.train, Samples):
         digest.update(str(len(data.train)).encode())
-        for numbers in _looked_at(data.train):
+        for numbers in _hashed_numbers(data.train):
             for name, value in sorted(data.train.batch(numbers).items()):
                 digest.update(name.encode() + value.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 def local_fingerprint(data: Data) -> str:
-    """The same, for the same machine some time later. A stream's files may have another size then. What a program brought along may be
-    different each time it is looked at: of that only the number counts."""
+    """A digest to detect changes on the same machine. It includes the sizes of a stream's files. Of live data sets of a Python program it
+    includes only the number of samples, since their contents may be random."""
     if data.info.kind == "own":
         return f"own {len(data.train)}" if isinstance(data.train, Samples) else "own"
     sizes = [stream.documents.size() for stream in _streams(data.train)]
     return hashlib.sha256(f"{fingerprint(data)} {sizes}".encode()).hexdigest()
 
 
-def _looked_at(samples: Samples) -> Iterator[range | list[int]]:
-    """The numbers of the samples that count, some at a time."""
+def _hashed_numbers(samples: Samples) -> Iterator[range | list[int]]:
+    """The numbers of the samples to hash, in groups."""
     count = len(samples)
     if not isinstance(samples, _IN_MEMORY):
         if count:
-            yield sorted({count * place // _PLACES for place in range(_PLACES)})
+            yield sorted({count * number // _SPOT_CHECKS for number in range(_SPOT_CHECKS)})
         return
-    each = sum(value.numel() * value.element_size() for value in samples.batch([0]).values()) if count else 1
-    step = max(1, -(-count * each // _MOST_BYTES))
+    sample_bytes = sum(value.numel() * value.element_size() for value in samples.batch([0]).values()) if count else 1
+    step = max(1, -(-count * sample_bytes // _MOST_BYTES))
     for start in range(0, count, step * _AT_ONCE):
         yield range(start, min(count, start + step * _AT_ONCE), step)
 

@@ -1,4 +1,4 @@
-"""What the other packages see of data: batches, samples by number, streams that can be read from any position, feeds."""
+"""The interfaces of data: batches, numbered samples, streams that can be read from any position, feeds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Batch = dict[str, torch.Tensor]
 """Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).
 Text: `input_ids` and `labels` (int64 [B, T]), `attention_mask` (bool [B, T], where there is padding).
 `labels[b, t]` is the token that follows `input_ids[b, t]`, or IGNORED where there is none or it must not count.
-Texts to read beside them: `context_ids` (int64 [B, 1, C]), `passage_ids` (int64 [B, P, M]) and `passage_from` (int64 [B, P], the first
-token that may read each passage); −1 where there is no token."""
+For cross-attention: `context_ids` (int64 [B, 1, C]), `passage_ids` (int64 [B, P, M]) and `passage_from` (int64 [B, P], the first token
+that may attend to each passage); −1 where there is no token."""
 
 IGNORED = -100
 Indices = Sequence[int] | torch.Tensor
 State = dict[str, Any]
 Progress = Callable[[str, int, int | None], None]
-"""Called while downloading: what, bytes done, bytes in all (where known)."""
+"""Called while downloading with the name of the download, the bytes received, and the total bytes (None: unknown)."""
 
 
 class Feed(Iterator[Batch]):
-    """Batches to learn from, from a position that can be saved."""
+    """Training batches, from a position that can be saved."""
 
     batches_per_epoch: int | None = None
-    """None: not known beforehand."""
+    """None: unknown, as for a stream."""
     epochs: int | None = None
-    """How often the feed goes through its data; None: as often as `training.epochs` says."""
+    """Number of epochs; None: `training.epochs` decides."""
     epoch: int = 0
     figures: Mapping[str, float] = {}
-    """What the feed has measured on its own batches, to be recorded with the losses."""
+    """Metrics of the feed's own batches, recorded together with the losses."""
 
     @property
     def at_epoch_end(self) -> bool:
@@ -45,10 +45,10 @@ class Feed(Iterator[Batch]):
 
     @abstractmethod
     def state_dict(self) -> State:
-        """The position: at least `epoch`, and `position`, the batches of that epoch which were taken."""
+        """The position: at least `epoch`, and `position`, the number of batches of that epoch that were consumed."""
 
     def load_state_dict(self, state: State) -> None:
-        raise NotImplementedError(f"{type(self).__name__} cannot go on from a saved position")
+        raise NotImplementedError(f"{type(self).__name__} cannot resume from a saved position")
 
     def close(self) -> None:
         """End the threads or processes that load ahead."""
@@ -61,7 +61,7 @@ class Feed(Iterator[Batch]):
         return
 
     def evaluation_batches(self, held_out: Callable[[], Iterator[Batch]] | None) -> Callable[[], Iterator[Batch]] | None:
-        """What an evaluation reads: the held-out data, unless the feed has something else. None: there is no evaluation."""
+        """The batches of an evaluation: the held-out data, unless the feed makes its own. None: there is no evaluation."""
         return held_out
 
     def for_copy(self, task: Any) -> Feed:
@@ -69,7 +69,7 @@ class Feed(Iterator[Batch]):
         return self
 
     def sample_writer(self) -> Callable[[Path], None] | None:
-        """What writes samples of the model's work into a text file after an evaluation; None: the task shows them."""
+        """Writes samples of the model's output to a text file after an evaluation. None: the task writes them."""
         return None
 
 

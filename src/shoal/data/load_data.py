@@ -1,4 +1,4 @@
-"""Load the data of a run: from its configuration to samples or a stream, held-out samples, and what they are."""
+"""Load the data of a run: from its configuration to samples or a stream, held-out samples, and their description."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | None = None) -> Data:
     """The data that `run.data` describes. `progress(what, done_bytes, total_bytes)` is called while downloading.
 
-    `cache_dir` is where a trained tokenizer and prepared data sets are kept; None: trained anew, and the libraries' own place.
+    `cache_dir`: folder of trained tokenizers and prepared data sets; None: tokenizers are trained again, and libraries use their own cache.
     """
     source, task = run.data.source, run.chosen_task
     if source is None:
@@ -48,7 +48,7 @@ def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | 
 
 
 def load_builtin(source: Builtin, run: Run, request: DataRequest) -> Data | list[TextPart]:
-    """Data that comes with Python's own packages, so that a first run needs no files: digits, and Python's source text and Zen."""
+    """Data that comes with Python packages, so that a first run needs no files: digits, Python's source code, and the Zen of Python."""
     if source.name == "digits":
         return load_digits(run)
     return [zen_of_python() if source.name == "zen" else python_source()]

@@ -1,4 +1,4 @@
-"""The data of a run once it is loaded: training samples, held-out samples, and what the model and the task must know of them."""
+"""The loaded data of a run: training samples, held-out samples, and their description for the model and the task."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Processes that load batches ahead, with torch's DataLoader. They take turns in a fixed order, so order and state can be predicted.
+"""Processes that load batches ahead, with torch's DataLoader. They take turns in a fixed order, so the order of batches is deterministic.
 
-They are never forked from the process that trains: a fork copies locks that the threads of ZeroMQ or gloo hold at that moment, and the
-child waits for them for ever. A server process is started first, which has loaded torch and has no threads, and the loading processes are
-forked from it. What they read from is sent to them: tensors go through shared memory, and everything else is copied.
+They are never forked from the training process: a fork copies locks that threads of ZeroMQ or gloo hold at that moment, and the child waits
+for them for ever. They are forked from a fork server, which has imported torch and has no threads. Their data set is sent to them: tensors
+through shared memory, everything else pickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.errors import ShoalError
 
 
 class LoaderOptions(NamedTuple):
-    """How to load ahead."""
+    """Options of the loader processes."""
 
     num_workers: int = 0
     prefetch_factor: int = 2
@@ -38,7 +38,7 @@ class LoaderOptions(NamedTuple):
     def of(cls, loader: Loader | None) -> LoaderOptions:
         if loader is None:
             return cls()
-        # Pinned memory makes copies to a GPU faster; without a GPU it is of no use.
+        # Pinned memory makes copies to a GPU faster; without a GPU it has no effect.
         pin = loader.pin_memory and torch.cuda.is_available()
         return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, pin)
 
@@ -46,39 +46,39 @@ class LoaderOptions(NamedTuple):
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
 
     def loader(self, dataset: Dataset[Any], sampler: Iterable[Any] | None) -> DataLoader[Any]:
-        with _as_many_as_asked():
+        with _without_worker_warnings():
             return DataLoader(
                 dataset,
                 batch_size=None,
                 sampler=sampler,
                 num_workers=self.num_workers,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 persistent_workers=self.persistent,
                 multiprocessing_context=_context(),
                 worker_init_fn=_begin,
-                # Without one of its own it would draw a seed from the global generator, and change what a model with dropout does next.
+                # The default would draw a seed from the global generator, and so change the dropout of the next step.
                 generator=torch.Generator(),
             )
 
 
 class FeedPlan(NamedTuple):
-    """Which batches a feed gives."""
+    """The batches of a feed."""
 
     batch_size: int
     seed: int
     shard: tuple[int, int]
-    """The number of the shard, and how many there are."""
+    """Index of the shard, and number of shards."""
     part: tuple[int, int]
-    """Which part of every batch, and how many parts a batch has."""
+    """Index of the part of every batch, and number of parts of a batch."""
     drop_last: bool
     options: LoaderOptions
 
 
 @contextmanager
-def _as_many_as_asked() -> Iterator[None]:
-    """The number of processes is the user's choice, and torch warns where there are fewer cores. It also advises to fork."""
+def _without_worker_warnings() -> Iterator[None]:
+    """Suppress torch's warnings about more processes than cores, and its advice to fork."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         warnings.filterwarnings("ignore", "Got pickle error", UserWarning)
@@ -86,7 +86,7 @@ def _as_many_as_asked() -> Iterator[None]:
 
 
 def _context() -> Any:
-    """How processes are started: by a server without threads, or afresh where the system has no such server."""
+    """The start method: fork server, or spawn where the system has none."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -95,8 +95,8 @@ def _context() -> Any:
 
 
 def _begin(number: int) -> None:
-    """Called in a loading process when it begins. It ends with the process that trains, however that ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the one that trains decides what follows
+    """Initialise a loader process. It ends when the training process ends, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the training process handles it
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
 
 
@@ -109,17 +109,17 @@ def _end_with_parent() -> None:
 
 def _start(loader: DataLoader[Any]) -> _Batches:
     try:
-        with _as_many_as_asked():
+        with _without_worker_warnings():
             return _Batches(iter(loader), loader.num_workers)
-    except Exception as error:  # what cannot be sent to a process raises one of many kinds of errors
+    except Exception as error:  # objects that cannot be pickled raise many types of errors
         raise ShoalError(
             f"the data cannot be sent to {loader.num_workers} processes that load it ahead: {error}. Set data.loader.num_workers to 0; or, "
-            "where the data is your own, define its classes and functions at the top of a module"
+            "if the data set is your own, define its classes and functions at the top level of a module"
         ) from error
 
 
 class _Batches:
-    """What the processes send, and the reason where one of them ends before its time."""
+    """The batches that the processes send. Raises ShoalError if one of them ends early."""
 
     def __init__(self, loaded: Iterator[LoadedBatch], workers: int) -> None:
         self._loaded, self._workers = loaded, workers
@@ -134,13 +134,13 @@ class _Batches:
             if "DataLoader worker" not in str(error):
                 raise
             raise ShoalError(
-                f"one of the {self._workers} processes that load data ahead has ended: {error}. What it said stands above; "
-                "memory may be short. data.loader.num_workers=0 loads in this process"
+                f"one of the {self._workers} processes that load data ahead has ended: {error}. Its output is above; "
+                "it may have run out of memory. data.loader.num_workers=0 loads in this process"
             ) from None
 
 
 class LoadedBatch(NamedTuple):
-    """What a loading process sends: a batch, the process's number, and its reader's position; or the reason why there is no batch."""
+    """Message of a loader process: a batch, the number of the process, and the position of its reader; or an error."""
 
     content: Batch | None
     worker: int = 0
@@ -153,12 +153,12 @@ class LoadedBatch(NamedTuple):
         return self.content
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
 class IndexedBatches(Dataset[LoadedBatch]):
-    """Batches by lists of numbers."""
+    """Batches by lists of sample numbers."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -193,11 +193,11 @@ class ShardedBatches(IterableDataset[LoadedBatch]):
         self._loader: DataLoader[LoadedBatch] | None = None
 
     def load(self, epoch: int, turns: State) -> Iterator[LoadedBatch]:
-        """Go on from the state of each reader, beginning with the one whose turn it is."""
+        """Resume each reader from its state, beginning with the one whose turn it is."""
         self._epoch, self._turns = epoch, turns
         loader = self._plan.options.loader(self, None)
         batches = _start(loader)
-        self._loader = loader  # only now: a process that is spawned gets a copy of this object
+        self._loader = loader  # after the start: a spawned process gets a copy of this object
         return batches
 
     def load_next(self) -> Iterator[LoadedBatch]:
@@ -209,7 +209,7 @@ class ShardedBatches(IterableDataset[LoadedBatch]):
         self._loader = None
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        """One epoch, read in a loading process. DataLoader calls this again for each epoch if the processes outlive it."""
+        """One epoch, read in a loader process. DataLoader calls this again for each epoch if the processes persist."""
         info = get_worker_info()
         assert info is not None
         count = info.num_workers

@@ -1,4 +1,4 @@
-"""Python packages that only some data needs."""
+"""Optional Python packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INSTALL = {"PIL": "pip install pillow", "sklearn": "pip install scikit-learn"}
 
 
 def import_optional(module: str) -> Any:
-    """Import a module, or say in one line how to get it."""
+    """Import a module. Raises ShoalError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -15,7 +15,7 @@ from shoal.data.loaded_data import Data
 from shoal.errors import ShoalError
 
 Collate = Callable[[list[Any]], Any]
-"""Makes a batch of samples: a tensor, a tuple of tensors, or tensors by name."""
+"""Makes a batch from samples: a tensor, a tuple of tensors, or a dict of tensors."""
 
 
 class UserSamples(Samples):
@@ -113,7 +113,7 @@ def _adapt_samples(samples: Any, field: str) -> Samples:
 
 
 def stack_samples(samples: Sequence[Any]) -> Any:
-    """Samples as a batch of the same form: tensors, arrays and numbers are stacked, tuples and dicts item by item."""
+    """A batch with the structure of the samples: tensors, arrays and numbers are stacked; tuples and dicts item by item."""
     first = samples[0]
     if isinstance(first, dict):
         return {name: _stack([sample[name] for sample in samples], str(name)) for name in first}
@@ -131,7 +131,7 @@ def _stack(values: list[Any], name: str) -> torch.Tensor:
         return torch.stack([value if isinstance(value, torch.Tensor) else _tensor(value) for value in values])
     except (TypeError, ValueError, RuntimeError) as error:
         raise ShoalError(
-            f"`{name}` of the samples ({type(values[0]).__name__}) cannot be made a batch: {error}. collate= can say how, "
+            f"`{name}` of the samples ({type(values[0]).__name__}) cannot be stacked to a batch: {error}. Pass a function as collate=, "
             "or leave such fields out"
         ) from None
 

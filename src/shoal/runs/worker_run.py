@@ -376,7 +376,7 @@ def unit_pieces(parts: RunParts, strategy: Policies) -> data.UnitBatches:
         seed=run.data.shuffle_seed or 0,
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
-        batches_per_piece=strategy.feed.batches,
+        batches_per_unit=strategy.feed.batches,
         part=batch_part(parts),
     )
 

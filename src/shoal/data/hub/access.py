@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, and how to work without waiting for it where it cannot."""
+"""Reachability of the Hugging Face hub, and offline use of its libraries."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _LIBRARIES = ("datasets", "transformers", "huggingface_hub")
 
 
 def hub_answers(timeout_s: float = 5.0) -> bool:
-    """Whether the hub can be reached. Its libraries would find out too, after half a minute of retries."""
+    """Whether the hub can be reached. Its libraries retry for half a minute before they fail."""
     hub, constants = import_optional("huggingface_hub"), import_optional("huggingface_hub.constants")
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         hub.get_session().head(constants.ENDPOINT, timeout=timeout_s)
-    except Exception:  # every error here means that the hub cannot be reached
+    except Exception:  # any error means that the hub cannot be reached
         return False
     return True
 
 
 @contextmanager
 def offline(enabled: bool = True) -> Iterator[None]:
-    """Make the libraries look into their caches only."""
+    """Make the libraries use only their caches."""
     constants, config = import_optional("huggingface_hub.constants"), import_optional("datasets.config")
     before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
     try:

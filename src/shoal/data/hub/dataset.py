@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, or local copies of them, read whole or as a stream."""
+"""Data sets of the Hugging Face hub, or local copies of them, read completely or as a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.data.interfaces import Progress
 from shoal.data.packages import import_optional
 from shoal.data.splits import HELD_OUT_NAMES, TRAIN_NAMES
 from shoal.data.text.documents import Document, Position, TextPart
-from shoal.data.text.rows import Fields, fields_of, to_document
+from shoal.data.text.rows import Fields, rows_to_documents
 from shoal.errors import ShoalError
 
 _SLICE = re.compile(r"^(?P<split>\w+)\s*(\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?$")
@@ -27,7 +27,7 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".
 
 
 class Subset(NamedTuple):
-    """What `data.source.subset` names: a configuration, or a split and a part of it."""
+    """`data.source.subset`, parsed: a configuration, or a split and a slice of it."""
 
     configuration: str | None = None
     split: str | None = None
@@ -47,7 +47,7 @@ class Subset(NamedTuple):
 
 
 class DataRequest(NamedTuple):
-    """What Shoal asks the datasets library for."""
+    """Options with which a data source is loaded."""
 
     name: str
     streaming: bool = False
@@ -55,9 +55,9 @@ class DataRequest(NamedTuple):
     token: str | None = None
     progress: Progress | None = None
     otherwise: str = ""
-    """What to do where there is no network; empty: save the data set elsewhere, and name the copy."""
+    """Advice in the message if there is no network; empty: to save the data set on another machine and copy it."""
     folder: Path | None = None
-    """Where a trained tokenizer is kept; None: it is trained anew."""
+    """Folder of trained tokenizers; None: they are not cached."""
 
 
 def open_dataset(source: HubDataset, request: DataRequest, fields: Fields) -> TextPart:
@@ -79,7 +79,7 @@ def load_splits(request: DataRequest, configuration: str | None) -> Mapping[str,
     if missing := missing_path_hint(request.name):
         raise ShoalError(f"data.source.name: {missing}")
     try:
-        with _no_bars():
+        with _without_progress_bars():
             if path.exists():
                 return _local_splits(path, configuration, request)
             return _hub_splits(configuration, request)
@@ -123,7 +123,7 @@ def _hub_splits(configuration: str | None, request: DataRequest) -> Mapping[str,
             f"on a machine with a network run `python -c \"import datasets; datasets.load_dataset('{name}').save_to_disk('DIR')\"`, "
             "copy DIR here, and set data.source.name to it"
         )
-        raise ShoalError(f"the data set {name} is not at hand, and the Hugging Face hub cannot be reached: {otherwise}") from error
+        raise ShoalError(f"the data set {name} is not in the cache, and the Hugging Face hub cannot be reached: {otherwise}") from error
     if request.progress:
         size = next(iter(splits.values())).info.download_size or 0
         request.progress(f"{name} from the hub", size, size)
@@ -131,7 +131,7 @@ def _hub_splits(configuration: str | None, request: DataRequest) -> Mapping[str,
 
 
 def _slice(dataset: Any, subset: Subset, name: str) -> Any:
-    """A part of a split; of a stream too, as far as its length is known."""
+    """A slice of a split. Slices of a stream relative to its end need its length."""
     if subset.start is None and subset.stop is None:
         return dataset
     streaming = not hasattr(dataset, "__len__")
@@ -179,12 +179,7 @@ class DatasetRows:
         self._where = where
 
     def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
-        fields: tuple[str | None, str | None] | None = None
-        for row, after in self._rows(position):
-            fields = fields or fields_of(row, self._where, self._wanted)
-            document = to_document(row, fields[0], self._where, fields[1])
-            if document.text:
-                yield document, after
+        return rows_to_documents(((row, self._where, after) for row, after in self._rows(position)), self._wanted)
 
     def _rows(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
         rows = self._numbered(position) if hasattr(self._dataset, "__len__") else self._streamed(position)
@@ -204,12 +199,12 @@ class DatasetRows:
                 yield dict(zip(columns, values, strict=True)), number
 
     def _streamed(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
-        dataset = copy.deepcopy(self._dataset)  # a data set keeps the place of its one reader in itself
+        dataset = copy.deepcopy(self._dataset)  # a data set holds the position of its only reader
         if position is not None:
             dataset.load_state_dict(position)
         if get_worker_info() is not None:
-            import_optional("fsspec.asyn").reset_lock()  # a fork must not wait for a lock of its parent
-        # Not `for row in dataset`: in a process that loads ahead that would shard the rows a second time.
+            import_optional("fsspec.asyn").reset_lock()  # after a fork, a lock of the parent may be held for ever
+        # Not `for row in dataset`: in a loader process that would shard the rows a second time.
         for columns in dataset.iter(batch_size=1):
             yield {name: values[0] for name, values in columns.items()}, dataset.state_dict()
 
@@ -218,8 +213,8 @@ class DatasetRows:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keep the datasets library from drawing its own progress bars: only the command line writes to the terminal."""
+def _without_progress_bars() -> Iterator[None]:
+    """Disable the progress bars of the datasets library: only the command line writes to the terminal."""
     datasets = import_optional("datasets")
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

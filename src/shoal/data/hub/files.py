@@ -1,4 +1,4 @@
-"""The files of a data set of the Hugging Face hub, copied to this machine. A copy that was cut off goes on where it ended."""
+"""Download of the files of a data set from the Hugging Face hub. An interrupted download resumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _File(NamedTuple):
 
 
 def copy_files(name: str, folder: Path, token: str | None, progress: Progress | None) -> Path:
-    """All files of one commit of a data set, below `folder`. Each appears whole or not at all. Raises ShoalError."""
+    """Download all files of one commit of a data set into `folder`. Each appears complete or not at all. Raises ShoalError."""
     hub = import_optional("huggingface_hub")
     if not hub_answers():
         raise ShoalError("the Hugging Face hub cannot be reached")
@@ -36,19 +36,19 @@ def copy_files(name: str, folder: Path, token: str | None, progress: Progress | 
     except Exception as error:
         raise _refusal(name, error) from error
     files = [_File(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else None) for file in info.siblings]
-    place, total = folder / str(info.sha), sum(file.size for file in files)
+    target, total = folder / str(info.sha), sum(file.size for file in files)
     done = 0
     for file in files:
         before = done
 
-        def show(here: int, before: int = before) -> None:
+        def show(received: int, before: int = before) -> None:
             if progress:
-                progress(name, before + here, total)
+                progress(name, before + received, total)
 
         url = hub.hf_hub_url(name, file.name, repo_type="dataset", revision=info.sha, endpoint=api.endpoint)
-        _copy(name, url, place / file.name, file, token, show)
+        _copy(name, url, target / file.name, file, token, show)
         done += file.size
-    return place
+    return target
 
 
 def _copy(name: str, url: str, target: Path, file: _File, token: str | None, show: Callable[[int], None]) -> None:
@@ -63,7 +63,7 @@ def _copy(name: str, url: str, target: Path, file: _File, token: str | None, sho
             _receive(url, partial, had, token, show)
         except Exception as error:  # the network library raises errors of its own
             failures = 1 if partial.stat().st_size > had else failures + 1
-            if failures == TRIES or _lasting(error):
+            if failures == TRIES or _is_permanent(error):
                 raise _refusal(name, error) from error
             time.sleep(FIRST_WAIT_S * 2 ** (failures - 1))
     if partial.stat().st_size != file.size or (file.sha256 and _sha256(partial) != file.sha256):
@@ -73,7 +73,7 @@ def _copy(name: str, url: str, target: Path, file: _File, token: str | None, sho
 
 
 def _receive(url: str, partial: Path, had: int, token: str | None, show: Callable[[int], None]) -> None:
-    """Append the bytes that are missing. A server that cannot send a part of a file sends all of it again."""
+    """Append the missing bytes. A server without range requests sends the whole file again."""
     utils = import_optional("huggingface_hub.utils")
     headers = utils.build_hf_headers(token=token, library_name="shoal") | {"Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={had}-"} if had else {}
@@ -90,7 +90,7 @@ def _status(error: BaseException) -> int | None:
     return None if answer is None else answer.status_code
 
 
-def _lasting(error: Exception) -> bool:
+def _is_permanent(error: Exception) -> bool:
     status = _status(error)
     if status is None:
         return isinstance(error, OSError)  # an error of the disk

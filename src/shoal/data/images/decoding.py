@@ -32,7 +32,7 @@ def decode(content: bytes, size: int | None, channels: int | None) -> NDArray[np
 
 
 def is_grey(content: bytes) -> bool:
-    """Whether an image file holds no colours, from its header."""
+    """Whether an image is grey, from the header of its file."""
     mode: str = _open(content).mode
     return mode in _GREY or mode.startswith("I;")
 

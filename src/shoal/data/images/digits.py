@@ -17,7 +17,7 @@ from shoal.data.splits import share_out
 
 
 def load_digits(run: Run) -> Data:
-    """1,797 digits of 8 × 8 from the UCI archive, a fifth held out, of each class alike."""
+    """1,797 digits of 8 × 8 from the UCI archive. A fifth of each class is held out."""
     table = _digits()
     target = Target.of(run)
     pixels = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.float32) / 16
@@ -33,7 +33,7 @@ def load_digits(run: Run) -> Data:
 
 
 def _digits() -> NDArray[np.uint8]:
-    """A row of 64 pixels (0 to 16) and a label for each digit. Reading the file that scikit-learn brings is faster than importing it."""
+    """A row of 64 pixels (0 to 16) and a label for each digit. Reading scikit-learn's file is faster than importing scikit-learn."""
     found = importlib.util.find_spec("sklearn")
     file = Path(*(found.submodule_search_locations or [])[:1], "datasets", "data", "digits.csv.gz") if found else None
     if file is not None and file.is_file():
@@ -43,7 +43,7 @@ def _digits() -> NDArray[np.uint8]:
 
 
 def _stratified(labels: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
-    """True for each sample that is held out: a fifth of every class."""
+    """A mask of the held-out samples: a fifth of every class."""
     classes = np.bincount(labels)
     held = np.zeros(len(labels), np.bool_)
     for label, count in enumerate(share_out(-(-len(labels) // 5), classes / len(labels))):

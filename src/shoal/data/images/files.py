@@ -53,7 +53,7 @@ class ZipFile:
         return self._file().read(name)
 
     def _file(self) -> zipfile.ZipFile:
-        """The zip file, opened once in each process: two processes that shared an open file would move each other's place in it."""
+        """The zip file, opened once per process: processes that share an open file move each other's position in it."""
         if self._opened is None or self._opened[0] != os.getpid():
             try:
                 self._opened = os.getpid(), zipfile.ZipFile(self.path)
@@ -66,18 +66,18 @@ class ZipFile:
 
 
 ImageStore = Folder | ZipFile
-"""Where image files are: their names, and the content of each."""
+"""A collection of image files."""
 
 
 class ImageLayout(NamedTuple):
-    """The images of a store, sorted into those to learn from and those held out."""
+    """The names of the training images and the held-out images of a store."""
 
     train: list[str]
     held_out: list[str]
     depth: int = 0
-    """Which folder of a name is the class: the first, or the second below folders such as train and test."""
+    """Index of the path component that is the class: 0, or 1 below folders such as train and test."""
     classes: tuple[str, ...] = ()
-    """Sorted names of the classes; empty: no labels."""
+    """Sorted names of the classes; empty: there are no labels."""
 
     def labels(self, names: Sequence[str]) -> NDArray[np.int64] | None:
         if not self.classes:
@@ -87,7 +87,7 @@ class ImageLayout(NamedTuple):
 
 
 def find_images(store: ImageStore) -> ImageLayout:
-    """The images of a store in the order of their names, split and labelled as its folders say."""
+    """The images of a store in the order of their names, split and labelled by its folders."""
     everything = store.names()
     names = sorted(name for name in everything if _is_image(name))
     if not names:
@@ -95,14 +95,14 @@ def find_images(store: ImageStore) -> ImageLayout:
     splits = [split_of(PurePosixPath(name).parts[0]) if "/" in name else None for name in names]
     by_folder = set(splits) == {"train", "held-out"}
     in_folder = {name for name, split in zip(names, splits, strict=True) if split == "held-out"}
-    apart = in_folder if by_folder else _partition(store, everything)
-    held_out = [name for name in names if name in apart or PurePosixPath(name).name in apart]
-    without = set(held_out)
-    return _labelled(ImageLayout([name for name in names if name not in without], held_out, depth=int(by_folder)))
+    held_names = in_folder if by_folder else _partition(store, everything)
+    held_out = [name for name in names if name in held_names or PurePosixPath(name).name in held_names]
+    excluded = set(held_out)
+    return _labelled(ImageLayout([name for name in names if name not in excluded], held_out, depth=int(by_folder)))
 
 
 def _labelled(layout: ImageLayout) -> ImageLayout:
-    """Add the names of the classes, if all images are in sub-folders and there are several of these."""
+    """Add the names of the classes, if all images are in sub-folders and there are at least two of these."""
     parts = [PurePosixPath(name).parts for name in layout.train + layout.held_out]
     classes = {folders[layout.depth] for folders in parts if len(folders) > layout.depth + 1}
     everywhere = all(len(folders) > layout.depth + 1 for folders in parts)
@@ -115,12 +115,12 @@ def _is_image(name: str) -> bool:
 
 
 def _partition(store: ImageStore, everything: Sequence[str]) -> set[str]:
-    """The files that CelebA's own list sets apart for validation (1) and test (2), where there is such a list."""
+    """The files that CelebA's partition file assigns to validation (1) and test (2); empty without such a file."""
     inside = next((name for name in everything if PurePosixPath(name).name == _PARTITION), None)
-    beside = store.path.parent / _PARTITION
-    if inside is None and not beside.is_file():
+    next_to_store = store.path.parent / _PARTITION
+    if inside is None and not next_to_store.is_file():
         return set()
-    lines = (store.read(inside) if inside else beside.read_bytes()).decode("utf-8", "replace").split("\n")
+    lines = (store.read(inside) if inside else next_to_store.read_bytes()).decode("utf-8", "replace").split("\n")
     return {words[0] for words in map(str.split, lines) if len(words) == 2 and words[1] in ("1", "2")}
 
 
@@ -139,7 +139,7 @@ class Decoder:
             raise CorruptImageError(f"{file} is not an image that can be read: {error}") from error
         if pixels.shape != getattr(self, "_shape", pixels.shape):
             sizes = " and ".join(" × ".join(map(str, shape[1:])) for shape in (pixels.shape, self._shape))
-            raise CorruptImageError(f"{file}: images have different sizes, {sizes}: bring them to one size (a dcgan model does so itself)")
+            raise CorruptImageError(f"{file}: images have different sizes, {sizes}: bring them to one size (dcgan models resize images)")
         return pixels
 
     @property
@@ -150,7 +150,7 @@ class Decoder:
 def image_samples(
     store: ImageStore, layout: ImageLayout, names: Sequence[str], target: Target, like: tuple[int, ...] | None = None
 ) -> ImageSamples:
-    """The images in memory; if they take more than a gigabyte, they are decoded when asked for. `like` is the shape they must have."""
+    """The images in memory; above a gigabyte, they are decoded when a batch is made. `like`: the shape that they must have."""
     labels = layout.labels(names)
     target = target._replace(channels=like[0] if like else target.channels or _channels(store, names))
     decoder = Decoder(store, names, target, like)
@@ -160,13 +160,13 @@ def image_samples(
 
 
 def _channels(store: ImageStore, names: Sequence[str]) -> int:
-    """1 if no image has colours, else 3. Of many images only some are looked at."""
+    """1 if all images are grey, else 3. Of many images only some are opened."""
     some = names[:: -(-len(names) // _HEADERS)]
 
     def grey(name: str) -> bool:
         try:
             return is_grey(store.read(name))
-        except Exception:  # decoding reports this image by its name
+        except Exception:  # decoding reports the damaged image by its name
             return True
 
     return 1 if all(grey(name) for name in some) else 3

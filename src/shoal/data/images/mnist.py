@@ -58,8 +58,8 @@ def _find(folder: Path, name: str, progress: Progress | None) -> Path:
 
 
 def _download(addresses: Sequence[str], file: Path, check: Callable[[Path], None], missing: str, progress: Progress | None) -> Path:
-    """Download `file` from the first address that has it. The file appears only when it is whole and `check` accepts it. `missing` tells
-    the user what to do without a network."""
+    """Download `file` from the first address that has it. The file appears only when it is whole and `check` accepts it. `missing`
+    says what to do without a network."""
     unfinished = file.with_name(file.name + ".part")
     reason: Exception | None = None
     for address in addresses:

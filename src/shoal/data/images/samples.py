@@ -1,4 +1,4 @@
-"""Images as samples: in one tensor where they fit, else decoded when asked for.
+"""Images as samples: in one tensor if they fit in memory, else decoded when a batch is made.
 
 Shapes: N samples, B of a batch, C channels, H × W pixels.
 """
@@ -6,6 +6,7 @@ Shapes: N samples, B of a batch, C channels, H × W pixels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -16,7 +17,7 @@ from shoal.config import Run
 from shoal.data.images.decoding import resize
 from shoal.data.interfaces import Batch, Indices, SelectableSamples, as_index
 from shoal.data.loaded_data import Data, Info
-from shoal.data.splits import counts, divided, some_of
+from shoal.data.splits import split_and_limit
 from shoal.errors import ShoalError
 
 Pixels = NDArray[np.uint8]
@@ -24,7 +25,7 @@ _FLOAT_BYTES = 256 * 2**20
 
 
 class Target(NamedTuple):
-    """What the model wants images to be like; None: as they are."""
+    """The size and channels that the model needs; None: those of the images."""
 
     size: int | None = None
     channels: int | None = None
@@ -37,53 +38,53 @@ class Target(NamedTuple):
         return self.channels in (None, channels) and (self.size is None or height == width == self.size)
 
 
-class TensorImages(SelectableSamples):
+class _LabelledImages(SelectableSamples):
+    """Images as a column of tensors [N, …], and their labels, if there are any."""
+
+    def __init__(self, column_N: torch.Tensor, labels_N: torch.Tensor | None) -> None:
+        self._column_N, self.labels_N = column_N, labels_N
+
+    def __len__(self) -> int:
+        return len(self._column_N)
+
+    def batch(self, indices: Indices) -> Batch:
+        index = as_index(indices)
+        image = self._images(self._column_N.index_select(0, index))
+        batch = {"image": image if image.dtype == torch.float32 else image.to(torch.float32).div_(255)}
+        return batch if self.labels_N is None else batch | {"label": self.labels_N.index_select(0, index)}
+
+    def select(self, indices: torch.Tensor) -> Self:
+        selected = copy(self)
+        selected._column_N = self._column_N[indices]
+        selected.labels_N = None if self.labels_N is None else self.labels_N[indices]
+        return selected
+
+    def _images(self, column_B: torch.Tensor) -> torch.Tensor:
+        """The images [B, C, H, W] of a batch, as float32 from 0 to 1 or as uint8."""
+        return column_B
+
+
+class TensorImages(_LabelledImages):
     """Images in one tensor: float32 where that is small enough, so that a batch is one index_select; else uint8."""
 
-    def __init__(self, images_NCHW: torch.Tensor, labels_N: torch.Tensor | None) -> None:
-        self.images_NCHW = images_NCHW
-        self.labels_N = labels_N
-
-    def __len__(self) -> int:
-        return len(self.images_NCHW)
-
-    def batch(self, indices: Indices) -> Batch:
-        index = as_index(indices)
-        image = self.images_NCHW.index_select(0, index)
-        batch = {"image": image if image.dtype == torch.float32 else image.to(torch.float32).div_(255)}
-        if self.labels_N is not None:
-            batch["label"] = self.labels_N.index_select(0, index)
-        return batch
-
-    def select(self, indices: torch.Tensor) -> Self:
-        return type(self)(self.images_NCHW[indices], None if self.labels_N is None else self.labels_N[indices])
+    @property
+    def images_NCHW(self) -> torch.Tensor:
+        return self._column_N
 
 
-class LazyImages(SelectableSamples):
-    """Images decoded when they are asked for. `read(i)` gives the pixels of one."""
+class LazyImages(_LabelledImages):
+    """Images decoded when a batch is made. `read(i)` returns the pixels of one."""
 
     def __init__(self, read: Callable[[int], Pixels], numbers_N: torch.Tensor, labels_N: torch.Tensor | None) -> None:
+        super().__init__(numbers_N, labels_N)
         self._read = read
-        self._numbers_N = numbers_N
-        self.labels_N = labels_N
 
-    def __len__(self) -> int:
-        return len(self._numbers_N)
-
-    def batch(self, indices: Indices) -> Batch:
-        index = as_index(indices)
-        pixels = np.stack([self._read(number) for number in self._numbers_N[index].tolist()])
-        batch = {"image": torch.from_numpy(pixels).to(torch.float32).div_(255)}
-        if self.labels_N is not None:
-            batch["label"] = self.labels_N.index_select(0, index)
-        return batch
-
-    def select(self, indices: torch.Tensor) -> Self:
-        return type(self)(self._read, self._numbers_N[indices], None if self.labels_N is None else self.labels_N[indices])
+    def _images(self, column_B: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.stack([self._read(number) for number in column_B.tolist()]))
 
 
 def from_pixels(pixels_NCHW: Pixels, labels: NDArray[np.int64] | None, target: Target) -> TensorImages:
-    """Images that are in memory, brought to the size and colours the model wants."""
+    """Images in memory, converted to the size and channels that the model needs."""
     if not target.fits(*pixels_NCHW.shape[1:]):
         size = target.size or min(pixels_NCHW.shape[2:])
         channels = target.channels or pixels_NCHW.shape[1]
@@ -97,14 +98,10 @@ def from_pixels(pixels_NCHW: Pixels, labels: NDArray[np.int64] | None, target: T
 def image_data(
     run: Run, name: str, train: SelectableSamples, held_out: SelectableSamples | None, shape: tuple[int, int, int], num_classes: int | None
 ) -> Data:
-    """Hold samples out if the source has no held-out part, keep as many as the settings allow, and describe the result."""
+    """Hold samples out if the source has no held-out part, limit their numbers to the settings, and describe the result."""
     if run.chosen_task.needs == "labels" and num_classes is None:
-        raise ShoalError(f"{name}: images to be told apart need labels: put those of each class in a sub-folder with its name")
-    if held_out is None:
-        train, held_out = divided(train, run.seed)
-    train_count, eval_count = counts(run.data, len(train), len(held_out) if held_out else 0)
-    train = some_of(train, train_count, run.seed)
-    held_out = some_of(held_out, eval_count, run.seed) if held_out and eval_count else None
+        raise ShoalError(f"{name}: images to classify need labels: put those of each class in a sub-folder with its name")
+    train, held_out = split_and_limit(run.data, run.seed, train, held_out)
     channels, height, width = shape
     colours = "" if channels == 1 else " in colour"
     described = f"{name}: {len(train):,} training images of {height} × {width}{colours}"

@@ -1,4 +1,4 @@
-"""Images of the source `images`: Shoal looks for them, downloads them if they are missing, and loads them."""
+"""The data source `images`: finds the images, downloads them if they are missing, and loads them."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def load_images(source: Images, run: Run, request: DataRequest) -> Data:
 
 def _find(source: Images, request: DataRequest) -> Path:
     path = Path(source.path).expanduser()
-    there = present(path)
-    if there is not None:
-        return there
-    wanted = f"put a folder of images there, or {path.name}.zip beside it"
+    existing = find_existing(path)
+    if existing is not None:
+        return existing
+    remedy = f"put a folder of images there, or {path.name}.zip next to it"
     if source.download is None:
-        raise ShoalError(f"there are no images at {path}: {wanted}, or set data.source.path")
+        raise ShoalError(f"there are no images at {path}: {remedy}, or set data.source.path")
     try:
         return _download(request._replace(name=source.download, streaming=True), path)
     except (ShoalError, OSError) as error:
         raise ShoalError(
-            f"there are no images at {path}, and {source.download} cannot be downloaded: {wanted}, or set data.source.path\n({error})"
+            f"there are no images at {path}, and {source.download} cannot be downloaded: {remedy}, or set data.source.path\n({error})"
         ) from error
 
 
-def present(path: Path) -> Path | None:
-    """The folder, zip or npz file of images that this path means, where there is one."""
-    for there in (path, path.with_name(path.name + ".zip"), path.with_name(path.name + ".npz")):
-        if there.is_file() or (there.is_dir() and any(there.iterdir())):
-            return there
+def find_existing(path: Path) -> Path | None:
+    """The folder, zip or npz file of images at this path; None if there is none."""
+    for candidate in (path, path.with_name(path.name + ".zip"), path.with_name(path.name + ".npz")):
+        if candidate.is_file() or (candidate.is_dir() and any(candidate.iterdir())):
+            return candidate
     return None
 
 
 def _download(request: DataRequest, folder: Path) -> Path:
-    """Write the images of a data set as files. The folder appears when all are there. If several processes want it, one downloads."""
+    """Write the images of a data set as files. The folder appears when it is complete. Of several processes, one downloads."""
     unfinished = folder.with_name(folder.name + ".part")
     while True:
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -72,13 +72,13 @@ def _download(request: DataRequest, folder: Path) -> Path:
         except FileNotFoundError:  # the process that held the lock has finished, and removed the folder
             continue
         with lock:
-            there = present(folder)
-            if there is None:
+            found = find_existing(folder)
+            if found is None:
                 local = Path(request.name).expanduser().exists()
                 files = request.name if local else str(copy_files(request.name, unfinished / "files", request.token, request.progress))
-                there = _unpack(request._replace(name=files), request.name, unfinished / "images").replace(folder)
+                found = _unpack(request._replace(name=files), request.name, unfinished / "images").replace(folder)
             shutil.rmtree(unfinished, ignore_errors=True)
-        return there
+        return found
 
 
 def _unpack(request: DataRequest, name: str, folder: Path) -> Path:
@@ -96,7 +96,7 @@ def _unpack(request: DataRequest, name: str, folder: Path) -> Path:
         (folder / f"{number:06d}{_suffix(content)}").write_bytes(content)
         done += len(content)
         if request.progress:
-            request.progress(f"{name} (its images)", done, total)
+            request.progress(f"{name} (images)", done, total)
     return folder
 
 
@@ -131,7 +131,7 @@ def _read_npz(path: Path) -> tuple[Pixels, NDArray[np.int64] | None]:
 
 
 def _to_pixels(images: NDArray[Any], where: str) -> Pixels:
-    """Images as bytes [N, C, H, W], from bytes or numbers from 0 to 1, with the colours first or last, or none."""
+    """Images as uint8 [N, C, H, W], from uint8 or floats from 0 to 1, with channels first, last, or none."""
     if images.ndim not in (3, 4) or not images.size:
         raise ShoalError(f"{where}: images of shape {images.shape}; expected [N, H, W], [N, H, W, C] or [N, C, H, W]")
     if images.dtype != np.uint8:

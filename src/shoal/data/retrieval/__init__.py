@@ -1,1 +1,1 @@
-"""Passages that a model reads beside its input: cut from texts, kept in an index, found by likeness."""
+"""Retrieval: passages cut from texts, an index of their vectors, and the nearest passages for each chunk of the input."""

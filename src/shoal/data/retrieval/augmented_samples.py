@@ -1,6 +1,6 @@
-"""Samples and streams of text with the passages that their chunks find.
+"""Samples and streams of text with the passages that are retrieved for their chunks.
 
-Shapes: N samples, B of a batch, S texts of a sample, U chunks that are read by later ones, K passages of a chunk.
+Shapes: N samples, B of a batch, S texts of a sample, U chunks with later tokens, K passages per chunk.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shoal.data.text.context_text import DocumentSamples
 
 
 class RetrievalSamples(Samples):
-    """Samples in memory. A sample's passages are found when it is first asked for, and remembered, by all processes that load ahead:
-    a long text need not wait until all of them are found, and no epoch finds them again. Of a pair of answers each side finds its own."""
+    """Samples in memory. The passages of a sample are retrieved when it is first loaded, and kept in memory shared by loader processes:
+    training starts before all are retrieved, and no epoch retrieves them again. Each side of a pair of answers has its own passages."""
 
     def __init__(self, inner: DocumentSamples, finder: PassageFinder, longest: int) -> None:
         self.inner, self.finder = inner, finder
         self._sides = inner.sides
-        chunks = max(1, (longest - 1) // finder.reading.chunk_size)
-        self._neighbours_NSUK = torch.full((len(inner), len(self._sides), chunks, finder.reading.top_k), -1, dtype=torch.int32)
+        chunks = max(1, (longest - 1) // finder.settings.chunk_size)
+        self._neighbours_NSUK = torch.full((len(inner), len(self._sides), chunks, finder.settings.top_k), -1, dtype=torch.int32)
         self._known_N = torch.zeros(len(inner), dtype=torch.bool)
 
     def __len__(self) -> int:
@@ -39,17 +39,17 @@ class RetrievalSamples(Samples):
         if len(unknown):
             self._find(unknown)
         for side, found_BUK in zip(self._sides, self._neighbours_NSUK[index].unbind(1), strict=True):
-            own = _side_of(batch, side)
-            columns = self.finder.columns(found_BUK, texts_of(own)[1], own["input_ids"].shape[1])
+            columns = _side_of(batch, side)
+            columns = self.finder.columns(found_BUK, texts_of(columns)[1], columns["input_ids"].shape[1])
             batch |= {f"{side}{name}": value for name, value in columns.items()}
         return batch
 
     def _find(self, numbers: torch.Tensor) -> None:
-        batch, own = self.inner.batch(numbers), [self.inner.origins.of(int(number)) for number in numbers]
-        for place, side in enumerate(self._sides):
-            found = self.finder.neighbours(texts_of(_side_of(batch, side))[0], own, self._neighbours_NSUK.shape[2])
-            self._neighbours_NSUK[numbers, place] = torch.from_numpy(found)
-        self._known_N[numbers] = True  # last: another process may look meanwhile
+        batch, origins = self.inner.batch(numbers), [self.inner.origins.of(int(number)) for number in numbers]
+        for at, side in enumerate(self._sides):
+            found = self.finder.neighbours(texts_of(_side_of(batch, side))[0], origins, self._neighbours_NSUK.shape[2])
+            self._neighbours_NSUK[numbers, at] = torch.from_numpy(found)
+        self._known_N[numbers] = True  # last, since other processes read this mask
 
 
 def _side_of(batch: Batch, side: str) -> Batch:
@@ -57,7 +57,7 @@ def _side_of(batch: Batch, side: str) -> Batch:
 
 
 class RetrievalStream(SampleStream):
-    """A stream whose passages are found while its batches are put together."""
+    """A stream whose passages are retrieved when a batch is made."""
 
     def __init__(self, inner: SampleStream, finder: PassageFinder) -> None:
         self.inner, self.finder = inner, finder
@@ -67,4 +67,4 @@ class RetrievalStream(SampleStream):
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         batch = self.inner.collate(samples)
-        return batch | self.finder.read_beside(batch, [sample.origins for sample in samples])
+        return batch | self.finder.batch_columns(batch, [sample.origins for sample in samples])

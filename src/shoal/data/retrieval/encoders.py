@@ -1,6 +1,6 @@
-"""From texts to vectors of length 1: the nearer two vectors, the more alike the texts. Encoders are frozen.
+"""Frozen encoders from texts to unit vectors, whose inner product is the similarity of the texts.
 
-Shapes: N texts, L tokens, D numbers of a vector.
+Shapes: N texts, L tokens, D dimensions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LONGEST = 128
 
 
 class Encoder(Protocol):
-    """Makes vectors of texts."""
+    """Encodes texts as vectors."""
 
     name: str
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """A vector [N, D] of length 1 for each text."""
+        """A unit vector [N, D] for each text."""
         ...
 
 
@@ -45,7 +45,7 @@ def open_encoder(name: EncoderName) -> Encoder:
 
 
 class HashedWords:
-    """Rare words and pairs of words, hashed: texts are alike that say the same words. It needs no package and no weights."""
+    """Feature hashing of words and pairs of words: texts with the same words are similar. It needs no package and no weights."""
 
     name = "words"
 
@@ -55,13 +55,13 @@ class HashedWords:
             words = _WORDS.findall(text.lower())
             for word in [*words, *(" ".join(pair) for pair in pairwise(words))]:
                 code = zlib.crc32(word.encode())
-                # Long words are rarer, and tell more; the sign keeps words that share a place from adding up
+                # Long words are rarer and more informative; random signs let hash collisions cancel out
                 row[code % _HASHED_SIZE] += (1 if code & 1 << 31 else -1) * min(len(word), 12)
-        return _of_length_one(np.sign(vectors) * np.sqrt(np.abs(vectors)))
+        return _normalised(np.sign(vectors) * np.sqrt(np.abs(vectors)))
 
 
 class MiniLm:
-    """all-MiniLM-L6-v2, a sentence encoder of 22 million weights that a Python package brings along: texts are alike that mean the same."""
+    """all-MiniLM-L6-v2, a sentence encoder of 22 million weights that a Python package contains: texts of the same meaning are similar."""
 
     name = "minilm"
 
@@ -73,7 +73,7 @@ class MiniLm:
         self._network = _Bert(load_file(folder / "model.safetensors")).eval()
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        by_length = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that little is padded
+        by_length = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # for little padding
         vectors = np.zeros((len(texts), self._network.width), np.float32)
         for start in range(0, len(texts), _AT_ONCE):
             numbers = by_length[start : start + _AT_ONCE]
@@ -81,7 +81,7 @@ class MiniLm:
             ids, mask = (torch.tensor([getattr(one, name) for one in encoded]) for name in ("ids", "attention_mask"))
             with torch.inference_mode():
                 vectors[numbers] = self._network(ids, mask.bool()).numpy()
-        return _of_length_one(vectors)
+        return _normalised(vectors)
 
 
 def _package() -> Any:
@@ -95,11 +95,11 @@ def _package() -> Any:
 
 
 class _Bert(nn.Module):
-    """The encoder's layers, from torch's own; the mean of its last states is a text's vector."""
+    """BERT made of torch's encoder layers. The vector of a text is the mean of its last hidden states."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
-        self.words, self.places = weights["embeddings.word_embeddings.weight"], weights["embeddings.position_embeddings.weight"]
+        self.words, self.positions = weights["embeddings.word_embeddings.weight"], weights["embeddings.position_embeddings.weight"]
         self.kind = weights["embeddings.token_type_embeddings.weight"][0]
         self.width = self.words.shape[1]
         inner = weights["encoder.layer.0.intermediate.dense.weight"].shape[0]
@@ -109,7 +109,7 @@ class _Bert(nn.Module):
         self.load_state_dict(dict(_renamed(weights)))
 
     def forward(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
-        x_NLD = self.norm(self.words[ids_NL] + self.places[: ids_NL.shape[1]] + self.kind)
+        x_NLD = self.norm(self.words[ids_NL] + self.positions[: ids_NL.shape[1]] + self.kind)
         x_NLD = self.layers(x_NLD, src_key_padding_mask=~mask_NL)
         real_NL1 = mask_NL.unsqueeze(-1)
         mean: Tensor = (x_NLD * real_NL1).sum(1) / real_NL1.sum(1)
@@ -123,20 +123,20 @@ _NAMES = {
     "norm1": "attention.output.LayerNorm",
     "norm2": "output.LayerNorm",
 }
-"""Names of torch's layer, and of BERT's."""
+"""Name in torch's layer → name in BERT."""
 
 
 def _renamed(weights: dict[str, Tensor]) -> Any:
     for kind in ("weight", "bias"):
         yield f"norm.{kind}", weights[f"embeddings.LayerNorm.{kind}"]
         for number in range(6):
-            here, there = f"layers.layers.{number}", f"encoder.layer.{number}"
-            parts = [weights[f"{there}.attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
-            yield f"{here}.self_attn.in_proj_{kind}", torch.cat(parts)
-            for name, theirs in _NAMES.items():
-                yield f"{here}.{name}.{kind}", weights[f"{there}.{theirs}.{kind}"]
+            ours, theirs = f"layers.layers.{number}", f"encoder.layer.{number}"
+            parts = [weights[f"{theirs}.attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
+            yield f"{ours}.self_attn.in_proj_{kind}", torch.cat(parts)
+            for name, bert_name in _NAMES.items():
+                yield f"{ours}.{name}.{kind}", weights[f"{theirs}.{bert_name}.{kind}"]
 
 
-def _of_length_one(vectors: Vectors) -> Vectors:
+def _normalised(vectors: Vectors) -> Vectors:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.asarray(vectors / np.maximum(lengths, 1e-12), np.float32)

@@ -1,10 +1,10 @@
-"""The index: passages, their vectors in FAISS, and where they come from, in a folder that is checked when it is opened.
+"""The index: a folder of passages, their vectors in FAISS, and their documents. Its digests are checked when it is opened.
 
     manifest.json   the encoder, the documents, the digest of the passages, and the digest of each file
-    passages.jsonl  a passage a line: its document's number, and its text
+    passages.jsonl  one passage per line: the number of its document, and its text
     vectors.faiss   their vectors, in order
 
-Shapes: Q questions, P passages, K neighbours.
+Shapes: Q queries, P passages, K neighbours, D dimensions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shoal.files import JsonFormat
 
 Neighbours = NDArray[np.int32]
 IndexProgress = Callable[[int, int], None]
-"""Called while an index is built: passages done, and passages in all."""
+"""Called while an index is built with the number of encoded passages and the total."""
 
 MANIFEST = "manifest.json"
 _FORMAT = JsonFormat("index", 1, ("encoder", "digest", "origins", "files"), remedy="build it again with `shoal index`")
 _FILES = ("passages.jsonl", "vectors.faiss")
 _AT_ONCE = 1024
-_MORE = 8
-"""Neighbours that are looked for beyond those wanted, since some may be of the question's own document."""
+_EXTRA_NEIGHBOURS = 8
+"""Searched in addition, since some neighbours may be from the query's own document."""
 
 
 class Index(NamedTuple):
@@ -47,72 +47,70 @@ class Index(NamedTuple):
     """FAISS's index: exact, by inner product."""
     encoder: str
     digest: str
-    family: dict[str, set[int]]
-    """The documents by their origins, and by the files that they are lines of."""
+    documents_by_origin: dict[str, set[int]]
+    """The numbers of documents by their origins, and by the files that they are lines of."""
 
-    def search(self, questions_QD: Vectors, count: int, own: Sequence[Sequence[str]]) -> Neighbours:
-        """The nearest passages [Q, K], nearest first, none of a document in `own` of its question; −1 where there are no more."""
+    def search(self, queries_QD: Vectors, count: int, origins: Sequence[Sequence[str]]) -> Neighbours:
+        """The nearest passages [Q, K], nearest first, without those from the query's `origins`; −1 where there are no more."""
         documents = self.passages.documents
-        found_QK = np.full((len(questions_QD), count), -1, np.int32)
-        _, near_QK = self.vectors.search(questions_QD, min(count + _MORE, self.vectors.ntotal))
-        for question, origins in enumerate(own):
-            forbidden = self._documents_of(origins)
-            allowed = [number for number in near_QK[question] if documents[number] not in forbidden]
+        found_QK = np.full((len(queries_QD), count), -1, np.int32)
+        _, near_QK = self.vectors.search(queries_QD, min(count + _EXTRA_NEIGHBOURS, self.vectors.ntotal))
+        for query, own in enumerate(origins):
+            forbidden = self._documents_of(own)
+            allowed = [number for number in near_QK[query] if documents[number] not in forbidden]
             if len(allowed) < count and near_QK.shape[1] < self.vectors.ntotal:
-                allowed = self._search_outside(questions_QD[question : question + 1], count, forbidden)
-            found_QK[question, : len(allowed[:count])] = allowed[:count]
+                allowed = self._search_outside(queries_QD[query : query + 1], count, forbidden)
+            found_QK[query, : len(allowed[:count])] = allowed[:count]
         return found_QK
 
     def _documents_of(self, origins: Sequence[str]) -> set[int]:
-        """The documents of these origins. A file's lines are of the file, and a line's file holds the line."""
+        """The documents of these origins. For a file they include its lines, and for a line its file."""
         found: set[int] = set()
         for origin in origins:
-            found |= self.family.get(origin, set())
+            found |= self.documents_by_origin.get(origin, set())
             file = origin.partition("#")[0]
-            found |= {number for number in self.family.get(file, ()) if self.passages.origins[number] in (origin, file)}
+            found |= {number for number in self.documents_by_origin.get(file, ()) if self.passages.origins[number] in (origin, file)}
         return found
 
-    def _search_outside(self, question_1D: Vectors, count: int, forbidden: set[int]) -> list[int]:
-        """Where nearly all that is near is of the own document, FAISS leaves its passages out itself."""
+    def _search_outside(self, query_1D: Vectors, count: int, forbidden: set[int]) -> list[int]:
+        """Search with FAISS's own filter, where nearly all neighbours are from forbidden documents."""
         faiss = import_optional("faiss")
         allowed = np.flatnonzero(~np.isin(self.passages.documents, list(forbidden)))
         if not len(allowed):
             return []
-        _, near = self.vectors.search(
-            question_1D, min(count, len(allowed)), params=faiss.SearchParameters(sel=faiss.IDSelectorBatch(allowed))
-        )
+        _, near = self.vectors.search(query_1D, min(count, len(allowed)), params=faiss.SearchParameters(sel=faiss.IDSelectorBatch(allowed)))
         return [int(number) for number in near[0] if number >= 0]
 
 
-def _families(origins: Sequence[str]) -> dict[str, set[int]]:
-    family: dict[str, set[int]] = {}
+def _documents_by_origin(origins: Sequence[str]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
     for number, origin in enumerate(origins):
         for name in {origin, origin.partition("#")[0]}:
-            family.setdefault(name, set()).add(number)
-    return family
+            found.setdefault(name, set()).add(number)
+    return found
 
 
 def digest_of(passages: Passages, encoder: str) -> str:
     return hashlib.sha256(f"{_FORMAT.version} {encoder} {passages.digest()}".encode()).hexdigest()
 
 
-def build_index(passages: Passages, encoder: Encoder, folder: Path, about: dict[str, Any], told: IndexProgress | None = None) -> Index:
-    """Encode passages and write an index, which appears whole or not at all. `about` goes into its manifest for people to read."""
+def build_index(passages: Passages, encoder: Encoder, folder: Path, about: dict[str, Any], progress: IndexProgress | None = None) -> Index:
+    """Encode passages and write an index, which appears complete or not at all. `about`: more entries of the manifest, for information."""
     faiss = _faiss()
     vectors: Any = None
     for start in range(0, len(passages.texts), _AT_ONCE):
         some = encoder.encode(passages.texts[start : start + _AT_ONCE])
         vectors = faiss.IndexFlatIP(some.shape[1]) if vectors is None else vectors
         vectors.add(some)
-        if told:
-            told(vectors.ntotal, len(passages.texts))
-    index = Index(folder, passages, vectors, encoder.name, digest_of(passages, encoder.name), _families(passages.origins))
+        if progress:
+            progress(vectors.ntotal, len(passages.texts))
+    index = Index(folder, passages, vectors, encoder.name, digest_of(passages, encoder.name), _documents_by_origin(passages.origins))
     _write(index, about)
     return index
 
 
 def _write(index: Index, about: dict[str, Any]) -> None:
-    # Two processes, or two machines that share the folder, may build the same index: each in a folder of its own, and one of them stays
+    # Processes, also on machines that share the folder, may build the same index: each writes a temporary folder, and the first is kept
     partial = index.folder.with_name(f".{index.folder.name}.{secrets.token_hex(8)}.partial")
     try:
         partial.mkdir(parents=True)
@@ -151,7 +149,7 @@ def open_index(folder: Path) -> Index:
     except (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
         reason = str(error).split("\n")[0]
         raise ShoalError(f"the index {folder} is damaged ({reason}): build it again with `shoal index`") from None
-    return Index(folder, passages, vectors, manifest["encoder"], manifest["digest"], _families(passages.origins))
+    return Index(folder, passages, vectors, manifest["encoder"], manifest["digest"], _documents_by_origin(passages.origins))
 
 
 def _file_digest(file: Path) -> str:

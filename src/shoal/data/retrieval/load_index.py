@@ -1,4 +1,4 @@
-"""The index that a run's settings ask for, and data that is read with what is found there."""
+"""The index of a run's settings, and data with the passages that are retrieved from it."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ from shoal.errors import ShoalError
 
 
 def retrieval_of(run: Run) -> Retrieval | None:
-    """The settings of retrieval, where it is switched on."""
+    """The settings of retrieval, if it is enabled."""
     settings: Retrieval | None = getattr(run.model, "retrieval", None)
     return settings if settings and settings.enabled else None
 
 
 def with_retrieval(data: Data, run: Run, training_text: Callable[[], Iterable[Document]], progress: Progress | None) -> Data:
-    """The same data with the passages that its chunks find; or as it is where the run asks for none."""
+    """The data with retrieved passages; or unchanged, if retrieval is disabled."""
     settings, longest = retrieval_of(run), run.data.sequence_length or 0
     if settings is None:
         return data
     if longest <= settings.chunk_size:
         raise ShoalError(
-            f"model.retrieval.chunk_size: what is found for a chunk is read by those after it, and a sequence of {longest} tokens "
+            f"model.retrieval.chunk_size: only later chunks attend to the passages of a chunk, and a sequence of {longest} tokens "
             f"(data.sequence_length) has one chunk of {settings.chunk_size}: set it lower"
         )
     assert data.info.tokenizer is not None
     finder = finder_of(settings, _index(settings, run, training_text, progress), data.info.tokenizer)
-    train = RetrievalStream(data.train, finder) if isinstance(data.train, SampleStream) else _reading(data.train, finder, longest)
-    judged = _reading(data.eval, finder, longest) if data.eval is not None else None
-    return Data(train, judged, data.info._replace(finder=finder))
+    train = RetrievalStream(data.train, finder) if isinstance(data.train, SampleStream) else _with_passages(data.train, finder, longest)
+    held_out = _with_passages(data.eval, finder, longest) if data.eval is not None else None
+    return Data(train, held_out, data.info._replace(finder=finder))
 
 
-def _reading(samples: Any, finder: PassageFinder, longest: int) -> RetrievalSamples:
+def _with_passages(samples: Any, finder: PassageFinder, longest: int) -> RetrievalSamples:
     return RetrievalSamples(cast(DocumentSamples, samples), finder, longest)
 
 
 def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> PassageFinder:
-    reading = PassageSettings(settings.top_k, settings.chunk_size, settings.passage_tokens)
-    return PassageFinder(index.folder, reading, tokenizer, index)
+    sizes = PassageSettings(settings.top_k, settings.chunk_size, settings.passage_tokens)
+    return PassageFinder(index.folder, sizes, tokenizer, index)
 
 
 def open_finder(run: Run, folder: Path, tokenizer: Tokenizer) -> PassageFinder | None:
-    """The finder of a past run, whose index is in this folder; None where it retrieves nothing. Raises ShoalError."""
+    """The finder of an earlier run, whose index is in this folder; None if it does not retrieve. Raises ShoalError."""
     settings = retrieval_of(run)
     return finder_of(settings, open_index(folder), tokenizer) if settings else None
 
 
 def _index(settings: Retrieval, run: Run, training_text: Callable[[], Iterable[Document]], progress: Progress | None) -> Index:
-    """The index that is named; or one of the passages that are named, which is kept for the next run with the same passages."""
+    """The index of the settings; or one built from the passages of the settings, which the next run with the same passages opens again."""
     if settings.index is not None:
         return open_index(Path(settings.index).expanduser())
     encoder = open_encoder(settings.encoder)
@@ -78,28 +78,28 @@ def _index(settings: Retrieval, run: Run, training_text: Callable[[], Iterable[D
     if folder.exists():
         try:
             return open_index(folder)
-        except ShoalError:  # it is made of the passages at hand, so it can be made again
+        except ShoalError:  # a damaged index is built again from the same passages
             shutil.rmtree(folder, ignore_errors=True)
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if progress:
             progress(f"passages for {settings.encoder}", done, total)
 
-    return build_index(passages, encoder, folder, {}, told)
+    return build_index(passages, encoder, folder, {}, report)
 
 
 def _documents(path: Path) -> Iterable[Document]:
-    """The lines of a file, or the texts in a folder."""
+    """The lines of a file, or the files of a folder."""
     files = TextFiles(find_files(path), Fields(), "line" if path.is_file() else "whole")
     return (document for document, _ in files.read())
 
 
-def index_files(paths: list[str], folder: Path, encoder: str, words: int, told: IndexProgress | None) -> Index:
+def index_files(paths: list[str], folder: Path, encoder: str, words: int, progress: IndexProgress | None) -> Index:
     """Build an index of files and folders of texts. Raises ShoalError."""
     if folder.exists():
-        raise ShoalError(f"{folder} is there already: choose another folder, or remove it")
+        raise ShoalError(f"{folder} exists already: choose another folder, or remove it")
     files = [file for path in paths for file in find_files(Path(path).expanduser())]
     documents = (document for document, _ in TextFiles(files, Fields(), "whole").read())
     passages = cut_passages(documents, words, 2**31 - 1)
     about = {"sources": [{"name": file.name, "bytes": file.stat().st_size} for file in files], "passage_words": words}
-    return build_index(passages, open_encoder(cast(Any, encoder)), folder, about, told)
+    return build_index(passages, open_encoder(cast(Any, encoder)), folder, about, progress)

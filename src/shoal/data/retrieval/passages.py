@@ -1,4 +1,4 @@
-"""Texts cut into passages, each of which knows the document that it is of."""
+"""Texts cut into passages, with the document of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.data.text.documents import Document
 from shoal.errors import ShoalError
 
 _WORD = re.compile(r"\s*\S+")
-"""A word with the white space before it: indentation and line ends carry meaning in code and in verse."""
+"""A word with the white space before it, since line breaks and indentation have meaning in code and verse."""
 
 
 class Passages(NamedTuple):
@@ -25,10 +25,10 @@ class Passages(NamedTuple):
     documents: NDArray[np.int32]
     """The number of each passage's document."""
     origins: list[str]
-    """Where each document comes from: see `Document.origin`."""
+    """The origin of each document: see `Document.origin`."""
 
     def digest(self) -> str:
-        """The same passages of the same documents have the same digest, on every machine."""
+        """Holds: the same passages of the same documents have the same digest on every machine."""
         found = hashlib.sha256()
         for text, document in zip(self.texts, self.documents, strict=True):
             found.update(f"{len(text)} {self.origins[document]}\n{text}".encode())
@@ -50,6 +50,6 @@ def cut_passages(documents: Iterable[Document], words: int, most: int) -> Passag
 
 def _cut_all(documents: Iterable[Document], words: int) -> Iterator[tuple[str, str]]:
     for document in documents:
-        pieces = (match.group() for match in _WORD.finditer(document.text))
-        while some := list(islice(pieces, words)):
+        found = (match.group() for match in _WORD.finditer(document.text))
+        while some := list(islice(found, words)):
             yield "".join(some).strip("\n"), document.origin

@@ -1,1 +1,1 @@
-"""Text that is read while the run goes on and is never whole in memory."""
+"""Streams of text, which are read during the run and never completely in memory."""

@@ -1,4 +1,4 @@
-"""Text as a stream: parts, what of them is held out, and the stream or the mixture of streams."""
+"""Text as a stream: parts, held-out documents, and the stream or the mixture of streams."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shoal.data.text.samples import TextSamples, joined, text_samples
 from shoal.errors import ShoalError
 
 STREAM_HELD_OUT = 1000
-"""Samples of a stream that are held out, unless max_eval_samples says otherwise: a stream may have no end."""
+"""Held-out samples of a stream, unless max_eval_samples is set: a stream may be endless."""
 
 _BPE_DOCUMENTS = 2000
-"""Documents of each part that `bpe` is trained on."""
+"""Documents of each part for the training of `bpe`."""
 
 
 def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> LoadedText:
-    """The documents of a part that are held out are among its first, as many as evaluation needs."""
+    """The held-out documents of a part are among its first ones, as many as the evaluation needs."""
     name = joined_name([part.name for part in parts])
     parts = parts if run.data.mixing.enabled else [_chained(parts)]
     for part in parts:
@@ -44,26 +44,26 @@ def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, tok
     parts = [part._replace(train=documents) for part, (documents, _, _) in zip(parts, held, strict=True)]
     stream = _stream(parts, [out for _, out, _ in held], encoding, train_count, run)
     info = Info("text", f"{name}: a stream of {noun(encoding)}", vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
-    data = Data(stream, _judged([documents for _, _, documents in held], encoding, eval_count), info)
+    data = Data(stream, _held_out_samples([documents for _, _, documents in held], encoding, eval_count), info)
 
-    def learned() -> Iterable[Document]:
+    def training_text() -> Iterable[Document]:
         for part, (_, out, _) in zip(parts, held, strict=True):
             yield from (document for number, (document, _) in enumerate(part.train.read()) if number not in out)
 
-    expect_contexts(run, islice(learned(), _BPE_DOCUMENTS))
-    return LoadedText(data, learned)
+    expect_contexts(run, islice(training_text(), _BPE_DOCUMENTS))
+    return LoadedText(data, training_text)
 
 
 def _chained(parts: Sequence[TextPart]) -> TextPart:
     if len(parts) == 1:
         return parts[0]
     own = [part.held_out for part in parts if part.held_out is not None]
-    names = joined_name([part.name for part in parts])
-    return TextPart(names, ChainedDocuments([part.train for part in parts]), ChainedDocuments(own) if len(own) == len(parts) else None)
+    name = joined_name([part.name for part in parts])
+    return TextPart(name, ChainedDocuments([part.train for part in parts]), ChainedDocuments(own) if len(own) == len(parts) else None)
 
 
 def _counts(run: Run) -> tuple[int | None, int]:
-    """How many samples to learn from (None: all) and to hold out."""
+    """The numbers of training samples (None: all) and of held-out samples."""
     data, evaluation = run.data, run.evaluation
     held_out = STREAM_HELD_OUT if data.max_eval_samples is None else data.max_eval_samples
     if evaluation.batches is not None and evaluation.batch_size is not None:
@@ -86,10 +86,10 @@ def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encodi
 
 
 def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tuple[Documents, HeldOut, list[Document]]:
-    """What is learned from, which documents of it are left out, and the documents to be judged on.
+    """The training documents, which of them are skipped, and the held-out documents.
 
-    These are of the part's own split; or every 20th document, until there are enough for `count` samples; or the end of each document
-    where there are fewer than 20.
+    Held-out documents are the part's own split; or every 20th document, until there are enough for `count` samples; or the end of each
+    document, if there are fewer than 20.
     """
     if not count:
         return part.train, HeldOut(), []
@@ -104,7 +104,7 @@ def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tupl
 
 
 def _until_enough(documents: Documents, encoding: Encoding, count: int, held: HeldOut) -> tuple[list[Document], int]:
-    """The documents that are held out, and how many were read to find them."""
+    """The held-out documents, and the number of documents that were read to find them."""
     found: list[Document] = []
     tokens, read = 0, 0
     wanted = count * encoding.sequence_length + 1
@@ -118,7 +118,7 @@ def _until_enough(documents: Documents, encoding: Encoding, count: int, held: He
     return found, read
 
 
-def _judged(held: Sequence[Sequence[Document]], encoding: Encoding, count: int) -> TextSamples | None:
+def _held_out_samples(held: Sequence[Sequence[Document]], encoding: Encoding, count: int) -> TextSamples | None:
     if not any(held):
         return None
     samples = joined([text_samples(documents, encoding) for documents in held if documents])
@@ -127,6 +127,6 @@ def _judged(held: Sequence[Sequence[Document]], encoding: Encoding, count: int) 
 
 
 def _sample_of(part: TextPart, seed: int) -> Iterable[str]:
-    """Some of the documents to learn from, to train a vocabulary on."""
+    """Some training documents, to train a vocabulary on."""
     some = islice(part.train.read(), _BPE_DOCUMENTS)
     return contents(document for number, (document, _) in enumerate(some) if number % FEW != seed % FEW)

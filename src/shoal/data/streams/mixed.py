@@ -1,4 +1,4 @@
-"""Several streams, from which samples are drawn by weight."""
+"""Mixtures of streams by weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DRAWS = 1024
 
 
 class MixedStream(SampleStream):
-    """A mixture of streams. An epoch ends when each has been read through once; those that end sooner begin again."""
+    """A mixture of streams. An epoch ends when each was read completely; streams that end sooner are read again."""
 
     def __init__(self, streams: Sequence[SampleStream], shares: NDArray[np.float64]) -> None:
         self.streams = list(streams)
@@ -28,7 +28,7 @@ class MixedStream(SampleStream):
 
 
 class MixedReader(StreamReader):
-    """Draws samples of one shard. The n-th draw follows from the seed, the epoch and n."""
+    """Draws samples of one shard. Holds: the n-th draw depends only on the seed, the epoch and n."""
 
     def __init__(self, mixture: MixedStream, shard: tuple[int, int], seed: int, epoch: int, state: State | None) -> None:
         self._mixture = mixture
@@ -41,7 +41,7 @@ class MixedReader(StreamReader):
         self._empty: list[bool] = list(state["empty"])
         self._readers = [self._open(part, inner) for part, inner in enumerate(state["parts"])]
         self._choices = self._choose(self._draw // _DRAWS)
-        self._bounds = self._reckon()
+        self._bounds = self._cumulative_shares()
 
     def __next__(self) -> Any:
         while not all(self._passes):
@@ -51,11 +51,11 @@ class MixedReader(StreamReader):
                 self._draw += 1
                 self._given[part] += 1
                 return sample
-            self._begin_again(part)
+            self._restart(part)
         raise StopIteration
 
     def state_dict(self) -> State:
-        """`passes` counts the times a part was read through, `given` its samples since it was last begun."""
+        """`passes`: number of complete passes over each part; `given`: samples drawn in its current pass."""
         parts = [reader.state_dict() for reader in self._readers]
         lists = {"passes": list(self._passes), "given": list(self._given), "empty": list(self._empty)}
         return {"draw": self._draw, **lists, "parts": parts}
@@ -69,20 +69,20 @@ class MixedReader(StreamReader):
     def _choose(self, block: int) -> NDArray[np.float64]:
         return np.random.default_rng([self._seed, self._epoch, block]).random(_DRAWS)
 
-    def _reckon(self) -> NDArray[np.float64]:
-        """The upper bound of each part in the interval that draws fall in."""
+    def _cumulative_shares(self) -> NDArray[np.float64]:
+        """The upper bound of each part in the interval [0, 1]."""
         shares = self._mixture.shares * ~np.asarray(self._empty)
         return np.asarray(np.cumsum(shares / (shares.sum() or 1.0)))
 
-    def _begin_again(self, part: int) -> None:
-        """A part has ended. One that gave no sample has none in this shard, and is not drawn any more."""
+    def _restart(self, part: int) -> None:
+        """Start the next pass over a part. A part without samples in this shard is not drawn again."""
         self._empty[part] = not self._given[part]
         self._passes[part] += 1
         self._given[part] = 0
         self._readers[part] = self._open(part, None)
-        self._bounds = self._reckon()
+        self._bounds = self._cumulative_shares()
 
     def _open(self, part: int, state: State | None) -> StreamReader:
-        # A pass of its own gets an order of its own.
+        # Each pass has a different order.
         seed = self._seed + 7919 * self._passes[part]
         return self._mixture.streams[part].read(shard=self._shard, seed=seed, epoch=self._epoch, state=state)

@@ -1,7 +1,7 @@
-"""Text as a stream: documents are tokenised while they are read, and the whole is never in memory.
+"""Text as a stream: documents are tokenised while they are read, and never all in memory.
 
-Everything here can be left at any sample and taken up again. A reader's state names a position in the documents and how much of the
-document there is used up already; what was read ahead is read again.
+Every reader can resume after any sample. Its state is a position in the documents and how much of the document at that position was
+consumed; what was read ahead is read again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUP = 64
 
 
 class HeldOut(NamedTuple):
-    """Which documents of a stream are held out: of the first `below`, every `every`-th, from number `first` on."""
+    """The held-out documents of a stream: of the first `below`, every `every`-th, beginning with number `first`."""
 
     every: int = 1
     first: int = 0
@@ -35,7 +35,7 @@ class HeldOut(NamedTuple):
 
 
 class DocumentPosition(NamedTuple):
-    """A place between two documents: the reader's position, the number of the next document, and of the next one to learn from."""
+    """A position between two documents: for `Documents.read`, and the numbers of the next document and the next training document."""
 
     position: Position = None
     number: int = 0
@@ -74,7 +74,7 @@ class TextStream(SampleStream):
 
 
 class SampleReader(StreamReader):
-    """Samples of one shard, in the order of the documents. Document n to learn from belongs to shard n mod count."""
+    """Samples of one shard, in the order of the documents. Training document n belongs to shard n mod count."""
 
     def __init__(self, stream: TextStream, shard: tuple[int, int], state: State | None) -> None:
         self._encoding = stream.encoding
@@ -84,7 +84,7 @@ class SampleReader(StreamReader):
         self._quota = None if quota is None else quota // count + (index < quota % count)
         self._taken = state["taken"] if state else 0
         self._used = state["used"] if state else 0
-        self._place = DocumentPosition(*state["place"]) if state else DocumentPosition()
+        self._position = DocumentPosition(*state["place"]) if state else DocumentPosition()
         self._groups = self._encoded(stream)
         self._queue: deque[tuple[DocumentPosition, Any]] = deque()
 
@@ -96,9 +96,9 @@ class SampleReader(StreamReader):
         return sample
 
     def state_dict(self) -> State:
-        """The beginning of the first document that is not used up, and how much of it is."""
-        place = self._queue[0][0] if self._queue else self._place
-        return {"place": list(place), "used": self._used, "taken": self._taken}
+        """The position of the first document that is not consumed completely, and how much of it was consumed."""
+        position = self._queue[0][0] if self._queue else self._position
+        return {"place": list(position), "used": self._used, "taken": self._taken}
 
     def _next(self) -> Sample:
         raise NotImplementedError
@@ -107,7 +107,7 @@ class SampleReader(StreamReader):
         raise NotImplementedError
 
     def _fill(self) -> bool:
-        """Take in more documents. False: there are none."""
+        """Read more documents. False: there are none."""
         group = next(self._groups, None)
         if group is None:
             return False
@@ -115,21 +115,21 @@ class SampleReader(StreamReader):
         return True
 
     def _encoded(self, stream: TextStream) -> Iterator[list[tuple[DocumentPosition, Any]]]:
-        """Documents in groups, since many at once are tokenised faster. Moves the place to the end of each group."""
+        """Documents in groups, which are tokenised faster. Advances the position to the end of each group."""
         documents = self._documents(stream)
         while group := list(islice(documents, _GROUP)):
             texts = [document for _, document, _ in group]
             if self._encoding.packed:
                 refuse_contexts(texts)
             tokens = encode(texts, self._encoding.tokenizer, self._ends(texts))
-            self._place = group[-1][2]
-            yield [(before, self._take_in(one)) for (before, _, _), one in zip(group, tokens, strict=True)]
-        self._place = self._last
+            self._position = group[-1][2]
+            yield [(before, self._prepare(one)) for (before, _, _), one in zip(group, tokens, strict=True)]
+        self._position = self._last
 
     def _documents(self, stream: TextStream) -> Iterator[tuple[DocumentPosition, Document, DocumentPosition]]:
-        """The documents of this shard, each with the places before and after it."""
+        """The documents of this shard, each with the positions before and after it."""
         index, count = self._shard
-        before = self._last = self._place
+        before = self._last = self._position
         for document, position in stream.documents.read(before.position):
             held = before.number in stream.held_out
             after = self._last = DocumentPosition(position, before.number + 1, before.learned + (not held))
@@ -137,15 +137,15 @@ class SampleReader(StreamReader):
                 yield before, document, after
             before = after
 
-    def _take_in(self, tokens: Tokens) -> Any:
+    def _prepare(self, tokens: Tokens) -> Any:
         return tokens
 
 
 class PackedReader(SampleReader):
-    """Documents in a row, cut to sequences. `used` counts tokens."""
+    """Concatenated documents, cut to sequences. `used` counts tokens."""
 
     def _ends(self, documents: Sequence[Document]) -> list[tuple[int, ...]]:
-        """A separator after each document; between pieces of one document only where another shard has what follows."""
+        """A separator after each document; after a piece of a document only if another shard has the next piece."""
         separator = self._encoding.tokenizer.separator
         return [separator if document.complete or self._shard[1] > 1 else () for document in documents]
 
@@ -179,7 +179,7 @@ class PackedReader(SampleReader):
             self._used -= len(self._queue.popleft()[1])
 
     def _last_sample(self) -> Sample:
-        """What is left over, filled up to a whole sequence."""
+        """The remaining tokens, padded to a sequence."""
         left = self._available()
         sample = to_sample(self._window(left)) if left > 1 else None
         self._queue.clear()
@@ -190,13 +190,13 @@ class PackedReader(SampleReader):
 
 
 class DocumentReader(SampleReader):
-    """Each document a sample, or several. `used` counts samples."""
+    """One or more samples per document. `used` counts samples."""
 
     def _ends(self, documents: Sequence[Document]) -> list[tuple[int, ...]]:
         end = self._encoding.tokenizer.eos_id
         return [() if end is None else (end,)] * len(documents)
 
-    def _take_in(self, tokens: Tokens) -> list[Sample]:
+    def _prepare(self, tokens: Tokens) -> list[Sample]:
         return list(cut(tokens, self._encoding.sequence_length, self._encoding.truncation))
 
     def _next(self) -> Sample:
@@ -211,17 +211,17 @@ class DocumentReader(SampleReader):
 
 
 class ShuffledReader(StreamReader):
-    """Samples shuffled in blocks of a buffer's size. The next block is read, sample by sample, while this one is given out.
+    """Samples shuffled in blocks of `shuffle_buffer`. The next block is read, sample by sample, while this one is consumed.
 
-    A block's order follows from the seed, the epoch and its number; so a state is the place where the block begins and how many of its
-    samples are gone, however large the buffer.
+    Holds: the order of a block depends only on the seed, the epoch and its number; so a state is the position at which the block begins and
+    the number of its samples that were consumed, however large the buffer.
     """
 
     def __init__(self, stream: TextStream, shard: tuple[int, int], key: Sequence[int], state: State | None) -> None:
         self._size = stream.shuffle_buffer
         self._key = key
         self._number = state["block"] if state else 0
-        self._gone = 0
+        self._consumed = 0
         self._samples = stream.in_order(shard, state["start"] if state else None)
         self._start_of_ahead: State = {}
         self._begin([])
@@ -229,23 +229,23 @@ class ShuffledReader(StreamReader):
             next(self)
 
     def __next__(self) -> Sample:
-        if self._gone == len(self._block):
+        if self._consumed == len(self._block):
             if not self._ahead:
                 raise StopIteration
             self._number += 1
             self._begin(self._ahead)
         self._ahead.extend(islice(self._samples, 1))
-        self._gone += 1
-        return self._block[int(self._order[self._gone - 1])]
+        self._consumed += 1
+        return self._block[int(self._order[self._consumed - 1])]
 
     def state_dict(self) -> State:
-        return {"block": self._number, "gone": self._gone, "start": self._start}
+        return {"block": self._number, "gone": self._consumed, "start": self._start}
 
     def _begin(self, ahead: list[Sample]) -> None:
-        """Begin a block with what was read ahead of it, or at the very beginning with nothing."""
+        """Begin a block with the samples that were read ahead; without any, read a block."""
         self._start = self._start_of_ahead if ahead else self._samples.state_dict()
         self._block = ahead or list(islice(self._samples, self._size))
         self._ahead: list[Sample] = []
         self._start_of_ahead = self._samples.state_dict()
         self._order = np.random.default_rng([*self._key, self._number]).permutation(len(self._block))
-        self._gone = 0
+        self._consumed = 0

@@ -1,4 +1,4 @@
-"""Texts, one after the other, from any position: the one form that all sources of text take."""
+"""Documents: the common form of all sources of text, which can be read from any position."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 from shoal.data.splits import held_out_numbers
 
 Position = Any
-"""Where reading goes on; JSON-able."""
+"""A position in documents; JSON-able."""
 
 Unit = Literal["whole", "piece", "line"]
-"""What a plain text file is cut into: nothing, pieces of some kilobytes (streams), or lines (samples that are not packed)."""
+"""The documents of a plain text file: the whole file, pieces of some kilobytes (streams), or lines (samples that are not packed)."""
 
 FEW = 20
 
@@ -23,11 +23,11 @@ class Document(NamedTuple):
     text: str
     prompt: str = ""
     complete: bool = True
-    """False: the next document goes on where this one ends."""
+    """False: the next document continues this one."""
     origin: str = ""
     """Identifies the document on every machine: a digest of its content. A `#` separates the digest of a file and a line number."""
     context: str = ""
-    """A text to read beside it, by cross-attention."""
+    """A text for cross-attention."""
 
 
 def origin_of(text: str | bytes) -> str:
@@ -39,16 +39,16 @@ class Documents(Protocol):
     """A sequence of documents that can be read from any position."""
 
     def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
-        """Each document with the position after it; from the beginning, or from a position that was given out."""
+        """Each document with the position after it; from the beginning, or from a position that an earlier call returned."""
         ...
 
     def size(self) -> int | None:
-        """The amount of text, as a weight in mixtures; None where it is not known."""
+        """The amount of text, as a weight in mixtures; None: unknown."""
         ...
 
 
 class TextPart(NamedTuple):
-    """Texts of one origin, with its own held-out texts if it has any."""
+    """Documents of one source, and its own held-out documents, if it has any."""
 
     name: str
     train: Documents
@@ -72,7 +72,7 @@ class InMemoryDocuments:
 
 
 class ChainedDocuments:
-    """Documents of several origins, one origin after the other."""
+    """Documents of several sources, one source after the other."""
 
     def __init__(self, parts: Sequence[Documents]) -> None:
         self._parts = parts
@@ -104,7 +104,7 @@ class DocumentFronts:
 
 
 def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], list[Document]]:
-    """Hold out 5 %: documents chosen by seed; or where there are few, the end of each, cut at a line."""
+    """Hold out 5 %: documents chosen by seed; or of fewer than 20 documents the end of each."""
     if len(documents) >= FEW:
         held = held_out_numbers(len(documents), seed)
         return (
@@ -116,11 +116,11 @@ def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], lis
 
 
 def cut(document: Document) -> tuple[Document, Document]:
-    """The front of a document, and the last twentieth of it, from the beginning of a line where there is one."""
-    if document.prompt:  # an answer is not to be torn from its prompt
+    """The front of a document, and its last twentieth, cut at a line break if there is one near."""
+    if document.prompt:  # an answer stays with its prompt
         return document, document._replace(text="")
     text = document.text
     at = text.rfind("\n", 0, len(text) - len(text) // 20) + 1 or len(text) - len(text) // 20
-    if at < len(text) * 9 // 10:  # lines are longer than what is to be held out
+    if at < len(text) * 9 // 10:  # the lines are longer than the held-out part
         at = len(text) - len(text) // 20
     return document._replace(text=text[:at]), document._replace(text=text[at:])

@@ -22,13 +22,13 @@ Learned = NDArray[np.bool_]
 
 
 class Tokens(NamedTuple):
-    """Tokens, which of them the model learns to write, and the documents that they are of."""
+    """Tokens, a mask of those that the model learns to write, and the documents that they are from."""
 
     ids: Ids
     learned: Learned
     origins: tuple[str, ...] = ()
     context: Ids | None = None
-    """The tokens of a text to read beside them."""
+    """The tokens of the context."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
     inputs: Ids
     labels: Ids
     origins: tuple[str, ...] = ()
-    """The documents that they are of."""
+    """The documents that they are from."""
     context: Ids | None = None
 
 
@@ -62,12 +62,10 @@ class Encoding(NamedTuple):
 
 
 def encode(documents: Sequence[Document], tokenizer: Tokenizer, end: Sequence[Sequence[int]]) -> list[Tokens]:
-    """The tokens of each document: prompt, text, and what `end` gives for it."""
+    """The tokens of each document: prompt, text, and its `end`."""
     texts = tokenizer.encode_batch([document.text for document in documents])
-    prompted = [document.prompt for document in documents if document.prompt]
-    prompts = iter(tokenizer.encode_batch(prompted) if prompted else [])
-    beside = [document.context for document in documents if document.context]
-    contexts = iter(tokenizer.encode_batch(beside) if beside else [])
+    prompts = _encode_non_empty([document.prompt for document in documents], tokenizer)
+    contexts = _encode_non_empty([document.context for document in documents], tokenizer)
     encoded = []
     for document, text, tail in zip(documents, texts, end, strict=True):
         prompt = next(prompts) if document.prompt else text[:0]
@@ -76,6 +74,11 @@ def encode(documents: Sequence[Document], tokenizer: Tokenizer, end: Sequence[Se
         ids = np.concatenate([prompt, text, np.asarray(tail, np.int32)])
         encoded.append(Tokens(ids, learned, (document.origin,), next(contexts) if document.context else None))
     return encoded
+
+
+def _encode_non_empty(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[Ids]:
+    non_empty = [text for text in texts if text]
+    return iter(tokenizer.encode_batch(non_empty) if non_empty else [])
 
 
 def join(tokens: Sequence[Tokens]) -> Tokens:
@@ -89,7 +92,7 @@ def to_sample(window: Tokens) -> Sample:
 
 
 def cut(document: Tokens, length: int, truncation: bool) -> Iterator[Sample]:
-    """The samples of one document that is not packed: one, or with no truncation as many as it takes. None without a label."""
+    """The samples of one document that is not packed: one, or without truncation several. Windows without a label are skipped."""
     for start in range(0, max(1, len(document) - 1), length):
         window = document.slice(start, start + length + 1)
         if len(window) > 1 and window.learned[1:].any():
@@ -99,7 +102,7 @@ def cut(document: Tokens, length: int, truncation: bool) -> Iterator[Sample]:
 
 
 def full(sample: Sample, length: int, pad: int) -> Sample:
-    """A sample filled up to a length at its end."""
+    """A sample padded on the right to a length."""
     missing = length - len(sample.inputs)
     if not missing:
         return sample
@@ -122,15 +125,15 @@ def collate(samples: Sequence[Sample], encoding: Encoding) -> Batch:
 
 
 def gather(inputs: torch.Tensor, labels: torch.Tensor, starts_B: torch.Tensor, lengths_B: torch.Tensor, encoding: Encoding) -> Batch:
-    """Rows of flat tensors, padded to the longest or to the sequence length, on the side that is wanted."""
+    """Rows of flat tensors, padded to the longest row or to the sequence length, on the side of `encoding.padding_side`."""
     width = encoding.sequence_length if encoding.batching == "padded" else int(lengths_B.max())
     column_BT = torch.arange(width).expand(len(starts_B), width)
     if encoding.padding_side == "left":
         column_BT = column_BT - (width - lengths_B)[:, None]
     mask_BT = (column_BT >= 0) & (column_BT < lengths_B[:, None])
-    place_BT = (starts_B[:, None] + column_BT).clamp_(0, len(inputs) - 1)
+    at_BT = (starts_B[:, None] + column_BT).clamp_(0, len(inputs) - 1)
     return {
-        "input_ids": inputs[place_BT].long().masked_fill_(~mask_BT, encoding.tokenizer.pad_id),
-        "labels": labels[place_BT].long().masked_fill_(~mask_BT, IGNORED),
+        "input_ids": inputs[at_BT].long().masked_fill_(~mask_BT, encoding.tokenizer.pad_id),
+        "labels": labels[at_BT].long().masked_fill_(~mask_BT, IGNORED),
         "attention_mask": mask_BT,
     }

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
 from shoal.data.splits import split_of
-from shoal.data.text.documents import Document, Position, TextPart, Unit, origin_of
-from shoal.data.text.rows import Fields, fields_of, to_document
+from shoal.data.text.documents import Document, Documents, Position, TextPart, Unit, origin_of
+from shoal.data.text.rows import Fields, rows_to_documents
 from shoal.errors import ShoalError
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 PIECE = 16 * 1024
-_KNOWN_BY = 64 * 1024
-"""Bytes at its beginning by which a file is known."""
+_HASHED_BYTES = 64 * 1024
+"""Bytes at the beginning of a file whose digest is the origin of its documents."""
 
 
 def find_files(path: Path) -> list[Path]:
@@ -34,7 +35,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def by_split(root: Path, files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Files to learn from and files to be judged on, where names such as train.txt and valid.txt tell them apart."""
+    """Training files and held-out files, if names such as train.txt and valid.txt distinguish them; else all are training files."""
     if root.is_file():
         return list(files), []
     splits = [split_of(file.relative_to(root).parts[0]) for file in files]
@@ -45,7 +46,7 @@ def by_split(root: Path, files: Sequence[Path]) -> tuple[list[Path], list[Path]]
 
 
 def open_text(path: Path, fields: Fields, unit: Unit, mixed: bool) -> list[TextPart]:
-    """One part; or with `mixed` one for each sub-folder and each file beside them."""
+    """One part; or with `mixed` one for each file and each sub-folder of the folder."""
     files, held_out = by_split(path, find_files(path))
     if not any(file.stat().st_size for file in files):
         raise ShoalError(f"{path} is empty: there is no text in it")
@@ -58,16 +59,35 @@ def open_text(path: Path, fields: Fields, unit: Unit, mixed: bool) -> list[TextP
     parts = [TextPart(name, TextFiles(group, fields, unit), None) for name, group in groups.items()]
     if held is None:
         return parts
-    # The whole folder has one set of held-out files: it goes with the first part, and the others keep all they have.
+    # The folder has one set of held-out files. It belongs to the first part; empty held-out parts keep the others whole.
     return [part._replace(held_out=held if number == 0 else TextFiles([], fields, unit)) for number, part in enumerate(parts)]
 
 
 def _group(root: Path, file: Path) -> str:
-    """The sub-folder or file below the root (or below its `train` folder) that a file belongs to."""
+    """The sub-folder or file of the root (or of its `train` folder) that contains a file."""
     if root.is_file():
         return root.name
     parts = file.relative_to(root).parts
     return parts[1] if len(parts) > 1 and split_of(parts[0]) == "train" else parts[0]
+
+
+def files_by_split(folder: Path, splits: Mapping[str, str]) -> Iterator[tuple[str, list[str], Path]]:
+    """The files of a corpus whose names contain a word of `splits`: the split of that word, the words of the name, the file."""
+    for file in sorted(folder.rglob("*")) if folder.is_dir() else []:
+        words = re.split(r"[._-]", file.name.lower())
+        split = next((splits[word] for word in words if word in splits), None)
+        if split is not None and file.is_file():
+            yield split, words, file
+
+
+def corpus_part(name: str, splits: Mapping[str, Documents], validation: str, missing: str) -> TextPart:
+    """Train on `train` and evaluate on `validation`. Without a train file, train on `validation` and evaluate on `test`; the name says so.
+    `missing`: the message if there is neither."""
+    if "train" in splits:
+        return TextPart(name, splits["train"], splits.get(validation))
+    if validation not in splits:
+        raise ShoalError(f"data.source.path: {missing}")
+    return TextPart(f"{name} (its {validation} part: there is no train file)", splits[validation], splits.get("test"))
 
 
 class TextFiles:
@@ -90,22 +110,17 @@ class TextFiles:
 
     def _read_file(self, file: Path, offset: int, line: int) -> Iterator[tuple[Document, int, int]]:
         with open_file(file) as content:
-            origin = "" if is_rows(file) else origin_of(content.read(_KNOWN_BY))
+            origin = "" if is_rows(file) else origin_of(content.read(_HASHED_BYTES))
             content.seek(offset)
             if is_rows(file):
-                yield from self._rows(file, content, offset, line)
+                rows = ((row, where, (after, number)) for row, where, after, number in read_rows(file, content, offset, line))
+                for document, (after, number) in rows_to_documents(rows, self._fields):
+                    yield document, after, number
                 return
-            for document, *after in {"whole": _whole, "piece": _in_pieces, "line": _in_lines}[self._unit](file, content, offset, line):
-                number = f"#{after[1]}" if self._unit == "line" else ""
-                yield document._replace(origin=origin + number), after[0], after[1]
-
-    def _rows(self, file: Path, content: IO[bytes], offset: int, line: int) -> Iterator[tuple[Document, int, int]]:
-        fields: tuple[str | None, str | None] | None = None
-        for row, where, after, number in read_rows(file, content, offset, line):
-            fields = fields or fields_of(row, where, self._fields)
-            document = to_document(row, fields[0], where, fields[1])
-            if document.text:
-                yield document, after, number
+            for document, end, end_line in {"whole": _whole, "piece": _in_pieces, "line": _in_lines}[self._unit](
+                file, content, offset, line
+            ):
+                yield document._replace(origin=f"{origin}#{end_line}" if self._unit == "line" else origin), end, end_line
 
 
 def is_rows(file: Path) -> bool:
@@ -114,7 +129,7 @@ def is_rows(file: Path) -> bool:
 
 @contextmanager
 def open_file(file: Path) -> Iterator[IO[bytes]]:
-    """A file's content, unzipped. Errors while it is read name the file."""
+    """Open a file, decompressed if it is gzipped. Errors while it is read become ShoalErrors with its name."""
     try:
         with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as content:
             yield content
@@ -125,7 +140,7 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
 
 
 def read_rows(file: Path, content: IO[bytes], offset: int = 0, line: int = 0) -> Iterator[tuple[dict[str, object], str, int, int]]:
-    """JSON lines: each row, where it stands, and the byte and the number of lines after it."""
+    """JSON lines: each row, its place for messages, and the position after it as bytes and lines."""
     for raw in content:
         where = f"{file}:{line + 1}"
         row = None if raw.isspace() else _row(raw, where, offset)
@@ -155,7 +170,7 @@ def _whole(file: Path, content: IO[bytes], offset: int, line: int) -> Iterator[t
 
 
 def _in_pieces(file: Path, content: IO[bytes], offset: int, line: int) -> Iterator[tuple[Document, int, int]]:
-    """Each piece follows from the byte it begins at alone, so that reading can go on from there."""
+    """Holds: a piece depends only on the byte at which it begins, so reading can resume there."""
     rest = b""
     while block := rest + content.read(PIECE + 1 - len(rest)):
         cut = len(block) if len(block) <= PIECE else _end_of_piece(block)
@@ -166,7 +181,7 @@ def _in_pieces(file: Path, content: IO[bytes], offset: int, line: int) -> Iterat
 
 
 def _end_of_piece(block: bytes) -> int:
-    """Where to cut a piece off: after its last line, or between two characters if a line is longer than a piece."""
+    """The end of a piece: after its last line, or between two characters if a line is longer than a piece."""
     cut = block.rfind(b"\n", 0, PIECE) + 1
     if cut:
         return cut

@@ -13,18 +13,18 @@ from shoal.config.schema.data import Preferences
 from shoal.data.hub.dataset import DataRequest
 from shoal.data.interfaces import Samples
 from shoal.data.loaded_data import Data, Info
-from shoal.data.splits import counts, divided, share_out, some_of
+from shoal.data.splits import counts, share_out, some_of, split_and_limit
 from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences
 from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
-from shoal.data.text.samples import TextSamples, enough, joined, text_samples
+from shoal.data.text.samples import TextSamples, expect_one_sequence, joined, text_samples
 from shoal.data.text.sources import expect_reader, reads_context
 from shoal.errors import ShoalError
 
 
 class LoadedText(NamedTuple):
-    """Data, and the documents that it learns from, from the first one at each call."""
+    """Data, and a function that reads its training documents from the beginning."""
 
     data: Data
     training_text: Callable[[], Iterable[Document]]
@@ -35,14 +35,14 @@ def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token
     documents = [_divide(part, run.seed) for part in parts]
 
     def texts() -> Iterable[str]:
-        # An alphabet must know the held-out text too; a vocabulary must not.
+        # An alphabet must contain the characters of the held-out text; a vocabulary must not be trained on it.
         both = run.data.tokenizer == "characters"
         return (text for train, held_out in documents for text in contents(train + held_out if both else train))
 
     encoding = find_encoding(run, texts, cache_dir, token)
     train = [text_samples(part, encoding) for part, _ in documents]
     held_out = joined([text_samples(part, encoding) for _, part in documents])
-    enough(name, joined(train), encoding)
+    expect_one_sequence(name, joined(train), encoding)
     train_count, eval_count = counts(run.data, sum(map(len, train)), len(held_out))
     samples = _mix(_limit(train, train_count, run.seed), parts, run)
     described = f"{name}: {noun(encoding, len(samples))}"
@@ -89,25 +89,23 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
 
 
 def load_preferences(source: Preferences, run: Run, request: DataRequest) -> LoadedText | list[TextPart]:
-    """Pairs for a task that compares; for one that learns to write, the chosen answers, each after its prompt."""
+    """Pairs of answers for a task that compares; for a language model, the chosen answers, each after its prompt."""
     expect_reader(source, run)
-    pairs, apart, left_out = read_preferences(source, reads_context(run))
+    pairs, held_pairs, left_out = read_preferences(source, reads_context(run))
     if run.chosen_task.needs == "tokens":
-        train, held = (InMemoryDocuments([pair.document() for pair in some]) for some in (pairs, apart))
-        return [TextPart(f"{Path(source.path).name}: chosen answers", train, held if apart else None)]
-    return _load_pairs(pairs, apart, left_out, source, run, request)
+        train, held = (InMemoryDocuments([pair.document() for pair in some]) for some in (pairs, held_pairs))
+        return [TextPart(f"{Path(source.path).name}: chosen answers", train, held if held_pairs else None)]
+    return _load_pairs(pairs, held_pairs, left_out, source, run, request)
 
 
-def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Preferences, run: Run, request: DataRequest) -> LoadedText:
+def _load_pairs(
+    pairs: list[Pair], held_pairs: list[Pair], left_out: int, source: Preferences, run: Run, request: DataRequest
+) -> LoadedText:
     encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], request.folder, request.token)
-    train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(apart, encoding) if apart else None
-    if held_out is None:
-        train, held_out = divided(train, run.seed)
-    train_count, eval_count = counts(run.data, len(train), len(held_out) if held_out else 0)
-    train = some_of(train, train_count, run.seed)
+    train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(held_pairs, encoding) if held_pairs else None
+    train, held_out = split_and_limit(run.data, run.seed, train, held_out)
     note = f" ({left_out} rows that prefer nothing left out)" if left_out else ""
     described = f"{Path(source.path).name}: {len(train):,} pairs of answers{note}"
     info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
     expect_contexts(run, (pair.document() for pair in train.pairs))
-    data = Data(train, some_of(held_out, eval_count, run.seed) if held_out and eval_count else None, info)
-    return LoadedText(data, lambda: (pair.document() for pair in train.pairs))
+    return LoadedText(Data(train, held_out, info), lambda: (pair.document() for pair in train.pairs))

@@ -1,4 +1,4 @@
-"""Several sources of text, drawn from by weight."""
+"""Mixtures of several sources of text by weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 def probabilities(
     names: Sequence[str], weights: Sequence[float | None], sizes: Sequence[int | None], temperature: float
 ) -> NDArray[np.float64]:
-    """How often each part is drawn: its weight, or (where none has one) its size, to the power 1/temperature."""
+    """The sampling probability of each part: its weight, or its size if any part has no weight, to the power 1/temperature."""
     if any(weight is None for weight in weights):
         unknown = [name for name, size in zip(names, sizes, strict=True) if size is None]
         if unknown:
@@ -44,10 +44,10 @@ class _Joined(DocumentSamples):
 
 
 class MixedText(_Joined):
-    """Samples of several parts. An epoch has as many draws as there are samples, shared out by probability.
+    """Samples of several parts. An epoch has as many draws as there are samples, apportioned by probability.
 
-    Each part is read again and again, each time in a fresh order, and an epoch goes on where the last one stopped. An epoch's order follows
-    from the seed and the epoch alone, so nothing else has to be saved.
+    Each part is read repeatedly, each time in a new order, and an epoch continues where the last one stopped. Holds: the order depends only
+    on the seed and the epoch, so it need not be saved.
     """
 
     def __init__(self, parts: Sequence[TextSamples], shares: NDArray[np.float64]) -> None:
@@ -65,7 +65,7 @@ class MixedText(_Joined):
 
 
 class ChainedText(_Joined):
-    """Samples of several parts, one part after the other, each in a fresh order every epoch."""
+    """Samples of several parts, one part after the other, each in a new order every epoch."""
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
         first = np.cumsum([0, *self._sizes])

@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer, and prompts: read, checked, and given out as batches."""
+"""Pairs of a chosen and a rejected answer, and prompts: read from files, checked, and made into batches."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Pair(NamedTuple):
     chosen: str
     rejected: str
     context: str = ""
-    """A text to read beside the prompt and either answer."""
+    """The context of the prompt and of both answers."""
 
     @property
     def origin(self) -> str:
-        """The document that both answers are of: neither finds passages of the chosen one."""
+        """The origin of both answers, so that neither retrieves passages from the chosen one."""
         return origin_of(self.prompt + self.chosen)
 
     def document(self) -> Document:
@@ -86,15 +86,15 @@ def answer_samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list
 
 
 def _contexts(texts: Sequence[str], encoding: Encoding) -> Contexts | None:
-    """The contexts of samples, of which some may have none; None: none has one."""
+    """The contexts of samples, some of which may be empty; None: all are empty."""
     documents = [Document("", context=text) for text in texts]
     samples = [to_sample(tokens) for tokens in encode(documents, encoding.tokenizer, [()] * len(documents))] if any(texts) else []
     return contexts_of(samples, encoding.sequence_length) if samples else None
 
 
 def read_preferences(source: Preferences, reads_context: bool = False) -> tuple[list[Pair], list[Pair], int]:
-    """Pairs to learn from, the source's own held-out pairs, and how many rows were left out since they prefer nothing. `reads_context`:
-    whether each pair's context is wanted."""
+    """Training pairs, the source's own held-out pairs, and the number of rows that are left out, since both answers are equal.
+    `reads_context`: whether to read the contexts."""
     context = (source.context_field or CONTEXT) if reads_context else None
     path = Path(source.path).expanduser()
     train, held_out = by_split(path, find_files(path))
@@ -114,7 +114,7 @@ def _read(file: Path, source: Preferences, context: str | None) -> list[Pair]:
 
 
 def _context(row: dict[str, object], name: str, where: str) -> str:
-    """A text to read beside a row; empty where there is none. Raises ShoalError."""
+    """The context of a row; empty if there is none. Raises ShoalError."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise ShoalError(f"{where}: `{name}` must be a text, and it is {type(value).__name__}")
@@ -132,7 +132,7 @@ def _pair(row: dict[str, object], where: str, source: Preferences) -> Pair:
 
 
 def _answer(text: str, prompt: str) -> str:
-    """What follows the prompt, which may stand before the answer, too; of a message only what it says."""
+    """The text after the prompt, which the answer may repeat; of a message only its content."""
     return text.removeprefix(prompt) if text.startswith(prompt) or not prompt.endswith(_TURN) else text.removeprefix(_TURN)
 
 
@@ -159,7 +159,7 @@ def _dialogue(messages: Sequence[object], name: str, where: str) -> str:
 
 
 def _split(chosen: str, rejected: str) -> Pair:
-    """Whole dialogues share all but their last turn: what they share, up to the beginning of an answer, is the prompt."""
+    """Split two dialogues that differ in their last turn: the prompt is their common prefix, up to the beginning of an answer."""
     shared = next(
         (at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), min(len(chosen), len(rejected))
     )
@@ -169,16 +169,16 @@ def _split(chosen: str, rejected: str) -> Pair:
 
 
 class Prompt(NamedTuple):
-    """What an answer is asked for, and the right one where the file has it."""
+    """A prompt, and the correct answer if the file has one."""
 
     text: str
     answer: str | None = None
     context: str = ""
-    """A text to read beside it."""
+    """A text for cross-attention."""
 
 
 def read_prompts(path: str | Path, reads_context: bool = False) -> list[Prompt]:
-    """Prompts, one a line, or JSON objects with a field `prompt` and perhaps an `answer` and, where it is read, a `context`."""
+    """Prompts: lines of text, or JSON lines with a field `prompt`, optionally `answer` and, with `reads_context`, `context`."""
     prompts = [prompt for file in find_files(Path(path).expanduser()) for prompt in _prompts(file, reads_context)]
     if not prompts:
         raise ShoalError(f"there are no prompts in {path}")

@@ -38,13 +38,13 @@ def python_source() -> TextPart:
 
 
 def zen_of_python() -> TextPart:
-    """The Zen of Python by Tim Peters, again and again: who reads it often knows it by heart."""
+    """The Zen of Python by Tim Peters, repeated so that a model learns it by heart."""
     poem = zen()
     return TextPart("zen", InMemoryDocuments([poem] * _ZEN_TIMES), None)
 
 
 def zen() -> str:
-    """The poem. Its module prints it when it is imported, so it is read here, not run. It stands there in rot13."""
+    """The poem, decoded from rot13. Importing its module would print it, so the module is parsed instead."""
     file = Path(sysconfig.get_path("stdlib")) / "this.py"
     if not file.exists():
         raise ShoalError(f"this Python has no Zen in {file}: choose another data.source")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shoal.data.text.documents import Document, origin_of
+from shoal.data.text.documents import Document, Position, origin_of
 from shoal.errors import ShoalError
 
 FIELDS = ("text", "content", "body", "document", "article", "passage", "context", "story", "sentence", "code")
@@ -14,12 +14,12 @@ CONTEXT = "context"
 
 
 class Fields(NamedTuple):
-    """Which fields of a row are asked for; None: they are found out."""
+    """The fields of a row to read; None: detected."""
 
     text: str | None = None
     context: str | None = None
     reads_context: bool = False
-    """Whether the model reads a context beside its input."""
+    """Whether the model has cross-attention to a context."""
 
 
 def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) -> str | None:
@@ -31,7 +31,7 @@ def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) ->
     if all(isinstance(row.get(name, 0), str | None) for name in PAIR):
         return None
     for name in FIELDS:
-        if isinstance(row.get(name, 0), str | None):  # null is a text that is missing in this row
+        if isinstance(row.get(name, 0), str | None):  # null: the text of this row is missing
             return name
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if len(texts) == 1:
@@ -40,13 +40,23 @@ def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) ->
 
 
 def to_document(row: Mapping[str, Any], field: str | None, where: str, context: str | None = None) -> Document:
-    """`context`: the field with a text to read beside it; None: there is none."""
-    beside = _text(row, context, where) if context else ""
+    """`context`: the field of the context; None: there is none."""
+    context_text = _text(row, context, where) if context else ""
     if field is None:
-        document = Document(_text(row, PAIR[1], where), prompt=_text(row, PAIR[0], where), context=beside)
+        document = Document(_text(row, PAIR[1], where), prompt=_text(row, PAIR[0], where), context=context_text)
     else:
-        document = Document(_text(row, field, where), context=beside)
+        document = Document(_text(row, field, where), context=context_text)
     return document._replace(origin=origin_of(document.prompt + document.text))
+
+
+def rows_to_documents(rows: Iterable[tuple[Mapping[str, Any], str, Position]], wanted: Fields) -> Iterator[tuple[Document, Position]]:
+    """The documents of rows, each with the position after it. The first row determines the fields; rows without text are skipped."""
+    fields: tuple[str | None, str | None] | None = None
+    for row, where, after in rows:
+        fields = fields or fields_of(row, where, wanted)
+        document = to_document(row, fields[0], where, fields[1])
+        if document.text:
+            yield document, after
 
 
 def fields_of(row: Mapping[str, Any], where: str, wanted: Fields) -> tuple[str | None, str | None]:

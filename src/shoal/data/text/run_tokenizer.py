@@ -1,4 +1,4 @@
-"""The tokenizer and the encoding that a run asks for."""
+"""The tokenizer and the encoding of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shoal.errors import ShoalError
 
 
 def find_encoding(run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path | None, token: str | None) -> Encoding:
-    """How this run turns documents into samples. `texts` gives the training text, for tokenizers that are made from it."""
+    """The encoding of documents to samples. `texts` returns the training text, for tokenizers that are trained on it."""
     tokenizer = load_tokenizer(run.data.tokenizer or "bytes", texts=texts, cache_dir=cache_dir, token=token)
-    _fits_model(run, tokenizer)
+    _check_vocabulary(run, tokenizer)
     length = run.data.sequence_length
     if length is None:
         raise ShoalError(f"data.sequence_length: a text needs one, and a model of kind {run.model.kind} does not say it")
@@ -23,7 +23,7 @@ def find_encoding(run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path 
     return Encoding(tokenizer, length, data.batching, data.padding_side, data.truncation)
 
 
-def _fits_model(run: Run, tokenizer: Tokenizer) -> None:
+def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
     size: int | None = getattr(run.model, "vocab_size", None)
     if size is not None and size < tokenizer.vocab_size:
         raise ShoalError(
@@ -37,12 +37,12 @@ def contents(documents: Iterable[Document]) -> Iterable[str]:
 
 
 def noun(encoding: Encoding, count: int | None = None) -> str:
-    """What samples are, for people: `4,096 sequences of 128 tokens`."""
-    many = "" if count is None else f"{count:,} training "
+    """A description of the samples: `4,096 training sequences of 128 tokens`."""
+    number = "" if count is None else f"{count:,} training "
     return (
-        f"{many}sequences of {encoding.sequence_length} tokens"
+        f"{number}sequences of {encoding.sequence_length} tokens"
         if encoding.packed
-        else f"{many}texts of up to {encoding.sequence_length} tokens"
+        else f"{number}texts of up to {encoding.sequence_length} tokens"
     )
 
 

@@ -1,6 +1,6 @@
-"""Text as samples in memory: sequences of one length in one tensor, or documents of their own length.
+"""Text samples in memory: packed sequences in one tensor, or documents of different lengths.
 
-Shapes: N samples, B of a batch, T tokens of a sequence.
+Shapes: N samples, B batch, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PackedText(DocumentSamples, SelectableSamples):
 
 
 class PaddedText(DocumentSamples, SelectableSamples):
-    """Samples of their own length, padded when a batch is made."""
+    """Samples of different lengths, padded when a batch is made."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ def text_samples(documents: Sequence[Document], encoding: Encoding) -> TextSampl
 
 
 def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
-    """All documents in a row, a separator between them, cut to length; the last sequence is filled up."""
+    """The documents concatenated with separators and cut to length; the last sequence is padded."""
     separator = encoding.tokenizer.separator
     ends = [separator] * (len(documents) - 1) + [()]
     refuse_contexts(documents)
     encoded = encode(documents, encoding.tokenizer, ends) if documents else []
-    tokens = join(encoded) if documents else _nothing()
+    tokens = join(encoded) if documents else _no_tokens()
     length = encoding.sequence_length
     count = max(0, -(-(len(tokens) - 1) // length))
     if not count:
@@ -99,14 +99,14 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     sample = full(to_sample(tokens), count * length, encoding.tokenizer.pad_id)
     labels = _tensor(sample.labels).view(count, length)
     inputs = _tensor(sample.inputs).view(count, length)
-    useful = (labels != IGNORED).any(1)  # a sequence in the middle of a long prompt has nothing to learn
+    useful = (labels != IGNORED).any(1)  # a sequence inside a long prompt has no labels
     origins = packed_origins([len(one) for one in encoded], [document.origin for document in documents], count, length)
     packed = PackedText(inputs, labels, origins)
     return packed if bool(useful.all()) else packed.select(useful)
 
 
 def refuse_contexts(documents: Sequence[Document]) -> None:
-    """A packed sequence may hold several texts, of which each has a context of its own."""
+    """Raises ShoalError if documents have contexts: a packed sequence may hold several documents, each with its own context."""
     if any(document.context for document in documents):
         raise ShoalError(
             "data.batching: cross-attention reads one text's context at a time, and packed sequences hold several texts: "
@@ -128,7 +128,7 @@ def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
     return PaddedText(_tensor(inputs), _tensor(labels), lengths.cumsum(0) - lengths, lengths, encoding, origins, contexts)
 
 
-def _nothing() -> Tokens:
+def _no_tokens() -> Tokens:
     return Tokens(np.zeros(0, np.int32), np.zeros(0, np.bool_))
 
 
@@ -139,7 +139,7 @@ def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:
 
 
 def joined(parts: Sequence[TextSamples]) -> TextSamples:
-    """Samples of several parts in one set of tensors, in order."""
+    """The concatenated samples of several parts."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], PackedText):
@@ -159,8 +159,8 @@ def joined(parts: Sequence[TextSamples]) -> TextSamples:
     )
 
 
-def enough(name: str, samples: TextSamples, encoding: Encoding) -> None:
-    """Refuse text that does not fill a single sequence."""
+def expect_one_sequence(name: str, samples: TextSamples, encoding: Encoding) -> None:
+    """Raises ShoalError if the text does not fill one sequence."""
     if encoding.packed and len(samples) <= 1:
         tokens = int((samples.labels_NT != IGNORED).sum()) + 1 if isinstance(samples, PackedText) and len(samples) else 0
         if tokens <= encoding.sequence_length:

@@ -1,19 +1,17 @@
-"""The Stanford Natural Language Inference corpus as text: premise, hypothesis, and what follows from what."""
+"""The Stanford Natural Language Inference corpus as text: premise, hypothesis, label."""
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.config.schema.data import Snli
 from shoal.data.hub.dataset import DataRequest, load_splits
 from shoal.data.text.documents import Document, InMemoryDocuments, TextPart
-from shoal.data.text.files import decode
+from shoal.data.text.files import corpus_part, decode, files_by_split, open_file
 from shoal.errors import ShoalError
 
 HUB = "stanfordnlp/snli"
@@ -26,40 +24,31 @@ Pair = tuple[str, str, str]
 """Premise, hypothesis, label."""
 
 
-def open_snli(source: Snli, request: DataRequest, premise_beside: bool = False) -> TextPart:
-    """Train on `train`, be judged on `dev`. Where there is no train file, on `dev` and `test`, and the name says so.
-
-    `premise_beside`: the premise is not part of the text, but the context that is read beside it.
-    """
+def open_snli(source: Snli, request: DataRequest, premise_as_context: bool = False) -> TextPart:
+    """`premise_as_context`: the premise is not part of the text but its context."""
     if source.path:
-        splits = {name: _texts(_read(file), premise_beside) for name, file in _find(Path(source.path).expanduser()).items()}
+        splits = {name: _texts(_read(file), premise_as_context) for name, file in _find(Path(source.path).expanduser()).items()}
     else:
         otherwise = f"put {_FILES} in a folder, and set data.source.path to it"
         rows = load_splits(request._replace(name=HUB, streaming=False, otherwise=otherwise), None)
-        splits = {_SPLITS[name]: _texts(_hub_pairs(dataset), premise_beside) for name, dataset in rows.items() if name in _SPLITS}
-    train = next((name for name in ("train", "dev") if name in splits), None)
-    if train is None:
-        raise ShoalError(f"data.source.path: {source.path} has no file to train on: put snli_1.0_train.jsonl there")
-    name = "SNLI" if train == "train" else "SNLI (its dev part: there is no train file)"
-    return TextPart(name, splits[train], splits.get("dev" if train == "train" else "test"))
+        splits = {_SPLITS[name]: _texts(_hub_pairs(dataset), premise_as_context) for name, dataset in rows.items() if name in _SPLITS}
+    return corpus_part("SNLI", splits, "dev", f"{source.path} has no file to train on: put snli_1.0_train.jsonl there")
 
 
-def _texts(pairs: Iterable[Pair], premise_beside: bool) -> InMemoryDocuments:
-    """A pair without an agreed label is left out, as the corpus asks for."""
-    return InMemoryDocuments([_document(*pair, premise_beside) for pair in pairs if pair[2] in LABELS])
+def _texts(pairs: Iterable[Pair], premise_as_context: bool) -> InMemoryDocuments:
+    """Pairs without an agreed label are left out, as the authors of the corpus recommend."""
+    return InMemoryDocuments([_document(*pair, premise_as_context) for pair in pairs if pair[2] in LABELS])
 
 
-def _document(premise: str, hypothesis: str, label: str, premise_beside: bool) -> Document:
+def _document(premise: str, hypothesis: str, label: str, premise_as_context: bool) -> Document:
     text = f"Hypothesis: {hypothesis}\nLabel: {label}"
-    return Document(text, context=premise) if premise_beside else Document(f"Premise: {premise}\n{text}")
+    return Document(text, context=premise) if premise_as_context else Document(f"Premise: {premise}\n{text}")
 
 
 def _find(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for file in sorted(folder.rglob("*")) if folder.is_dir() else []:
-        words = file.name.lower().replace(".", "_").replace("-", "_").split("_")
-        split = next((_SPLITS[word] for word in words if word in _SPLITS), None)
-        if split and file.name.removesuffix(".gz").endswith(_SUFFIXES) and words[0] == "snli":
+    for split, words, file in files_by_split(folder, _SPLITS):
+        if file.name.removesuffix(".gz").endswith(_SUFFIXES) and words[0] == "snli":
             found.setdefault(split, file)
     if not found:
         raise ShoalError(
@@ -69,10 +58,8 @@ def _find(folder: Path) -> dict[str, Path]:
 
 
 def _read(file: Path) -> Iterator[Pair]:
-    try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ShoalError(f"{file} is damaged: {error}") from error
+    with open_file(file) as content:
+        raw = content.read()
     if not raw:
         raise ShoalError(f"{file} is empty")
     text = decode(raw, str(file))

@@ -1,4 +1,4 @@
-"""The sources of text: each opens the parts that it is made of, which are then cut, encoded, mixed or streamed as the run says."""
+"""The sources of text: each opens its parts, which are then encoded, mixed or streamed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shoal.errors import ShoalError
 
 
 def unit_of(run: Run) -> Unit:
-    """What a plain text is cut into."""
+    """The unit that plain text files are cut into."""
     return "line" if run.data.batching != "packed" else "piece" if run.data.streaming else "whole"
 
 
 def reads_context(run: Run) -> bool:
-    """Whether the model reads a text beside its input."""
+    """Whether the model has cross-attention to a context."""
     cross_attention = getattr(run.model, "cross_attention", None)
     return bool(cross_attention and cross_attention.enabled)
 
 
 def expect_reader(source: Text | HubDataset | Preferences, run: Run) -> None:
-    """Raise ShoalError where a context field is named and the model reads no context."""
+    """Raises ShoalError if `context_field` is set and the model has no cross-attention."""
     if source.context_field is not None and not reads_context(run):
         raise ShoalError("data.source.context_field is read by cross-attention: set model.cross_attention.enabled, or leave it out")
 
@@ -38,7 +38,7 @@ def _fields(source: Text | HubDataset, run: Run) -> Fields:
 
 
 def open_files(source: Text, run: Run, request: DataRequest) -> list[TextPart]:
-    """One part, or several of a folder of texts that is to be mixed."""
+    """One part, or with mixing one for each file and sub-folder of a folder."""
     return open_text(Path(source.path).expanduser(), _fields(source, run), unit_of(run), mixed=run.data.mixing.enabled)
 
 
@@ -51,11 +51,11 @@ def open_wiki(source: Wikitext, run: Run, request: DataRequest) -> list[TextPart
 
 
 def open_pairs(source: Snli, run: Run, request: DataRequest) -> list[TextPart]:
-    return [open_snli(source, request, premise_beside=reads_context(run))]
+    return [open_snli(source, request, premise_as_context=reads_context(run))]
 
 
 def open_mixture(source: Mixture, run: Run, request: DataRequest) -> list[TextPart]:
-    """The parts of a mixture, each of which is one whole here."""
+    """The parts of a mixture: one for each of its sources."""
     whole = run.replace(data=run.data.replace(mixing=Mixing(enabled=False)))
     parts: list[TextPart] = []
     for part in source.parts:

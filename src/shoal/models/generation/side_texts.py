@@ -21,7 +21,7 @@ class PassageSearch(Protocol):
     def chunk_size(self) -> int:
         """Tokens of a chunk; each complete chunk is a new query."""
 
-    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
+    def text_columns(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
         """Passages for each text, none of them from the text's own documents. `starts`: the column where each text begins."""
         ...
 
@@ -46,7 +46,7 @@ def make_side_texts(
     def columns(rows: Sequence[int], texts: Sequence[Sequence[int]], starts: Sequence[int]) -> dict[str, Tensor]:
         found = {"context_ids": _filled_up([contexts[row] for row in rows])} if contexts else {}
         if finder is not None:
-            found |= finder.beside_texts(texts, [own[row] if own else () for row in rows], starts)
+            found |= finder.text_columns(texts, [own[row] if own else () for row in rows], starts)
         return found
 
     return SideTexts(columns, None if finder is None else finder.chunk_size)

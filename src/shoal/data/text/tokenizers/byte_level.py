@@ -11,7 +11,7 @@ from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids
 
 
 class ByteTokenizer:
-    """256 bytes and an end-of-text id. Needs no training and knows every text."""
+    """256 bytes and an end-of-text id. It needs no training and encodes every text."""
 
     name = "bytes"
     vocab_size = 257

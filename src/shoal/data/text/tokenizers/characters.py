@@ -15,7 +15,7 @@ _CODES = 0x110000
 
 
 class CharacterTokenizer:
-    """One id per distinct character, in the order of their code points. There is no end-of-text id: a line break parts documents."""
+    """One id per distinct character, in the order of their code points. There is no end-of-text id: a line break separates documents."""
 
     name = "characters"
     eos_id = None

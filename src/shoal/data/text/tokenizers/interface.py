@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and what those of other libraries share."""
+"""The interface of tokenizers, and the base class of those of other libraries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoal.files import JsonFormat
 
 Ids = NDArray[np.int32]
 OWN_FILE = "shoal_tokenizer.json"
+"""File of Shoal's own tokenizers in a saved folder; other tokenizers save the files of their library."""
 FORMAT = JsonFormat("tokenizer", 1, ("kind",))
-"""What a folder saved by a tokenizer of our own holds; other folders have the files of their library."""
 
 
 class Tokenizer(Protocol):
@@ -31,29 +31,29 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int | None:
-        """Stands at the end of a document; None where the vocabulary has nothing of the kind."""
+        """End-of-text id; None if the vocabulary has none."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """Fills up short samples. It may be an id that also means something: padding is masked, never recognised."""
+        """Padding id. It may also be an ordinary id, since padding is masked and never recognised by its id."""
         ...
 
     @property
     def separator(self) -> tuple[int, ...]:
-        """What goes between two documents that are joined."""
+        """The ids between two concatenated documents."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The same for many texts at once, and fast."""
+        """Encode many texts, faster than one by one."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def save(self, folder: str | Path) -> None:
-        """Write all that `load_tokenizer(folder)` needs."""
+        """Write all files that `load_tokenizer(folder)` needs."""
         ...
 
 
@@ -71,9 +71,9 @@ class LibraryBasedTokenizer(ABC):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """What the library itself puts before every text. Training in Shoal adds nothing; a model from elsewhere expects it."""
-        plain, marked = self.encode("a"), self._with_specials("a")
-        return tuple(marked[: marked.index(plain[0])]) if plain and plain[0] in marked else ()
+        """The ids that the library puts before every text. Shoal's training adds none; pretrained models expect them."""
+        plain, with_specials = self.encode("a"), self._with_specials("a")
+        return tuple(with_specials[: with_specials.index(plain[0])]) if plain and plain[0] in with_specials else ()
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...

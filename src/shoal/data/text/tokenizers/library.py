@@ -27,7 +27,7 @@ _CACHE_FORMAT = 1
 
 
 class LibraryTokenizer(LibraryBasedTokenizer):
-    """A tokenizer of the `tokenizers` library. Special tokens are never added; they are found where they stand in a text."""
+    """A tokenizer of the `tokenizers` library. Special tokens are never added, and are recognised inside a text."""
 
     def __init__(self, tokenizer: Any, *, name: str, eos: str | None = None, pad: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -46,7 +46,7 @@ class LibraryTokenizer(LibraryBasedTokenizer):
         return [np.concatenate([next(ids) for _ in text]) for text in pieces]
 
     def _encodings(self, texts: list[str]) -> list[Any]:
-        # A process that loads batches ahead may be a fork, and the library's threads do not survive one.
+        # A loader process may be a fork, and the library's threads do not survive a fork.
         if get_worker_info() is not None:
             return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         encodings: list[Any] = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -61,7 +61,7 @@ class LibraryTokenizer(LibraryBasedTokenizer):
         return text
 
     def save(self, folder: str | Path) -> None:
-        """The files that transformers reads too."""
+        """Write files that transformers can read too."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(folder / "tokenizer.json"))
@@ -70,7 +70,7 @@ class LibraryTokenizer(LibraryBasedTokenizer):
 
 
 def _in_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts in lists of some megabytes: the library's encodings take many times the memory of the ids."""
+    """Texts in lists of some megabytes, since the library's encodings take many times the memory of the ids."""
     chunk: list[str] = []
     size = 0
     for text in texts:
@@ -84,9 +84,9 @@ def _in_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _pieces(text: str) -> list[str]:
-    """A long text in parts, so that memory stays bounded and threads can share it.
+    """A long text in parts, to bound the memory and to use several threads.
 
-    It is cut only where a line ends and the next begins with no space around: there no vocabulary joins tokens across.
+    It is cut only at line breaks without other white space around them, which no token of a vocabulary spans.
     """
     pieces, start = [], 0
     while len(text) - start > _PIECE and (cut := _LINE_END.search(text, start + _PIECE)):
@@ -96,18 +96,18 @@ def _pieces(text: str) -> list[str]:
 
 
 def from_json(file: Path, name: str) -> LibraryTokenizer:
-    """A tokenizer.json; the end-of-text token is named in the tokenizer_config.json beside it, or is a well-known one."""
+    """Load a tokenizer.json. Its end-of-text token is in the tokenizer_config.json of the same folder, or is a well-known one."""
     try:
         tokenizer = import_optional("tokenizers").Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
         raise ShoalError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
-    _unlimited(tokenizer)
+    _remove_limits(tokenizer)
     config = _config(file.parent)
     return LibraryTokenizer(tokenizer, name=config.get("name") or name, eos=_token(config, "eos_token"), pad=_token(config, "pad_token"))
 
 
-def _unlimited(tokenizer: Any) -> None:
-    """A tokenizer.json may carry the truncation and padding of some past use."""
+def _remove_limits(tokenizer: Any) -> None:
+    """Remove truncation and padding, which a tokenizer.json may contain."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -147,7 +147,7 @@ def _byte_level(library: Any, model: Any) -> Any:
 
 
 def train_bpe(texts: Iterable[str], cache_dir: Path | None = None) -> LibraryTokenizer:
-    """Byte-level BPE of up to 4096 ids, trained on the texts. Small texts give fewer. With a cache, trained once per text."""
+    """Byte-level BPE of up to 4096 ids, trained on the texts. Short texts give fewer. With `cache_dir` it is trained once per text."""
     texts = list(texts)
     if not any(texts):
         raise ShoalError("the tokenizer `bpe` needs a text to be trained on, and there is none")

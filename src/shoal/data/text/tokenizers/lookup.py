@@ -84,7 +84,7 @@ def _from_hub(name: str, token: str | None) -> Tokenizer:
         if online:
             raise ShoalError(f"data.tokenizer: the hub has no tokenizer `{name}`{guess}: {_first_line(error)}") from error
         raise ShoalError(
-            f"data.tokenizer: `{name}`{guess} is not at hand, and the Hugging Face hub cannot be reached: put {_FILES} in a folder, "
+            f"data.tokenizer: `{name}`{guess} is not in the cache, and the Hugging Face hub cannot be reached: put {_FILES} in a folder, "
             "and set data.tokenizer to it; or use `bytes` or `bpe`, which need no download"
         ) from error
 

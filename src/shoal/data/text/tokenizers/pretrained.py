@@ -12,7 +12,7 @@ from shoal.data.text.tokenizers.interface import Ids, LibraryBasedTokenizer
 
 
 class PretrainedTokenizer(LibraryBasedTokenizer):
-    """A tokenizer of the transformers library. Special tokens are never added; they are found where they stand in a text."""
+    """A tokenizer of the transformers library. Special tokens are never added, and are recognised inside a text."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class PretrainedTokenizer(LibraryBasedTokenizer):
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, self.eos_id) if i is not None), 0)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        # verbose=False: texts longer than the model takes are cut to sequences later, so its warning is beside the point.
+        # verbose=False: its warning about long texts does not apply, since texts are cut to sequences later.
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
 

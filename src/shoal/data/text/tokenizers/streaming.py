@@ -1,4 +1,4 @@
-"""Text from ids that come one by one."""
+"""Incremental decoding of ids to text."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Sequence
 from shoal.data.text.tokenizers.interface import Tokenizer
 
 _CONTEXT = 6
-"""Tokens of the prompt that the first new ones are decoded with: some vocabularies write a space by what stands before."""
+"""Prompt tokens that are decoded together with the first new ones: in some vocabularies a space depends on the token before."""
 _LONGEST_WAIT = 8
-"""Ids that wait for the rest of a character. A character has four bytes at most, so what is not whole by then never will be."""
+"""Ids that are held back for the rest of a character. A character has at most four bytes, so an incomplete one is invalid after that."""
 
 
 class StreamedText:
-    """Turns the ids that follow a prompt into text. Only the last few are decoded again for each, however long the text is."""
+    """Decodes the ids after a prompt one by one. For each, only the last few are decoded again, however long the text is."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids[-_CONTEXT:])
-        self._told = len(self._ids)
-        """How many of the ids the text that was given so far ends with."""
+        self._emitted = len(self._ids)
+        """Number of the kept ids whose text was returned already."""
 
     def add(self, token: int) -> str:
-        """The text that this id adds; empty while it is half of a character."""
+        """The text that this id adds; empty while a character is incomplete."""
         self._ids.append(token)
-        return self._next(len(self._ids) - self._told > _LONGEST_WAIT)
+        return self._next(len(self._ids) - self._emitted > _LONGEST_WAIT)
 
     def finish(self) -> str:
-        """What was waiting for the rest of a character that never came."""
+        """The text that was held back for the rest of a character."""
         return self._next(True)
 
-    def _next(self, all_of_it: bool) -> str:
-        before, now = self._tokenizer.decode(self._ids[: self._told]), self._tokenizer.decode(self._ids)
-        if now.endswith("\ufffd") and not all_of_it:
+    def _next(self, flush: bool) -> str:
+        before, now = self._tokenizer.decode(self._ids[: self._emitted]), self._tokenizer.decode(self._ids)
+        if now.endswith("\ufffd") and not flush:
             return ""
-        self._ids, self._told = self._ids[self._told :], len(self._ids) - self._told
+        self._ids, self._emitted = self._ids[self._emitted :], len(self._ids) - self._emitted
         return now[len(before) :]
