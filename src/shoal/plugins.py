@@ -45,11 +45,11 @@ from shoal.config.schema.updates import Aggregation, Codec
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.coordinator.policies import Barrier as Barrier
-    from shoal.coordinator.policies import Bounded as Bounded
-    from shoal.coordinator.policies import Discounted as Discounted
-    from shoal.coordinator.policies import Every as Every
-    from shoal.coordinator.policies import Everything as Everything
+    from shoal.coordinator.round_policies import Barrier as Barrier
+    from shoal.coordinator.round_policies import Bounded as Bounded
+    from shoal.coordinator.round_policies import Discounted as Discounted
+    from shoal.coordinator.round_policies import Every as Every
+    from shoal.coordinator.round_policies import Everything as Everything
     from shoal.data.hub.dataset import DataRequest as DataRequest
     from shoal.data.images.samples import Target as ImageTarget
     from shoal.data.images.samples import from_pixels as from_pixels
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from shoal.runs.monitoring.recorder import Reporter as Reporter
     from shoal.runs.rlhf.rewards.interface import Answer as Answer
     from shoal.runs.rlhf.rewards.interface import Score as Score
-    from shoal.strategies.policies import Policies as Policies
+    from shoal.strategies.policy_set import Policies as Policies
     from shoal.strategies.run_length import in_rounds as in_rounds
     from shoal.strategies.run_length import in_updates as in_updates
     from shoal.tasks.base import Batch as Batch
@@ -176,9 +176,9 @@ __all__ = [
 ]
 _IMPORTED_ON_USE = {
     "Answer": "shoal.runs.rlhf.rewards.interface.Answer",
-    "Barrier": "shoal.coordinator.policies.Barrier",
+    "Barrier": "shoal.coordinator.round_policies.Barrier",
     "Batch": "shoal.tasks.base.Batch",
-    "Bounded": "shoal.coordinator.policies.Bounded",
+    "Bounded": "shoal.coordinator.round_policies.Bounded",
     "ClassificationTask": "shoal.tasks.classification.Classification",
     "Client": "shoal.transports.interface.Client",
     "Coder": "shoal.updates.codecs.base.Coder",
@@ -188,12 +188,12 @@ _IMPORTED_ON_USE = {
     "DataInfo": "shoal.data.loaded_data.Info",
     "DataRequest": "shoal.data.hub.dataset.DataRequest",
     "DataShapes": "shoal.models.data_shapes.DataShapes",
-    "Discounted": "shoal.coordinator.policies.Discounted",
+    "Discounted": "shoal.coordinator.round_policies.Discounted",
     "DistributedEngine": "shoal.engines.base.Engine",
     "Document": "shoal.data.text.documents.Document",
     "Documents": "shoal.data.text.documents.InMemoryDocuments",
-    "Every": "shoal.coordinator.policies.Every",
-    "Everything": "shoal.coordinator.policies.Everything",
+    "Every": "shoal.coordinator.round_policies.Every",
+    "Everything": "shoal.coordinator.round_policies.Everything",
     "Floats": "shoal.updates.parallel_blocks.Floats",
     "Frame": "shoal.protocol.frames.Frame",
     "Frames": "shoal.protocol.frames.Frames",
@@ -203,7 +203,7 @@ _IMPORTED_ON_USE = {
     "ListenOptions": "shoal.transports.interface.ListenOptions",
     "Loss": "shoal.tasks.base.Loss",
     "Message": "shoal.protocol.messages.Message",
-    "Policies": "shoal.strategies.policies.Policies",
+    "Policies": "shoal.strategies.policy_set.Policies",
     "Reporter": "shoal.runs.monitoring.recorder.Reporter",
     "Request": "shoal.protocol.messages.Request",
     "SampleStream": "shoal.data.interfaces.SampleStream",

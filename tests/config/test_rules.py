@@ -14,8 +14,8 @@ from shoal.config.load import ConfigFile, LoadedConfig, parse_override, resolve
 from shoal.config.problems import masked, render
 from shoal.config.rules import RULES
 from shoal.config.rules import rule as rules
-from shoal.config.rules.effects import NO_EFFECT
 from shoal.config.rules.rule import Rule
+from shoal.config.rules.unused_settings import NO_EFFECT
 from shoal.config.schema.training import KEYWORDS
 
 HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.coordinator.units.leases import PATIENCE_LEASES, GivenUp, Lease, Leases
+from shoal.coordinator.units.lease_table import PATIENCE_LEASES, GivenUp, Lease, Leases
 
 LEASE_S = 10.0
 WORKERS = st.sampled_from("ab")

@@ -20,7 +20,7 @@ from shoal.errors import ShoalError
 from shoal.models import build
 from shoal.tasks.language import LanguageModelling
 from shoal.updates.layout import FlatNetwork, ParameterLayout
-from shoal.worker.policies import PullPolicy
+from shoal.worker.step_policies import PullPolicy
 from shoal.worker.weights import WorkerWeights
 
 KINDS = ["fp32", "bf16", "fp8"]

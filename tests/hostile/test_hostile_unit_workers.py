@@ -14,7 +14,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.events import RequestReceived, ServingStarted
 from shoal.coordinator.run_plan import MemberLimits
 from shoal.coordinator.units.cut import DataCut
-from shoal.coordinator.units.leases import PATIENCE_LEASES
+from shoal.coordinator.units.lease_table import PATIENCE_LEASES
 from shoal.protocol.messages import WorkerRequest, header_of, parse
 from shoal.updates import codecs
 from shoal.worker.session import LeasedUnit, SessionEndedError

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.errors import ShoalError
+from shoal.serve.batched_kv_caches import KvCaches
 from shoal.serve.batching import BatchingEngine
-from shoal.serve.kv_caches import KvCaches
 from shoal.serve.nodes import node as node_module
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, LoadedLayers, TokenBatch
 from shoal.serve.nodes.messages import (

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from shoal.serve.backend import ForwardBatch, LocalBackend
+from shoal.serve.batched_kv_caches import SHORTEST, PrefixCache
 from shoal.serve.batching import BatchingEngine
-from shoal.serve.kv_caches import SHORTEST, PrefixCache
 from tests.serve.test_batching import Heard, alone, finish, job, make_model
 from tests.serve.test_nodes import alone as alone_whole
 from tests.serve.test_nodes import make, split_evenly, spread

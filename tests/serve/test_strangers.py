@@ -14,7 +14,7 @@ from shoal.serve.api.app import Api
 from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine
 from shoal.serve.server import ModelServer
-from shoal.web import connection_limits
+from shoal.web import uvicorn_limits as connection_limits
 from tests.support.processes import HANG_S
 from tests.support.small_service import running, small_model, small_served
 

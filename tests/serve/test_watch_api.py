@@ -15,8 +15,8 @@ from shoal.cli.main import main
 from shoal.coordinator.durable.ledger import FileLedger
 from shoal.dashboard.app import make_dashboard_app, qr_rows
 from shoal.dashboard.ledger_digest import LedgerDigest
-from shoal.dashboard.runs import StreamPosition, WatchedRun, WatchedRuns
 from shoal.dashboard.server import GUARDED, require_token
+from shoal.dashboard.watched_runs import StreamPosition, WatchedRun, WatchedRuns
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import write_join_command

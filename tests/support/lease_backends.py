@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from shoal.coordinator.units.leases import PATIENCE_LEASES, GivenUp, Leases
+from shoal.coordinator.units.lease_table import PATIENCE_LEASES, GivenUp, Leases
 from shoal.transports.database_address import parse
 from shoal.transports.postgres import ClaimedUnit, LeaseClient, PostgresServer
 from shoal.transports.postgres.enrolment import own_access

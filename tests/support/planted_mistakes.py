@@ -9,9 +9,9 @@ from shoal.coordinator import machine
 from shoal.coordinator.durable import replayed_state
 from shoal.coordinator.effects import Persist, Reply
 from shoal.coordinator.members import table
-from shoal.coordinator.policies import Barrier
+from shoal.coordinator.round_policies import Barrier
 from shoal.coordinator.rounds import contributions, open_rounds
-from shoal.coordinator.units import leases
+from shoal.coordinator.units import lease_table
 
 Patch = Callable[[Any], None]
 """Given pytest's monkeypatch."""
@@ -91,7 +91,7 @@ def _drops_one_of_several(patch: Any) -> None:
 
 def _lends_twice(patch: Any) -> None:
     """A unit that was claimed may be claimed by another, too, and either result is taken."""
-    real = leases.Leases.claim
+    real = lease_table.Leases.claim
 
     def claim(self: Any, worker: str, now: float) -> Any:
         lease = real(self, worker, now)
@@ -99,13 +99,13 @@ def _lends_twice(patch: Any) -> None:
             self._pending[lease.unit] = None
         return lease
 
-    patch.setattr(leases.Leases, "claim", claim)
-    patch.setattr(leases.Leases, "holds", lambda self, worker, unit, now: True)
+    patch.setattr(lease_table.Leases, "claim", claim)
+    patch.setattr(lease_table.Leases, "holds", lambda self, worker, unit, now: True)
 
     def submit(self: Any, worker: str, unit: int, version: int, now: float) -> str:
-        return leases.ACCEPTED
+        return lease_table.ACCEPTED
 
-    patch.setattr(leases.Leases, "submit", submit)
+    patch.setattr(lease_table.Leases, "submit", submit)
 
 
 def _counts_a_share_twice(patch: Any) -> None:

@@ -13,10 +13,10 @@ from shoal.config.schema.updates import Codec, NoCodec, Updates
 from shoal.engines import StepResult
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL
-from shoal.worker.policies import LeasedUnitPolicy, PullPolicy, ShardFeedPolicy
 from shoal.worker.producers import GradientContribution, UnitGradientContribution
 from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer, Sender
 from shoal.worker.session import Frames, WorkerSession
+from shoal.worker.step_policies import LeasedUnitPolicy, PullPolicy, ShardFeedPolicy
 from shoal.worker.worker import Worker, WorkerPolicies
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 3, "seat": 0, "epoch": 0, "position": 0, "last_seq": -1, "version": 0}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.coordinator.units.leases import NO_RESULT_IN_TIME, PATIENCE_LEASES, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
+from shoal.coordinator.units.lease_table import NO_RESULT_IN_TIME, PATIENCE_LEASES, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
 from tests.support.lease_backends import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
 from tests.support.postgres_server import Database, PostgresProcess
 

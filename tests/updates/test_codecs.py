@@ -23,7 +23,7 @@ from shoal.updates.codecs import (
     encode_changes,
     encoded_bytes,
     residual_for,
-    sparse,
+    sparse_packing,
 )
 from shoal.updates.parallel_blocks import BLOCK
 
@@ -225,7 +225,7 @@ def test_top_k_of_a_long_vector_is_the_true_one_whatever_the_sample_says(shape: 
         "blocks": lambda: vector(size) * (torch.arange(size) >= size - 4100),
         "normal": lambda: vector(size),
     }[shape]()
-    positions, found = sparse.largest(values.numpy(), count)
+    positions, found = sparse_packing.largest(values.numpy(), count)
     expected = values.abs().topk(count).values
     assert len(positions) == count
     assert (np.diff(positions) > 0).all()
@@ -328,17 +328,17 @@ def test_hostile_changes_raise_an_update_error_and_change_nothing(data: st.DataO
 def test_positions_come_back(size: int, data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=min(size, 200)))
     positions = np.array(sorted(chosen), np.int64)
-    frame = sparse.pack(positions, size)
-    assert frame.nbytes <= sparse.index_bytes(len(positions), size)
-    assert np.array_equal(sparse.unpack(frame, len(positions), size), positions)
+    frame = sparse_packing.pack(positions, size)
+    assert frame.nbytes <= sparse_packing.index_bytes(len(positions), size)
+    assert np.array_equal(sparse_packing.unpack(frame, len(positions), size), positions)
 
 
 def test_positions_outside_the_vector_are_refused() -> None:
-    frame = sparse.pack(np.array([5, 900], np.int64), 1000)
+    frame = sparse_packing.pack(np.array([5, 900], np.int64), 1000)
     with pytest.raises(UpdateError, match="outside"):
-        sparse.unpack(frame, 2, 800)
+        sparse_packing.unpack(frame, 2, 800)
     with pytest.raises(UpdateError, match="positions"):
-        sparse.unpack(b"\xff\xff", 2, 1000)
+        sparse_packing.unpack(b"\xff\xff", 2, 1000)
 
 
 @settings(max_examples=40)

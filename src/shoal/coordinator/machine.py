@@ -31,7 +31,7 @@ from shoal.coordinator.members.authentication import Authenticator
 from shoal.coordinator.members.lifecycle import MemberLifecycle
 from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.owner_commands import OwnerCommands
-from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.closing import RoundClosing
 from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, ContributionHandler, refuse_older_call
 from shoal.coordinator.rounds.plausibility import PlausibilityChecks

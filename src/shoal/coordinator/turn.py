@@ -11,7 +11,7 @@ from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.durable.replayed_state import ReplayedState
 from shoal.coordinator.effects import Effect, Frames, Persist, Reply
 from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.inner_steps import steps_for
 from shoal.coordinator.rounds.weights_publisher import SubsetPublisher
 from shoal.coordinator.run_plan import RunPlan

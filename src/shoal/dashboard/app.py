@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.dashboard.runs import StreamPosition, WatchedRun, WatchedRuns
+from shoal.dashboard.watched_runs import StreamPosition, WatchedRun, WatchedRuns
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.prometheus import exposition, run_metrics
 from shoal.runs.owner import read_owner_file, send_command

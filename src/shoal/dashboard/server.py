@@ -12,12 +12,12 @@ from contextlib import suppress
 from typing import Any
 
 from shoal.dashboard.app import make_dashboard_app
-from shoal.dashboard.runs import WatchedRuns
+from shoal.dashboard.watched_runs import WatchedRuns
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.transports.addresses import is_loopback
 from shoal.web.auth import AuthMiddleware, listening_socket
-from shoal.web.connection_limits import bounded_server
+from shoal.web.uvicorn_limits import bounded_server
 
 GUARDED = ("/api", "/metrics")
 _SHORTEST_TOKEN = 16

@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import SideTextReader, SideTexts
 from shoal.models.kernels.cpu_packing import pack_matrices
+from shoal.serve.batched_kv_caches import KvCaches
 from shoal.serve.batching import ForwardBatch, MachineStatus, moving_average
-from shoal.serve.kv_caches import KvCaches
 from shoal.serve.nodes.layer_host import memory_for_layers
 
 LONGEST_UNBOUNDED = 32_768

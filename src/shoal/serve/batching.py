@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, TokenDraws, Warp, apply_penalties, choose
-from shoal.serve.kv_caches import PrefixCache
+from shoal.serve.batched_kv_caches import PrefixCache
 
 _SMALLEST_CHUNK = 8
 """Tokens of a prompt. Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4 tokens in 0.21 s, and 8 in 0.26 s."""

@@ -14,7 +14,7 @@ from shoal.serve.batching import Backend, BatchingEngine
 from shoal.serve.load_model import ServedModel
 from shoal.transports.addresses import is_loopback
 from shoal.web.auth import AuthMiddleware, listening_socket
-from shoal.web.connection_limits import bounded_server
+from shoal.web.uvicorn_limits import bounded_server
 
 
 class EngineThread:

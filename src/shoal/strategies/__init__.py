@@ -4,7 +4,7 @@ strategy."""
 from __future__ import annotations
 
 from shoal.config import Run
-from shoal.strategies.policies import DataExtent, Policies, RunLength
+from shoal.strategies.policy_set import DataExtent, Policies, RunLength
 from shoal.strategies.relay_rules import no_relay
 
 __all__ = ["DataExtent", "Policies", "RunLength", "no_relay", "policies_for"]

@@ -11,10 +11,10 @@ from shoal.config import Run
 from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Barrier, Discounted, Everything
 from shoal.engines.learners.apply import OuterStep
-from shoal.strategies.policies import Policies
+from shoal.strategies.policy_set import Policies
 from shoal.strategies.run_length import in_rounds
-from shoal.worker.policies import PullPolicy
 from shoal.worker.producers import PseudoGradientContribution
+from shoal.worker.step_policies import PullPolicy
 
 
 def policies(run: Run, expected: int) -> Policies:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.config.schema.strategy import Edp
 from shoal.coordinator import Discounted, Every
-from shoal.strategies.policies import Policies
+from shoal.strategies.policy_set import Policies
 from shoal.strategies.run_length import in_updates
-from shoal.worker.policies import PullPolicy
 from shoal.worker.producers import GradientContribution
+from shoal.worker.step_policies import PullPolicy
 
 
 def policies(run: Run, expected: int) -> Policies:

@@ -13,7 +13,7 @@ gradient is no walk, so neither stands for the other.
 from __future__ import annotations
 
 from shoal.config import Run
-from shoal.strategies.policies import Policies
+from shoal.strategies.policy_set import Policies
 
 
 def no_relay(run: Run, policies: Policies, above: Policies) -> str:

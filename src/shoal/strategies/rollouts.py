@@ -12,10 +12,10 @@ from shoal.config import Run
 from shoal.config.schema.strategy import Rollouts
 from shoal.coordinator import UnitQuorum
 from shoal.engines.learners.answers import RolloutStep
-from shoal.strategies.policies import Policies
+from shoal.strategies.policy_set import Policies
 from shoal.strategies.run_length import in_rollouts
-from shoal.worker.policies import LeasedUnitPolicy
 from shoal.worker.producers import RolloutContribution
+from shoal.worker.step_policies import LeasedUnitPolicy
 
 
 def policies(run: Run, expected: int) -> Policies:

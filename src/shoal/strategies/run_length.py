@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from shoal.config import Run
 from shoal.config.rules.training import fitting
-from shoal.coordinator.policies import Every
+from shoal.coordinator.round_policies import Every
 from shoal.coordinator.units.cut import DataCut
 from shoal.errors import ShoalError
-from shoal.strategies.policies import DataExtent, RunLength
+from shoal.strategies.policy_set import DataExtent, RunLength
 
 _ENDLESS = "a stream has no end that is known beforehand: set training.max_steps; a run ends with training.epochs if those are over sooner"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.config.schema.strategy import WorkUnits
 from shoal.coordinator import UnitQuorum
-from shoal.strategies.policies import Policies
+from shoal.strategies.policy_set import Policies
 from shoal.strategies.run_length import in_units
-from shoal.worker.policies import LeasedUnitPolicy
 from shoal.worker.producers import UnitGradientContribution
+from shoal.worker.step_policies import LeasedUnitPolicy
 
 
 def policies(run: Run, expected: int) -> Policies:

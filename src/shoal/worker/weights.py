@@ -10,8 +10,8 @@ from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.checksums import crc32
 from shoal.protocol.frames import frame_of
 from shoal.updates import codecs
-from shoal.worker.policies import PullPolicy
 from shoal.worker.session import RunNews
+from shoal.worker.step_policies import PullPolicy
 from shoal.worker.update_encoding import WorkerEngine
 
 _PLAIN = NoCodec()

@@ -16,11 +16,11 @@ from shoal.data import Feed
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Contribute
 from shoal.updates.fragments import Span
-from shoal.worker.policies import PullPolicy, ShardFeedPolicy
 from shoal.worker.producers import ProducedContribution, WorkerContribution
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.sender import PendingEvents, Sender
 from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned
+from shoal.worker.step_policies import PullPolicy, ShardFeedPolicy
 from shoal.worker.timing import WorkerTimes
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights

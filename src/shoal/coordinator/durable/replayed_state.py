@@ -36,7 +36,7 @@ from torch import Tensor
 from shoal.config.schema.updates import NoCodec, NoMixing
 from shoal.coordinator.durable.receipt_seal import digest_of
 from shoal.coordinator.effects import Effect, Frames, LedgerEntry, Published
-from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.relayed_round import RelayedRound, relay_round
 from shoal.coordinator.rounds.weights_publisher import WeightsPublisher

@@ -10,7 +10,7 @@ from shoal.coordinator.effects import Note, Reply
 from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.members.authentication import Authenticator, JoinRefusal, TokenBucket
 from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.weights_publisher import SubsetPublisher
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.state import HeldReply

@@ -6,7 +6,7 @@ from shoal.config.schema.updates import Bucketing
 from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.effects import Note, StopRun
 from shoal.coordinator.members.table import MISSED_HEARTBEATS
-from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.turn import Turn

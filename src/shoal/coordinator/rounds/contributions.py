@@ -12,7 +12,7 @@ from shoal.coordinator.effects import Reply
 from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.members.lifecycle import MemberLifecycle
 from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, PlausibilityChecks
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.state import HeldReply, accepted_record

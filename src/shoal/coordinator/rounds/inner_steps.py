@@ -6,7 +6,7 @@ import statistics
 from itertools import islice
 
 from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.policies import CoordinatorPolicies
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.run_plan import RunPlan
 
 LEAST_SHARE = 1 / 8

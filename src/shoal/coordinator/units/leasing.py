@@ -19,7 +19,7 @@ from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.state import unit_record
 from shoal.coordinator.turn import Replies, Turn
 from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, DataCut
-from shoal.coordinator.units.leases import HELD_TOO_LONG, GivenUp, Leases
+from shoal.coordinator.units.lease_table import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
 from shoal.protocol.frames import UpdateError
 from shoal.protocol.messages import Claim, Contribute, Delivered, Failed

@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.models.split_model import make_stage
 from shoal.models.stages import ModelStage, load_tensors, required_tensors
-from shoal.serve.kv_caches import KvCaches
+from shoal.serve.batched_kv_caches import KvCaches
 
 _SHARE_OF_MEMORY = 0.8
 _UNKNOWN_MEMORY = 4 << 30

@@ -100,8 +100,8 @@ class PostgresServer(RequestTables):
     ) -> None:
         """Offer units (epoch, start, batches) for an iteration; `max_retries`: the attempts at each, in all.
 
-        `coordinator/units/leases.py` says what that means for units of older iterations and for those that are listed again. Here a result
-        may also wait to be consumed; its unit counts as done while it waits. A unit that is listed again later had an unusable result.
+        `coordinator/units/lease_table.py` says what that means for units of older iterations and for those that are listed again. Here a
+        result may also wait to be consumed; its unit counts as done while it waits. A unit listed again later had an unusable result.
         """
         columns = [list(column) for column in zip(*units, strict=True)] or [[], [], []]
         with self.transaction() as connection:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.frames import Frame, Frames, UpdateError, frame_of
-from shoal.updates.codecs import sparse
+from shoal.updates.codecs import sparse_packing
 
 __all__ = [
     "Frames",
@@ -78,17 +78,17 @@ def encoded_bytes(codec: Codec, size: int) -> int:
 
 def encode_changes(old: Tensor, new: Tensor) -> Frames | None:
     """The exact difference between two vectors; None where it is not smaller than `new` itself."""
-    found = sparse.differences(old.detach().numpy(), new.detach().numpy())
+    found = sparse_packing.differences(old.detach().numpy(), new.detach().numpy())
     if found is None:
         return None
     positions, values = found
-    frames = sparse.pack(positions, len(new)), frame_of(values)
+    frames = sparse_packing.pack(positions, len(new)), frame_of(values)
     return frames if sum(frame.nbytes for frame in frames) < 4 * len(new) else None
 
 
 def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
     """Turn the old vector into the new one, in place. An error leaves it unchanged."""
-    positions, values = sparse.read(frames, len(vector))
+    positions, values = sparse_packing.read(frames, len(vector))
     vector.numpy()[positions] = values
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal.config.schema.updates import NoCodec, TopKCodec
 from shoal.protocol.frames import Frame, Frames, expect_frames
-from shoal.updates.codecs import sparse
+from shoal.updates.codecs import sparse_packing
 from shoal.updates.codecs.base import Coder
 from shoal.updates.parallel_blocks import Floats
 
@@ -26,15 +26,15 @@ class TopKCoder(Coder):
         if not len(values):
             return memoryview(b""), *self.kept.encode(np.empty(0, np.float32), None)
         if lost is None:
-            positions, found = sparse.largest(values, count)
-            return sparse.pack(positions, len(values)), *self.kept.encode(found, None)
+            positions, found = sparse_packing.largest(values, count)
+            return sparse_packing.pack(positions, len(values)), *self.kept.encode(found, None)
         if self.codec.error_decay < 1:
             lost *= np.float32(self.codec.error_decay)
-        positions, found = sparse.largest(lost, count, values)
+        positions, found = sparse_packing.largest(lost, count, values)
         rest = np.zeros(count, np.float32)
         frames = self.kept.encode(found, rest)
         lost[positions] = rest
-        return sparse.pack(positions, len(values)), *frames
+        return sparse_packing.pack(positions, len(values)), *frames
 
     def decode(self, size: int, frames: Sequence[Frame], out: Floats) -> None:
         positions, found = self._read(size, frames)
@@ -47,14 +47,14 @@ class TopKCoder(Coder):
 
     def most_bytes(self, size: int) -> int:
         count = self._count(size)
-        return sparse.index_bytes(count, size) + self.kept.most_bytes(count)
+        return sparse_packing.index_bytes(count, size) + self.kept.most_bytes(count)
 
     def _count(self, size: int) -> int:
         return min(size, max(1, round(self.codec.ratio * size)))
 
-    def _read(self, size: int, frames: Sequence[Frame]) -> tuple[sparse.Positions, Floats]:
+    def _read(self, size: int, frames: Sequence[Frame]) -> tuple[sparse_packing.Positions, Floats]:
         count = self._count(size)
         expect_frames(len(frames), self.frames)
         values = np.empty(count, np.float32)
         self.kept.decode(count, frames[1:], values)
-        return sparse.unpack(frames[0], count, size), values
+        return sparse_packing.unpack(frames[0], count, size), values

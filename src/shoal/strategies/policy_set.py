@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.coordinator.policies import Every, Everything
+from shoal.coordinator.round_policies import Every, Everything
 from shoal.coordinator.units.cut import DataCut
 from shoal.engines.learners.apply import ApplyPolicy, OptimizerStep
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import ParameterLayout
-from shoal.worker.policies import PullPolicy, ShardFeedPolicy
 from shoal.worker.producers import GradientContribution, WorkerContribution
+from shoal.worker.step_policies import PullPolicy, ShardFeedPolicy
 
 
 class DataExtent(NamedTuple):

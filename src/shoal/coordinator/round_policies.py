@@ -1,7 +1,7 @@
 """The coordinator's part of a strategy: which contributions are too late, and when a round becomes new weights.
 
-A strategy's other policies are the worker's (`worker/policies.py`) and the learner's (`engines/learners/apply.py`); what the coordinator
-must know of those is in `ContributionPolicy`. Strategies differ by methods, never by checks of a policy's class.
+A strategy's other policies are the worker's (`worker/step_policies.py`) and the learner's (`engines/learners/apply.py`); what the
+coordinator must know of those is in `ContributionPolicy`. Strategies differ by methods, never by checks of a policy's class.
 """
 
 from __future__ import annotations
