@@ -6,6 +6,8 @@ import ast
 import functools
 import importlib
 import re
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -382,6 +384,18 @@ def test_the_name_of_a_test_has_at_most_eighty_letters() -> None:
 
 def test_no_test_changes_the_path_of_imports() -> None:
     assert not [path.name for path in TESTS.rglob("*.py") if "sys.path" + ".insert" in path.read_text()]
+
+
+OPTIONAL = ("psycopg", "fastapi", "pydantic", "uvicorn", "segno", "transformers", "datasets", "deepspeed", "psutil", "ray", "wandb")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("module", ["shoal.launch.start", "shoal.cli.demo", "shoal.runs.worker_run", "shoal.reporters.sinks"])
+def test_training_needs_no_optional_package(module: str) -> None:
+    """`make demo` installs the core only."""
+    program = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r})); import {module}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 # --- the architecture page ----------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from shoal.launch import run_database as grounds
 from shoal.launch.postgres.server import MOST_OUTSIDE, EmbeddedPostgres
 from shoal.protocol.address_groups import address_group
 from shoal.transports import Refused
+from shoal.transports import tls_proxy as tls_front
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
-from shoal.transports.postgres import tls_proxy as tls_front
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.reconnecting import ReconnectingConnection

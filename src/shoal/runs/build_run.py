@@ -229,7 +229,7 @@ def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
     found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
-    DATA.write(directory.path / "data.json", shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found)
+    directory.write_data(shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found)
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 

@@ -38,9 +38,9 @@ from shoal.launch.postgres.data_folder import (
     running_server,
 )
 from shoal.launch.postgres.programs import Programs, programs_for
+from shoal.transports import tls_proxy
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
 from shoal.transports.database_address import Access
-from shoal.transports.postgres import tls_proxy
 
 _START_S = 120.0
 _STOP_S = 60.0

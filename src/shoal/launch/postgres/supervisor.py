@@ -2,7 +2,7 @@
 
 It is started by its path, knows nothing of Shoal, and does one thing: start the server that the first line of its standard input
 describes, and shut it down when that input is closed or its parent is gone. On Linux the server also ends when this process is killed.
-Where students connect from other machines it also runs the TLS proxy (transports/postgres/tls_proxy.py), and restarts it when it ends.
+Where students connect from other machines it also runs the TLS proxy (transports/tls_proxy.py), and restarts it when it ends.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.resume_rules import SettingChange, changed_settings
-from shoal.runs.folder.run_reader import PROVENANCE, SUMMARY
+from shoal.runs.folder.run_reader import DATA, PROVENANCE, SUMMARY
 from shoal.runs.folder.stale_folders import clear, is_abandoned
 
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
@@ -182,6 +182,10 @@ class RunDirectory:
             with path.open("a", encoding="utf-8") as file:
                 file.write(line)
 
+    def write_data(self, fields: dict[str, Any]) -> None:
+        """What the run's data looks like: read when the run resumes and by programs that use its model."""
+        DATA.write(self.path / "data.json", fields)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         SUMMARY.write(self.path / "summary.json", summary, indent=2)
 
@@ -207,7 +211,10 @@ class ReadOnlyDirectory(RunDirectory):
     def record_event(self, event: dict[str, Any]) -> None:
         pass
 
-    def write(self, name: str, text: str) -> None:
+    def write_data(self, fields: dict[str, Any]) -> None:
+        pass
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
         pass
 
 
