@@ -163,6 +163,6 @@ def test_without_a_network_it_says_what_to_put_where(hub: FakeHub, monkeypatch: 
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ShoalError, match=r"put a folder of images there, or celeba\.zip beside it(.|\n)*hub cannot be reached"):
+    with pytest.raises(ShoalError, match=r"put a folder of images there, or celeba\.zip next to it(.|\n)*hub cannot be reached"):
         fetch()
     assert not hub.asked
