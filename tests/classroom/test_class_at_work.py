@@ -271,8 +271,8 @@ def test_a_unit_nobody_can_do_is_given_up_and_the_epoch_ends(school: School) -> 
         def poisoned(seat: int, epoch: int, start: int) -> Any:
             feed = feed_for(seat, epoch, start)
             if start == 4:
-                load = feed._pieces.batch
-                feed._pieces = SimpleNamespace(
+                load = feed._units.batch
+                feed._units = SimpleNamespace(
                     batch=lambda *place: {name: value * float("nan") if name == "image" else value for name, value in load(*place).items()}
                 )
             return feed

@@ -28,7 +28,7 @@ def test_two_workers_with_some_of_the_experts_each_train_all_of_them(cluster: Ca
     blocks, whole = together.loop.coordinator.plan.experts, len(together.loop.engine.vector)
     for joined in together.workers:
         assert len(joined.worker.engine.vector) == size_of(blocks, joined.protocol.experts) < whole
-        assert sum(line.sent_bytes for line in joined.lines) < 4 * whole * (together.loop.coordinator.state.version + 1)
+        assert sum(line.sent_bytes for line in joined.connections) < 4 * whole * (together.loop.coordinator.state.version + 1)
     ledger = [json.loads(line) for line in (together.loop.directory.path / "coordinator" / "ledger.jsonl").read_text().splitlines()]
     held = {one[0]: one[9] for line in ledger for one in line.get("from", ())}
     assert held == {"w1": [0, 1, 2], "w2": [1, 2, 3]}

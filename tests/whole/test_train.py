@@ -142,7 +142,7 @@ def test_a_run_leaves_what_it_promises(folder: Path, capsys: pytest.CaptureFixtu
     )
     run = folder / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"status", "metrics", "steps", "samples", "wall_s", "peak_memory_bytes", "resumed_from"}
+    assert set(summary) == {"format", "status", "metrics", "steps", "samples", "wall_s", "peak_memory_bytes", "resumed_from"}
     assert summary["status"] == "completed"
     assert summary["steps"] == 88
     assert summary["samples"] == 88 * 32

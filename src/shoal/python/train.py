@@ -91,14 +91,14 @@ def _check_fit(plan: StartPlan, own: ProgramObjects) -> None:
         raise ShoalError(f"the engine {run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`")
     if source in USER_KINDS and run.model.kind not in USER_KINDS:
         raise ShoalError(
-            f"data= is your own, and a model of kind {run.model.kind} is plan for data that settings describe: give model=, too"
+            f"data= is your own, and a model of kind {run.model.kind} is made for data that settings describe: give model=, too"
         )
     if run.model.kind in USER_KINDS and not settings.given("data.source.kind"):
         raise ShoalError("model= is your own, and nothing says what it learns from: give data=, or name data.source in the configuration")
     if own.given.eval is not None and source not in USER_KINDS and run.chosen_task.needs != "labels":
         raise ShoalError("eval_data= goes with data=: text that settings describe has held-out text of its own")
     if run.chosen_task.needs == "tokens" and run.model.kind in USER_KINDS and not settings.given("data.tokenizer"):
-        raise ShoalError("data.tokenizer: name the tokenizer that your model was plan for")
+        raise ShoalError("data.tokenizer: name the tokenizer that your model was made for")
 
 
 def _follow(plan: StartPlan, watching: list[Reporter]) -> Result:
