@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import socket
+import threading
 
 import httpx
 import pytest
@@ -60,3 +62,21 @@ def test_a_judge_that_is_not_there_or_wants_another_key_is_told(monkeypatch: pyt
             else:
                 with pytest.raises(ShoalError, match=r"refused \(401\)"):
                     score([Answer("a", "b")])
+
+
+def test_the_status_counts_where_the_connection_breaks_before_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            accepted, _ = server.accept()
+            with accepted:
+                accepted.recv(1 << 16)
+                accepted.sendall(b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        judge = JudgeReward(model="tiny", address=f"http://127.0.0.1:{server.getsockname()[1]}/v1")
+        with pytest.raises(ShoalError, match=r"refused \(403\): No"):
+            judge.builder()(judge, Run)([Answer("a", "b")])
+        thread.join(HANG_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import json
 import socket
@@ -17,6 +19,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_REFUSED_BODY_BYTES, _REFUSED_BODY_S = 1 << 20, 1.0
 _HEADERS = [
     (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"),
     (b"x-content-type-options", b"nosniff"),
@@ -57,8 +60,10 @@ class AuthMiddleware:
         if refused is None:
             await self.app(scope, receive, with_headers)
             return
+        await _read_small_body(receive)
         body = json.dumps(refused.body()).encode()
-        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+        length = str(len(body)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"www-authenticate", b"Bearer")]
         await with_headers({"type": "http.response.start", "status": refused.status, "headers": headers})
         await with_headers({"type": "http.response.body", "body": body})
 
@@ -75,6 +80,18 @@ class AuthMiddleware:
         if hmac.compare_digest(given, b"Bearer " + self.key.encode()):
             return None
         return RefusedError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+async def _read_small_body(receive: Receive) -> None:
+    """Read the request's body before it is refused. If unread bytes are left when the server closes the connection, the system sends a
+    reset, and the client may lose the response. A body that is large or slow is not waited for."""
+    size, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REFUSED_BODY_S):
+            while more and size < _REFUSED_BODY_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import time
@@ -76,10 +77,18 @@ def _said(settings: JudgeReward, question: str) -> dict[str, Any]:
                 return found if isinstance(found, dict) else {}
         except urllib.error.HTTPError as error:
             if error.code not in (408, 429, 500, 502, 503, 504) or attempt == _TRIES - 1:
-                said = error.read(300).decode(errors="replace")
+                said = _error_text(error)
                 raise ShoalError(f"rlhf.reward.address: the judge at {settings.address} refused ({error.code}): {said}") from None
         except (OSError, ValueError) as error:
             if attempt == _TRIES - 1:
                 raise ShoalError(f"rlhf.reward.address: nobody answers at {settings.address}: {error}") from None
         time.sleep(_PAUSE_S * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _error_text(error: urllib.error.HTTPError) -> str:
+    """What the server said. It may have closed the connection right after the status line."""
+    try:
+        return error.read(300).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
