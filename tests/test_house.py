@@ -40,11 +40,12 @@ def names_in(path: Path) -> set[str]:
 
 
 def imports_of(path: Path) -> set[str]:
+    """The packages that a module imports more than exceptions from."""
     found: set[str] = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom) and node.module and not all(alias.name.endswith("Exception") for alias in node.names):
             found.add(node.module.split(".")[0])
     return found
 

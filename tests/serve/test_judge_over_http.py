@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import threading
@@ -51,7 +52,7 @@ def test_a_judge_elsewhere_is_asked_about_each_answer(service, monkeypatch: pyte
 def test_a_judge_that_is_not_there_or_wants_another_key_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
     nobody = JudgeReward(model="tiny", address="http://127.0.0.1:9/v1")
-    with pytest.raises(ShoalError, match=r"nobody answers at http://127\.0\.0\.1:9/v1"):
+    with pytest.raises(ShoalError, match=r"no answer from http://127\.0\.0\.1:9/v1"):
         nobody.builder()(nobody, Run)([Answer("a", "b")])
     with running(small_served(api_key=Secret("right-key-of-16-letters"))) as locked:
         for key, fits in (("wrong-key-of-16-letters", False), ("right-key-of-16-letters", True)):
@@ -64,19 +65,27 @@ def test_a_judge_that_is_not_there_or_wants_another_key_is_told(monkeypatch: pyt
                     score([Answer("a", "b")])
 
 
-def test_the_status_counts_where_the_connection_breaks_before_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+BREAKS = {
+    b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n": r"refused \(403\): No",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{": "no answer from http",
+}
+
+
+@pytest.mark.parametrize("response", BREAKS)
+def test_a_response_that_breaks_off_is_an_error_with_the_reason(response: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def refuse() -> None:
-            accepted, _ = server.accept()
-            with accepted:
-                accepted.recv(1 << 16)
-                accepted.sendall(b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n")
+        def break_off() -> None:
+            with contextlib.suppress(OSError):  # the server is closed
+                while True:
+                    with server.accept()[0] as accepted:
+                        request = b""
+                        while not request.endswith(b"}"):  # a connection that is closed before all is read is reset
+                            request += accepted.recv(1 << 16)
+                        accepted.sendall(response)
 
-        thread = threading.Thread(target=refuse)
-        thread.start()
+        threading.Thread(target=break_off, daemon=True).start()
         judge = JudgeReward(model="tiny", address=f"http://127.0.0.1:{server.getsockname()[1]}/v1")
-        with pytest.raises(ShoalError, match=r"refused \(403\): No"):
+        with pytest.raises(ShoalError, match=BREAKS[response]):
             judge.builder()(judge, Run)([Answer("a", "b")])
-        thread.join(HANG_S)

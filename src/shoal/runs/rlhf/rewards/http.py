@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import time
@@ -10,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 
 from shoal.config.schema.rlhf import JudgeReward
@@ -79,9 +79,9 @@ def _said(settings: JudgeReward, question: str) -> dict[str, Any]:
             if error.code not in (408, 429, 500, 502, 503, 504) or attempt == _TRIES - 1:
                 said = _error_text(error)
                 raise ShoalError(f"rlhf.reward.address: the judge at {settings.address} refused ({error.code}): {said}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             if attempt == _TRIES - 1:
-                raise ShoalError(f"rlhf.reward.address: nobody answers at {settings.address}: {error}") from None
+                raise ShoalError(f"rlhf.reward.address: no answer from {settings.address}: {error}") from None
         time.sleep(_PAUSE_S * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
 
@@ -90,5 +90,5 @@ def _error_text(error: urllib.error.HTTPError) -> str:
     """What the server said. It may have closed the connection right after the status line."""
     try:
         return error.read(300).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
+    except (OSError, HTTPException):
         return str(error.reason)
