@@ -56,7 +56,7 @@ def test_the_shown_output_is_what_is_printed(tmp_path: Path) -> None:
 
 
 def commands_in(block: str) -> list[str]:
-    return [line for line in block.splitlines() if line.startswith("shoal")]
+    return [line for line in re.sub(r"\\\n *", "", block).splitlines() if line.startswith("shoal")]
 
 
 SCRIPTS = [
@@ -145,10 +145,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_no_line_of_prose_is_longer_than_160_characters(page: Path) -> None:
-    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    long = [line for line in prose.splitlines() if len(line) > 160 and not line.startswith(("|", "    "))]
-    assert not long
+def test_no_line_outside_tables_is_longer_than_160_characters(page: Path) -> None:
+    assert not [line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > 160 and not line.startswith("|")]
 
 
 def test_the_glossary_has_at_most_35_terms() -> None:
