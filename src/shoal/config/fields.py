@@ -332,10 +332,17 @@ class ChoiceType(Checker):
         return self.wrong(tree, path, faults)
 
 
-class ListType(Checker):
+class _ContainerType(Checker):
+    """A type whose values hold values of another type."""
+
     def __init__(self, item: Checker) -> None:
         self.item = item
 
+    def sections(self) -> Iterator[type[Section]]:
+        return self.item.sections()
+
+
+class ListType(_ContainerType):
     @property
     def expected(self) -> str:
         return f"a list (each {self.item.expected})"
@@ -346,15 +353,9 @@ class ListType(Checker):
         items = tuple(self.item.check(item, (*path, i), faults) for i, item in enumerate(tree.value))
         return INVALID if any(item is INVALID for item in items) else items
 
-    def sections(self) -> Iterator[type[Section]]:
-        return self.item.sections()
 
-
-class MappingType(Checker):
+class MappingType(_ContainerType):
     expected = "a mapping"
-
-    def __init__(self, item: Checker) -> None:
-        self.item = item
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         entries = entries_of(tree)
@@ -363,25 +364,16 @@ class MappingType(Checker):
         items = {key: self.item.check(item, (*path, key), faults) for key, item in entries.items()}
         return INVALID if any(item is INVALID for item in items.values()) else MappingProxyType(items)
 
-    def sections(self) -> Iterator[type[Section]]:
-        return self.item.sections()
 
-
-class OptionalType(Checker):
-    def __init__(self, inner: Checker) -> None:
-        self.inner = inner
-
+class OptionalType(_ContainerType):
     @property
     def expected(self) -> str:
-        return f"{self.inner.expected}, or null"
+        return f"{self.item.expected}, or null"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         if isinstance(tree, YamlNode) and tree.value is None:
             return None
-        return self.inner.check(tree, path, faults)
-
-    def sections(self) -> Iterator[type[Section]]:
-        return self.inner.sections()
+        return self.item.check(tree, path, faults)
 
 
 class SectionType(Checker):

@@ -247,7 +247,7 @@ def _expand_shorthand(assignment: Assignment) -> Assignment:
 
 
 def _inner(checker: Checker) -> Checker:
-    return checker.inner if isinstance(checker, OptionalType) else checker
+    return checker.item if isinstance(checker, OptionalType) else checker
 
 
 def _earlier(assignment: Assignment, decider: Assignment) -> bool:

@@ -223,11 +223,11 @@ class _Loader:
         key = source.whole()._replace(line=1, column=max(1, value_at - len(override.path)), length=len(override.path))
         layer = Layer("command line", 2000 + number)
         for name in used:
-            matches = [path for path, _ in DIALECTS[name].paths()] if name != NATIVE else list(native_paths())
+            matches = [path for path, _ in DIALECTS[name].paths()] if name != NATIVE else native_paths()
             full = self.match(override, matches, name, key)
             if full:
                 return self.assign(full, name, override, span, key, layer)
-        if NATIVE not in used and (full := self.match(override, list(native_paths()), NATIVE, key)):
+        if NATIVE not in used and (full := self.match(override, native_paths(), NATIVE, key)):
             return self.assign(full, NATIVE, override, span, key, layer)
         if full is None:
             self.report(self.unknown_override(override, used, key))
@@ -274,7 +274,7 @@ class _Loader:
         return self.translate(node, layer._replace(dialect=name))
 
     def unknown_override(self, override: Override, used: list[str], key: Any) -> Problem:
-        paths = [path for name in used if name != NATIVE for path, _ in DIALECTS[name].paths()] + list(native_paths())
+        paths = [path for name in used if name != NATIVE for path, _ in DIALECTS[name].paths()] + native_paths()
         leaf = override.path.replace("-", "_").split(".")[-1]
         homes = [path for path in paths if path.split(".")[-1] == leaf]
         if homes:

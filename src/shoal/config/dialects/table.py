@@ -32,36 +32,33 @@ class RejectError(Exception):
 Convert = Callable[[Any], Any]
 
 
-class DialectRow(NamedTuple):
-    """One key of a dialect: its path, its target settings, and the converter of its value."""
+class Row:
+    """One key of a dialect."""
 
-    path: str
-    to: tuple[str, ...]
-    convert: Convert | None = None
-    default: Any = NOTHING
-    """The dialect's default, if it differs from Shoal's."""
-    also: tuple[str, ...] = ()
-    """Other spellings of the same key."""
-    old: tuple[str, ...] = ()
-    """Old spellings, which give a warning."""
-    yields_to: str = ""
-    """Another key that overrides this one, with a warning, if both are given and differ."""
+    def __init__(
+        self,
+        path: str,
+        *to: str,
+        convert: Convert | None = None,
+        default: Any = NOTHING,
+        also: tuple[str, ...] = (),
+        old: tuple[str, ...] = (),
+        yields_to: str = "",
+    ) -> None:
+        """The key's path in the dialect, and its target settings. `convert` converts its value.
 
-    @property
-    def has_default(self) -> bool:
-        return self.default is not NOTHING
+        `default` is the dialect's default, if it differs from Shoal's. `also` are other spellings of the key, `old` are old ones, which
+        give a warning. `yields_to` is another key that overrides this one, with a warning, if both are given and differ.
+        """
+        self.path, self.to, self.convert, self.default = path, to, convert, default
+        self.also, self.old, self.yields_to = also, old, yields_to
+        self.has_default = default is not NOTHING
+        self.spellings = (path, *also, *old)
 
 
-def row(
-    path: str,
-    *to: str,
-    convert: Convert | None = None,
-    default: Any = NOTHING,
-    also: tuple[str, ...] = (),
-    old: tuple[str, ...] = (),
-    yields_to: str = "",
-) -> DialectRow:
-    return DialectRow(path, to, convert, default, also, old, yields_to)
+def same(theirs: str, ours: str, names: str) -> tuple[Row, ...]:
+    """A row for each name (separated by spaces) that a dialect and Shoal have in common, after their prefixes."""
+    return tuple(Row(theirs + name, ours + name) for name in names.split())
 
 
 class WrittenKeys:
@@ -94,22 +91,22 @@ def placement_hint(name: str, paths: Iterable[str]) -> str:
 class Dialect:
     """The table of one dialect, indexed by path."""
 
-    def __init__(self, name: str, title: str, rows: tuple[DialectRow, ...], imply: Callable[[WrittenKeys], Implied]) -> None:
+    def __init__(self, name: str, title: str, rows: tuple[Row, ...], imply: Callable[[WrittenKeys], Implied]) -> None:
         self.name = name
         self.title = title
         self.rows = rows
         self.imply = imply
         self.trie = _Trie()
         for entry in rows:
-            for path in (entry.path, *entry.also, *entry.old):
+            for path in entry.spellings:
                 self.trie.insert(path, entry)
 
     def knows(self, path: Key) -> bool:
         return self.trie.find(path) is not None
 
-    def paths(self) -> list[tuple[str, DialectRow]]:
+    def paths(self) -> list[tuple[str, Row]]:
         """Every spelling of every row."""
-        return [(path, entry) for entry in self.rows for path in (entry.path, *entry.also, *entry.old)]
+        return [(path, entry) for entry in self.rows for path in entry.spellings]
 
     def translate(self, root: YamlNode, layer: Layer, seen: WrittenKeys, report: Report) -> list[Assignment]:
         """The assignments that a file of this dialect makes."""
@@ -178,7 +175,7 @@ class _Translation:
         message = f"`{node.user_path}`: expected {expected}, found {describe(node.value)}"
         self.report(Problem("wrong-type", message, (Label(node.span),), node.user_path))
 
-    def emit(self, entry_row: DialectRow, entry: YamlEntry, path: Key) -> None:
+    def emit(self, entry_row: Row, entry: YamlEntry, path: Key) -> None:
         spelling, steps = ".".join(path), entry_row.path.split(".")
         self.seen.nodes[entry_row.path] = entry.value
         if spelling in entry_row.old:
@@ -194,7 +191,7 @@ class _Translation:
             for leaf, value in leaves(native, node):
                 self.found.append(_Found(entry_row, spelling, Assignment(leaf, value, entry.key, self.layer, only_for)))
 
-    def converted(self, entry_row: DialectRow, node: YamlNode) -> YamlNode | None:
+    def converted(self, entry_row: Row, node: YamlNode) -> YamlNode | None:
         if entry_row.convert is None or node.value is None:
             return node
         try:
@@ -253,7 +250,7 @@ class _Translation:
 class _Found(NamedTuple):
     """An assignment with its table row and its spelling in the file."""
 
-    row: DialectRow
+    row: Row
     spelling: str
     assignment: Assignment
 
@@ -264,11 +261,11 @@ class _Trie:
     def __init__(self) -> None:
         self.children: dict[str, _Trie] = {}
         self.items: _Trie | None = None
-        self.row: DialectRow | None = None
+        self.row: Row | None = None
         self.tail = False
         """Whether everything below is passed on unchanged."""
 
-    def insert(self, path: str, entry: DialectRow) -> None:
+    def insert(self, path: str, entry: Row) -> None:
         trie = self
         for step in path.split("."):
             if step == "**":
@@ -292,7 +289,7 @@ class _Trie:
             trie = (trie.items or trie).child(name) if trie else None
         return trie
 
-    def any_row(self) -> DialectRow:
+    def any_row(self) -> Row:
         return next(child.row for child in self.children.values() if child.row)
 
 
