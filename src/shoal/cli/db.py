@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.cli.main import run_subcommand
 from shoal.cli.options import load, make_parser, parse, require
 from shoal.cli.output import quoted
 from shoal.config.load import Override
@@ -60,13 +61,7 @@ class DatabaseLocation(NamedTuple):
 
 
 def run(argv: list[str]) -> int:
-    commands = {"init": init, "status": status, "reset": reset, "grant": grant, "revoke": revoke}
-    if not argv or argv[0] in ("--help", "-h"):
-        print(HELP, end="")
-        return 0
-    if argv[0] not in commands:
-        raise ShoalError(f"no command `db {argv[0]}`; there are {', '.join(commands)}")
-    return commands[argv[0]](argv[1:])
+    return run_subcommand("db", HELP, {"init": init, "status": status, "reset": reset, "grant": grant, "revoke": revoke}, argv)
 
 
 def init(argv: list[str]) -> int:

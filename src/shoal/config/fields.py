@@ -100,13 +100,10 @@ class Fault(NamedTuple):
 Faults = list[Fault]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-MISSING: Any = _Missing()
+MISSING: Any = object()
+"""Stands for the default of a required setting."""
 INVALID: Any = object()
+"""Result of a check that found faults."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -325,9 +322,8 @@ class ChoiceType(Checker):
         if not isinstance(value, bool) and value in self.choices if isinstance(value, (str, int)) else False:
             return value
         if isinstance(value, str):
-            faults.append(
-                Fault("unknown-choice", f"{describe(value)} is not {self.expected}", path, tree, help=did_you_mean(value, self.choices))
-            )
+            help = did_you_mean(value, self.choices)
+            faults.append(Fault("unknown-choice", f"{describe(value)} is not {self.expected}", path, tree, help=help))
             return INVALID
         return self.wrong(tree, path, faults)
 
@@ -399,10 +395,8 @@ class SectionType(Checker):
         return INVALID if unknown or any(value is INVALID for value in values.values()) else self.section(**values)
 
     def unknown(self, name: str, path: Path, tree: Tree) -> Fault:
-        where = ".".join(map(str, path)) or "the configuration"
-        return Fault(
-            "unknown-key", f"unknown key `{name}` in {where}", (*path, name), tree, key=name, help=did_you_mean(name, self.section.fields())
-        )
+        where, help = ".".join(map(str, path)) or "the configuration", did_you_mean(name, self.section.fields())
+        return Fault("unknown-key", f"unknown key `{name}` in {where}", (*path, name), tree, key=name, help=help)
 
     def sections(self) -> Iterator[type[Section]]:
         yield self.section

@@ -131,11 +131,7 @@ def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 def format_origin(assignment: Assignment | None) -> str:
     """The origin of a value: file and line, option, or reason."""
-    if assignment is None:
-        return "default"
-    if assignment.because:
-        return assignment.because
-    return _where(assignment)
+    return (assignment.because or _where(assignment)) if assignment else "default"
 
 
 def _where(assignment: Assignment) -> str:

@@ -85,7 +85,9 @@ def overrides_of(overrides: Iterable[str]) -> list[Override]:
 
 def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> ProgramObjects:
     """Check the objects that the program passes. Raises ArgumentError."""
-    _check_model(model)
+    if model is not None and not isinstance(model, nn.Module) and not _is_factory(model):
+        made = " (a class: make an object of it)" if isinstance(model, type) else ""
+        raise ArgumentError("model", f"a torch.nn.Module, or the name of a function that makes one as 'module:function'{made}", model)
     _check_data("data", data)
     _check_data("eval_data", eval_data)
     for name, function in (("collate", collate), ("loss", loss)):
@@ -133,12 +135,6 @@ def _settings(argument: str, section: str, part: Any, eval_data: Any = None, col
 
 def _is_factory(part: Any) -> bool:
     return isinstance(part, str) and part.count(":") == 1
-
-
-def _check_model(model: Any) -> None:
-    if model is not None and not isinstance(model, nn.Module) and not _is_factory(model):
-        made = " (a class: make an object of it)" if isinstance(model, type) else ""
-        raise ArgumentError("model", f"a torch.nn.Module, or the name of a function that makes one as 'module:function'{made}", model)
 
 
 def _check_data(name: str, data: Any) -> None:

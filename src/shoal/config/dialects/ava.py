@@ -31,10 +31,10 @@ def _imply(seen: WrittenKeys) -> Implied:
         implied["data.batching"] = ("dynamic", "`padding_side` and `truncation` say how a text becomes a sample of its own")
     if seen.any_below("deepspeed") and "deepspeed.enabled" not in seen:
         implied["engine.kind"] = ("deepspeed", "there is a `deepspeed` section")
-    switch, precision = seen.nodes.get("deepspeed.fp8_enabled"), seen.nodes.get("deepspeed.precision")
+    switch, precision = seen.get("deepspeed.fp8_enabled"), seen.get("deepspeed.precision")
     if switch and precision and switch.value is False and precision.value == "fp8" and switch.span.source is precision.span.source:
         message = "`deepspeed.fp8_enabled` is false, `deepspeed.precision` is fp8"
-        raise RejectError(message, "deepspeed.fp8_enabled deepspeed.precision", "two-values")
+        raise RejectError(message, code="two-values", paths=("deepspeed.fp8_enabled", "deepspeed.precision"))
     return implied
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shoal.config.fields import did_you_mean
 from shoal.config.layers import Assignment, Key, Layer
 from shoal.config.problems import Label, Problem
-from shoal.config.source_span import SourceText
+from shoal.config.source_span import SourceText, Span
 from shoal.config.text import Report, YamlEntry, YamlNode, data_of, describe, node_of
 
 NOTHING: Any = object()
@@ -25,8 +25,9 @@ _STEP = re.compile(r"([^.\[\]]+)(?:\[([^\]]*)\])?")
 class RejectError(Exception):
     """Raised by a converter for a value that the dialect does not allow."""
 
-    def __init__(self, message: str, help: str = "", code: str = "wrong-type") -> None:
-        self.message, self.help, self.code = message, help, code
+    def __init__(self, message: str, help: str = "", code: str = "wrong-type", paths: tuple[str, ...] = ()) -> None:
+        """`paths`: the keys that contradict each other."""
+        self.message, self.help, self.code, self.paths = message, help, code, paths
 
 
 Convert = Callable[[Any], Any]
@@ -61,20 +62,14 @@ def same(theirs: str, ours: str, names: str) -> tuple[Row, ...]:
     return tuple(Row(theirs + name, ours + name) for name in names.split())
 
 
-class WrittenKeys:
+class WrittenKeys(dict[str, YamlNode]):
     """The keys that a dialect's files contain, by their path in the table."""
 
-    def __init__(self) -> None:
-        self.nodes: dict[str, YamlNode] = {}
-
-    def __contains__(self, path: str) -> bool:
-        return path in self.nodes
-
     def value(self, path: str) -> Any:
-        return self.nodes[path].value if path in self.nodes else None
+        return self[path].value if path in self else None
 
     def any_below(self, prefix: str) -> bool:
-        return any(path.startswith(prefix + ".") for path in self.nodes)
+        return any(path.startswith(prefix + ".") for path in self)
 
 
 Implied = dict[str, tuple[Any, str]]
@@ -104,9 +99,9 @@ class Dialect:
     def knows(self, path: Key) -> bool:
         return self.trie.find(path) is not None
 
-    def paths(self) -> list[tuple[str, Row]]:
+    def paths(self) -> list[str]:
         """Every spelling of every row."""
-        return [(path, entry) for entry in self.rows for path in entry.spellings]
+        return [path for entry in self.rows for path in entry.spellings]
 
     def translate(self, root: YamlNode, layer: Layer, seen: WrittenKeys, report: Report) -> list[Assignment]:
         """The assignments that a file of this dialect makes."""
@@ -116,7 +111,7 @@ class Dialect:
 
     def unknown(self, name: str, entry: YamlEntry, path: Key, siblings: Iterable[str]) -> Problem:
         where = ".".join(path)
-        spelled = [known for known, _ in self.paths()]
+        spelled = self.paths()
         help = placement_hint(name, spelled)
         if close := did_you_mean(name, siblings):
             help = f"{close[:-1]}, or {help}?" if help else close
@@ -138,12 +133,12 @@ class Dialect:
         try:
             values += [(target, value, why) for target, (value, why) in self.imply(seen).items()]
         except RejectError as reject:
-            labels = tuple(Label(seen.nodes[path].span) for path in reject.help.split() if path in seen)
-            report(Problem(reject.code, reject.message, labels, reject.help.split()[0]))
+            labels = tuple(Label(seen[path].span) for path in reject.paths)
+            report(Problem(reject.code, reject.message, labels, reject.paths[0]))
         for target, value, why in values:
             native, only_for = parse_target(target)
             span = SourceText(why, kind="default").whole()
-            for leaf, node in leaves(native, node_of(value, span, ".".join(native))):
+            for leaf, node, _ in leaves(native, node_of(value, span, ".".join(native)), span):
                 yield Assignment(leaf, node, span, layer, only_for, because=why)
 
 
@@ -177,7 +172,7 @@ class _Translation:
 
     def emit(self, entry_row: Row, entry: YamlEntry, path: Key) -> None:
         spelling, steps = ".".join(path), entry_row.path.split(".")
-        self.seen.nodes[entry_row.path] = entry.value
+        self.seen[entry_row.path] = entry.value
         if spelling in entry_row.old:
             message = f"`{spelling}` is an older spelling of `{entry_row.path}`"
             self.report(Problem("old-spelling", message, (Label(entry.key),), spelling, f"write `{steps[-1]}`", "warning"))
@@ -188,7 +183,7 @@ class _Translation:
         for target in entry_row.to:
             native, only_for = parse_target(target.replace(".**", ""))
             native = tuple(wildcard if step == "*" else step for step in native)
-            for leaf, value in leaves(native, node):
+            for leaf, value, _ in leaves(native, node, entry.key):
                 self.found.append(_Found(entry_row, spelling, Assignment(leaf, value, entry.key, self.layer, only_for)))
 
     def converted(self, entry_row: Row, node: YamlNode) -> YamlNode | None:
@@ -230,7 +225,7 @@ class _Translation:
             if below is None or below.row is None:
                 self.report(self.dialect.unknown(key, entry, path, trie.children))
                 continue
-            self.seen.nodes[below.row.path] = entry.value
+            self.seen[below.row.path] = entry.value
             node = self.converted(below.row, entry.value)
             if node is None:
                 continue
@@ -304,13 +299,13 @@ def parse_target(target: str) -> tuple[Key, tuple[tuple[Key, tuple[str, ...]], .
     return path, tuple(only_for)
 
 
-def leaves(path: Key, node: YamlNode) -> Iterator[tuple[Key, YamlNode]]:
-    """The settings below a path; mappings are entered, lists are not."""
+def leaves(path: Key, node: YamlNode, key: Span) -> Iterator[tuple[Key, YamlNode, Span]]:
+    """The settings below a path, with the places of their keys; mappings are entered, lists are not."""
     if isinstance(node.value, dict) and node.value:
         for name, entry in node.value.items():
-            yield from leaves((*path, name), entry.value)
+            yield from leaves((*path, name), entry.value, entry.key)
     else:
-        yield path, node
+        yield path, node, key
 
 
 def _relocated(value: Any, node: YamlNode) -> YamlNode:
