@@ -167,7 +167,9 @@ def database_location(arguments: argparse.Namespace, overrides: list[Override]) 
     """The database that the arguments name. An embedded server that does not run is started meanwhile."""
     meant = _meant(arguments, overrides)
     if isinstance(meant, Access):
-        yield DatabaseLocation(meant, _seen_from_elsewhere(meant.host), meant.options)
+        # Other machines need this machine's network address instead of `localhost`.
+        local = meant.host.startswith("/") or is_loopback(meant.host)
+        yield DatabaseLocation(meant, local_addresses()[0] if local else meant.host, meant.options)
         return
     from shoal.launch.postgres.server import database_of
 
@@ -214,11 +216,6 @@ def _newest(output_dir: str) -> Path:
         )
     sys.stderr.write(f"the newest run with a database of its own: {runs[-1].parent}\n")
     return runs[-1].parent
-
-
-def _seen_from_elsewhere(host: str) -> str:
-    """The host for other machines: this machine's network address instead of `localhost`."""
-    return local_addresses()[0] if host.startswith("/") or is_loopback(host) else host
 
 
 @contextmanager

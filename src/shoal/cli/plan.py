@@ -153,7 +153,8 @@ def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -
     who = (
         "a worker" if run.launch.devices_per_node in (None, 1) else f"with {run.engine.kind}, each of {run.launch.devices_per_node} devices"
     )
-    print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {_parts_of(needs)}")
+    parts = ", ".join(f"{name} {_gigabytes(size / 1e9)}" for name, size in needs._asdict().items())
+    print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {parts}")
     least = run.replace(training=run.training.replace(batch_size=1))
     there = machines_that_fit(found, run, kinds)
     lines = []
@@ -165,10 +166,6 @@ def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -
         lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(ways)}")
     print("".join(f"{line}\n" for line in lines))
     return "" if machines_that_fit(found, least, kinds) else "\n".join(lines)
-
-
-def _parts_of(needs: Any) -> str:
-    return ", ".join(f"{name} {_gigabytes(size / 1e9)}" for name, size in needs._asdict().items())
 
 
 # --- the table ----------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ def scalar(value: Any) -> str:
     return str(value)
 
 
-def to_yaml(data: dict[str, Any], comments: dict[Key, str] | None = None, path: Key = ()) -> str:
+def to_yaml(data: dict[str, Any], comments: dict[Key, str] | None = None) -> str:
     """Nested data as YAML; `comments` are put at the end of the lines of their paths."""
     rows: list[tuple[str, str]] = []
-    _rows(data, path, comments or {}, rows)
+    _rows(data, (), comments or {}, rows)
     width = min(60, max((len(line) for line, comment in rows if comment), default=0))
     return "\n".join(f"{line:<{width}}  # {comment}" if comment else line for line, comment in rows) + "\n"
 

@@ -25,12 +25,8 @@ class ArgumentError(ShoalError, TypeError):
     """An argument that `train` does not take."""
 
     def __init__(self, name: str, takes: str, found: object) -> None:
-        super().__init__(f"{name}= takes {takes}; this is {_described(found)}")
-
-
-def _described(found: object) -> str:
-    shown = repr(found) if isinstance(found, (str, int, float, bool, type(None))) else ""
-    return f"{type(found).__name__} {shown[:60]}".rstrip()
+        shown = repr(found) if isinstance(found, (str, int, float, bool, type(None))) else ""
+        super().__init__(f"{name}= takes {takes}; this is {type(found).__name__} {shown[:60]}".rstrip())
 
 
 class ProgramObjects(NamedTuple):
@@ -74,8 +70,8 @@ def _plain(run: Run) -> dict[str, Any]:
 
 
 def overrides_of(overrides: Iterable[str]) -> list[Override]:
-    texts = [] if isinstance(overrides, str) or not isinstance(overrides, Iterable) else list(overrides)
-    if isinstance(overrides, str) or not isinstance(overrides, Iterable) or not all(isinstance(text, str) for text in texts):
+    texts = list(overrides) if isinstance(overrides, Iterable) and not isinstance(overrides, str) else None
+    if texts is None or not all(isinstance(text, str) for text in texts):
         raise ArgumentError("overrides", "a list of settings such as 'training.epochs=3'", overrides)
     return [parse_override(text, "overrides:") for text in texts]
 

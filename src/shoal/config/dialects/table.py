@@ -215,8 +215,9 @@ class _Translation:
             else:
                 names[name.value] = name
                 self.item(item, name.value, trie, path, collected)
+        any_row = next(child.row for child in trie.children.values() if child.row)
         for target, node in collected.items():
-            self.found.append(_Found(trie.any_row(), target, Assignment(tuple(target.split(".")), node, entry.key, self.layer)))
+            self.found.append(_Found(any_row, target, Assignment(tuple(target.split(".")), node, entry.key, self.layer)))
 
     def item(self, item: YamlNode, name: str, trie: _Trie, path: Key, collected: dict[str, YamlNode]) -> None:
         fields: dict[str, dict[str, YamlEntry]] = {}
@@ -283,9 +284,6 @@ class _Trie:
                 return trie
             trie = (trie.items or trie).child(name) if trie else None
         return trie
-
-    def any_row(self) -> Row:
-        return next(child.row for child in self.children.values() if child.row)
 
 
 def parse_target(target: str) -> tuple[Key, tuple[tuple[Key, tuple[str, ...]], ...]]:
