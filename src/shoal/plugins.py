@@ -19,30 +19,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.fields import (
-    Decay,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-    Secret,
-    Section,
-    Share,
-)
-from shoal.config.parts import builds
-from shoal.config.plugins import Plugin, load
-from shoal.config.schema.cluster import Transport, Zmq
-from shoal.config.schema.data import DataSource
-from shoal.config.schema.engine import Engine
-from shoal.config.schema.model import Model
-from shoal.config.schema.output import Sink
-from shoal.config.schema.rlhf import Reward
-from shoal.config.schema.run import Run
-from shoal.config.schema.strategy import Strategy
-from shoal.config.schema.task import Task
-from shoal.config.schema.updates import Aggregation, Codec
-from shoal.errors import ShoalError
+from shoal.config.fields import Decay as Decay
+from shoal.config.fields import NonNegativeFloat as NonNegativeFloat
+from shoal.config.fields import NonNegativeInt as NonNegativeInt
+from shoal.config.fields import PositiveFloat as PositiveFloat
+from shoal.config.fields import PositiveInt as PositiveInt
+from shoal.config.fields import PositiveShare as PositiveShare
+from shoal.config.fields import Secret as Secret
+from shoal.config.fields import Section as Section
+from shoal.config.fields import Share as Share
+from shoal.config.parts import builds as builds
+from shoal.config.plugins import Plugin as Plugin
+from shoal.config.plugins import load as load
+from shoal.config.schema.cluster import Transport as Transport
+from shoal.config.schema.cluster import Zmq as Zmq
+from shoal.config.schema.data import DataSource as DataSource
+from shoal.config.schema.engine import Engine as Engine
+from shoal.config.schema.model import Model as Model
+from shoal.config.schema.output import Sink as Sink
+from shoal.config.schema.rlhf import Reward as Reward
+from shoal.config.schema.run import Run as Run
+from shoal.config.schema.strategy import Strategy as Strategy
+from shoal.config.schema.task import Task as Task
+from shoal.config.schema.updates import Aggregation as Aggregation
+from shoal.config.schema.updates import Codec as Codec
+from shoal.errors import ShoalError as ShoalError
 
 if TYPE_CHECKING:
     from shoal.coordinator.round_policies import Barrier as Barrier
@@ -90,144 +91,51 @@ if TYPE_CHECKING:
     from shoal.tasks.language import LanguageModelling as LanguageModellingTask
     from shoal.transports import zeromq as zeromq
     from shoal.transports.interface import Client as Client
-    from shoal.transports.interface import ConnectOptions, ListenOptions
+    from shoal.transports.interface import ConnectOptions as ConnectOptions
+    from shoal.transports.interface import ListenOptions as ListenOptions
     from shoal.transports.interface import Server as Server
     from shoal.updates.codecs.base import Coder as Coder
     from shoal.updates.parallel_blocks import Floats as Floats
     from shoal.updates.rules.mixing import Contributions as Contributions
 
-__all__ = [
-    "Aggregation",
-    "Answer",
-    "Barrier",
-    "Batch",
-    "Bounded",
-    "ClassificationTask",
-    "Client",
-    "Codec",
-    "Coder",
-    "ConnectOptions",
-    "Contributions",
-    "Data",
-    "DataInfo",
-    "DataRequest",
-    "DataShapes",
-    "DataSource",
-    "Decay",
-    "Discounted",
-    "DistributedEngine",
-    "Document",
-    "Documents",
-    "Engine",
-    "Every",
-    "Everything",
-    "Floats",
-    "Frame",
-    "Frames",
-    "ImageTarget",
-    "Indices",
-    "LanguageModellingTask",
-    "ListenOptions",
-    "Loss",
-    "Message",
-    "Model",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "Plugin",
-    "Policies",
-    "PositiveFloat",
-    "PositiveInt",
-    "PositiveShare",
-    "Reporter",
-    "Request",
-    "Reward",
-    "Run",
-    "SampleStream",
-    "Samples",
-    "Score",
-    "Secret",
-    "Section",
-    "SelectableSamples",
-    "Server",
-    "Share",
-    "ShoalError",
-    "SingleEngine",
-    "Sink",
-    "StepResult",
-    "Strategy",
-    "StreamReader",
-    "Task",
-    "TaskInfo",
-    "TextPart",
-    "TrainingTask",
-    "Transport",
-    "World",
-    "Zmq",
-    "builds",
-    "expect_frames",
-    "frame_of",
-    "from_pixels",
-    "image_data",
-    "in_rounds",
-    "in_updates",
-    "load",
-    "values_of",
-    "zeromq",
-]
+_MODULES = {
+    "shoal.coordinator.round_policies": "Barrier Bounded Discounted Every Everything",
+    "shoal.data.hub.dataset": "DataRequest",
+    "shoal.data.images.samples": "from_pixels image_data",
+    "shoal.data.interfaces": "Indices SampleStream Samples SelectableSamples StreamReader",
+    "shoal.data.loaded_data": "Data",
+    "shoal.data.text.documents": "Document TextPart",
+    "shoal.engines.single": "SingleEngine",
+    "shoal.engines.world": "World",
+    "shoal.models.data_shapes": "DataShapes",
+    "shoal.protocol.frames": "Frame Frames expect_frames frame_of values_of",
+    "shoal.protocol.messages": "Message Request",
+    "shoal.runs.monitoring.recorder": "Reporter",
+    "shoal.runs.rlhf.rewards.interface": "Answer Score",
+    "shoal.strategies.policy_set": "Policies",
+    "shoal.strategies.run_length": "in_rounds in_updates",
+    "shoal.tasks.base": "Batch Loss StepResult TaskInfo",
+    "shoal.transports": "zeromq",
+    "shoal.transports.interface": "Client ConnectOptions ListenOptions Server",
+    "shoal.updates.codecs.base": "Coder",
+    "shoal.updates.parallel_blocks": "Floats",
+    "shoal.updates.rules.mixing": "Contributions",
+}
+"""Modules that need torch or NumPy, and the names that plugins use of each."""
 _IMPORTED_ON_USE = {
-    "Answer": "shoal.runs.rlhf.rewards.interface.Answer",
-    "Barrier": "shoal.coordinator.round_policies.Barrier",
-    "Batch": "shoal.tasks.base.Batch",
-    "Bounded": "shoal.coordinator.round_policies.Bounded",
+    **{name: f"{module}.{name}" for module, names in _MODULES.items() for name in names.split()},
     "ClassificationTask": "shoal.tasks.classification.Classification",
-    "Client": "shoal.transports.interface.Client",
-    "Coder": "shoal.updates.codecs.base.Coder",
-    "ConnectOptions": "shoal.transports.interface.ConnectOptions",
-    "Contributions": "shoal.updates.rules.mixing.Contributions",
-    "Data": "shoal.data.loaded_data.Data",
     "DataInfo": "shoal.data.loaded_data.Info",
-    "DataRequest": "shoal.data.hub.dataset.DataRequest",
-    "DataShapes": "shoal.models.data_shapes.DataShapes",
-    "Discounted": "shoal.coordinator.round_policies.Discounted",
     "DistributedEngine": "shoal.engines.base.Engine",
-    "Document": "shoal.data.text.documents.Document",
     "Documents": "shoal.data.text.documents.InMemoryDocuments",
-    "Every": "shoal.coordinator.round_policies.Every",
-    "Everything": "shoal.coordinator.round_policies.Everything",
-    "Floats": "shoal.updates.parallel_blocks.Floats",
-    "Frame": "shoal.protocol.frames.Frame",
-    "Frames": "shoal.protocol.frames.Frames",
     "ImageTarget": "shoal.data.images.samples.Target",
-    "Indices": "shoal.data.interfaces.Indices",
     "LanguageModellingTask": "shoal.tasks.language.LanguageModelling",
-    "ListenOptions": "shoal.transports.interface.ListenOptions",
-    "Loss": "shoal.tasks.base.Loss",
-    "Message": "shoal.protocol.messages.Message",
-    "Policies": "shoal.strategies.policy_set.Policies",
-    "Reporter": "shoal.runs.monitoring.recorder.Reporter",
-    "Request": "shoal.protocol.messages.Request",
-    "SampleStream": "shoal.data.interfaces.SampleStream",
-    "Samples": "shoal.data.interfaces.Samples",
-    "Score": "shoal.runs.rlhf.rewards.interface.Score",
-    "SelectableSamples": "shoal.data.interfaces.SelectableSamples",
-    "Server": "shoal.transports.interface.Server",
-    "SingleEngine": "shoal.engines.single.SingleEngine",
-    "StepResult": "shoal.tasks.base.StepResult",
-    "StreamReader": "shoal.data.interfaces.StreamReader",
-    "TaskInfo": "shoal.tasks.base.TaskInfo",
-    "TextPart": "shoal.data.text.documents.TextPart",
     "TrainingTask": "shoal.tasks.base.Task",
-    "World": "shoal.engines.world.World",
-    "expect_frames": "shoal.protocol.frames.expect_frames",
-    "frame_of": "shoal.protocol.frames.frame_of",
-    "from_pixels": "shoal.data.images.samples.from_pixels",
-    "image_data": "shoal.data.images.samples.image_data",
-    "in_rounds": "shoal.strategies.run_length.in_rounds",
-    "in_updates": "shoal.strategies.run_length.in_updates",
-    "values_of": "shoal.protocol.frames.values_of",
-    "zeromq": "shoal.transports.zeromq",
 }
 """Public name → where it is defined; the names above that need torch or NumPy."""
+# Type checkers find names by `import X as X`; those that are renamed have to be written here.
+__all__ = ["ClassificationTask", "DataInfo", "DistributedEngine", "Documents", "ImageTarget", "LanguageModellingTask", "TrainingTask"]
+__all__ += ({name for name in globals() if name[0] != "_"} | _IMPORTED_ON_USE.keys()) - {"Any", "TYPE_CHECKING", "annotations", *__all__}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from shoal.config.schema.strategy import DiLoCo, Strategy
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 from shoal.simulate import planning
-from shoal.simulate.meta_model import build_meta_model, machines_that_fit, ways_to_fit
+from shoal.simulate.meta_model import build_meta_model, data_of, machines_that_fit, ways_to_fit
 from shoal.simulate.planning import Candidate, Planned, Prediction, chosen, plan, reason_for
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
@@ -208,7 +208,7 @@ def test_a_machine_is_timed_without_the_data_where_its_size_is_given(capsys: pyt
     settings = {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 16}
     tree = {"model": settings, "data": {"source": {"kind": "text", "path": "nowhere.txt"}, "tokenizer": "bytes"}}
     run = resolve_data(tree, name="test", dialect="shoal", environ={}).run
-    (kind,) = plan_command._measured(plan_command._sketched(run, 10_000), 10_000).values()
+    (kind,) = plan_command._this_machine(build_meta_model(run, data_of(run, 10_000)), 10_000).values()
     assert kind.steps_per_s is not None
     assert f"steps_per_s: {kind.steps_per_s:g}" in capsys.readouterr().out
 

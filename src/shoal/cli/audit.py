@@ -45,14 +45,14 @@ def run(argv: list[str]) -> int:
     folder = Path(arguments.run)
     settings = _settings(folder)
     claims = [path for given in arguments.receipts for path in _receipts(Path(given))]
-    report, running = _audited(folder, settings, claims)
+    report, running = _audit_until_stable(folder, settings, claims)
     for line in report.checked:
         print(line)
-    relays = [one for given in arguments.relay for one in _across(folder, settings, Path(given))]
-    return _verdict([*report.violations, *relays, *_made_again(folder, settings, arguments.regenerate)], running)
+    relays = [one for given in arguments.relay for one in _lost_by_relay(folder, settings, Path(given))]
+    return _verdict([*report.violations, *relays, *_regenerate(folder, settings, arguments.regenerate)], running)
 
 
-def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
+def _regenerate(folder: Path, settings: Any, most: int) -> list[str]:
     """Violations in answers of workers, found by generating them again."""
     if most <= 0:
         return []
@@ -66,7 +66,7 @@ def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
     return regenerated.violations()
 
 
-def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
+def _lost_by_relay(folder: Path, settings: Any, relay: Path) -> list[str]:
     """Contributions that a relay sent and the run lacks. The relay is read first, so that the run's files are newer."""
     from shoal.coordinator.audit.run import missing_above
 
@@ -76,7 +76,7 @@ def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
     return [*found, *missing_above(above, below)]
 
 
-def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
+def _audit_until_stable(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
     """The report of an audit, and whether the run is still running. Files of a running run change while they are read, so only violations
     that every repetition finds are kept."""
     report, running = _audit(folder, settings, claims)
@@ -97,16 +97,19 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport
     in_database = _at(settings, "transport", "kind") == "postgres"
     evidence, running = (_from_database if in_database else _from_files)(folder, settings, own, claims, violations)
     first = None if _at(settings, "checkpoint", "resume_from") else 0
-    complete = not running and _says_complete(folder, settings)
+    max_steps = _at(settings, "training", "max_steps")  # a run that ends by them does not complete its epoch
+    complete = not running and max_steps is None and read_summary(folder).get("status") == "completed"
     tasks = _at(settings, "scheduler", "kind") not in (None, "none")
-    return audit(evidence, violations, first, units=_leases_units(settings), complete=complete, tasks=tasks), running
+    # A strategy of a plugin that is not loaded counts as one that leases no units.
+    units = getattr(Strategy.kinds.get(_at(settings, "strategy", "kind")), "leases_units", False)
+    return audit(evidence, violations, first, units=units, complete=complete, tasks=tasks), running
 
 
 def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[AuditInput, bool]:
     from shoal.coordinator.audit.files import gather
     from shoal.coordinator.durable.lock import is_held
 
-    state = _state_of(folder, settings)
+    state = state_of(folder, settings)
     if not (state / "ledger.jsonl").exists():
         raise ShoalError(f"there is no ledger in {state}: only a run that had workers, and has come to its first version, can be audited")
     running = is_held(state)
@@ -130,11 +133,6 @@ def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Pa
         return gather_from(evidence, *trail(connection), violations), running
 
 
-def _says_complete(folder: Path, settings: Any) -> bool:
-    """Whether the run reports that it completed all epochs, not only training.max_steps."""
-    return read_summary(folder).get("status") == "completed" and _at(settings, "training", "max_steps") is None
-
-
 def _verdict(violations: list[str], running: bool) -> int:
     if not violations:
         print("running: so far nothing is missing, nothing is counted twice" if running else "nothing is missing, nothing is counted twice")
@@ -151,12 +149,9 @@ def in_database(folder: Path) -> bool:
     return (folder / "config.yaml").exists() and _at(_settings(folder), "transport", "kind") == "postgres"
 
 
-def state_of(folder: Path) -> Path:
-    """Folder of the coordinator's state."""
-    return _state_of(folder, _settings(folder))
-
-
-def _state_of(folder: Path, settings: Any) -> Path:
+def state_of(folder: Path, settings: Any = None) -> Path:
+    """Folder of the coordinator's state. `settings`: those of the run, if they have been read."""
+    settings = settings or _settings(folder)
     return Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
 
 
@@ -172,11 +167,6 @@ def _settings(folder: Path) -> Any:
 def _at(settings: Any, section: str, key: str) -> Any:
     found = settings.get(section) if isinstance(settings, dict) else None
     return found.get(key) if isinstance(found, dict) else None
-
-
-def _leases_units(settings: Any) -> bool:
-    """Whether the run's strategy leases units; a plugin's strategy that is not loaded counts as one that does not."""
-    return getattr(Strategy.kinds.get(_at(settings, "strategy", "kind")), "leases_units", False)
 
 
 def _receipts(given: Path) -> list[Path]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import re
 from importlib import import_module
 
-from shoal.cli.main import COMMANDS
+from shoal.cli.main import COMMANDS, parser_of
 from shoal.config.presets import names as preset_names
 
 _SCRIPTS = {
@@ -44,12 +43,7 @@ def run(argv: list[str]) -> int:
     if argv[:1] == ["--words"]:
         print("\n".join(words(argv[1:])))
         return 0
-    parser = argparse.ArgumentParser(
-        "shoal completion",
-        description="Print a completion script for your shell.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("completion", "Print a completion script for your shell.", _EPILOG)
     parser.add_argument("shell", choices=tuple(_SCRIPTS))
     print(_SCRIPTS[parser.parse_args(argv).shell], end="")
     return 0

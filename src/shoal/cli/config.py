@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from shoal import ShoalError
-from shoal.cli.main import leading_flags, report
-from shoal.cli.options import add_plugin_option, load, load_plugins, make_parser, parse, require
+from shoal.cli.main import leading_flags, report, run_subcommand
+from shoal.cli.options import load, make_parser, parse, parse_with_plugins, require
 from shoal.config.missing_packages import package_problems
 from shoal.config.problems import ConfigError, render
 from shoal.config.schema import Run
@@ -27,14 +27,9 @@ commands:
 
 
 def run(argv: list[str]) -> int:
-    commands = {"check": check, "show": show, "explain": explain, "diff": diff, "schema": schema, "migrate": migrate}
+    subcommands = {"check": check, "show": show, "explain": explain, "diff": diff, "schema": schema, "migrate": migrate}
     flags, argv = leading_flags(argv)
-    if not argv or argv[0] in ("--help", "-h"):
-        print(HELP, end="")
-        return 0
-    if argv[0] not in commands:
-        raise ShoalError(f"no command `config {argv[0]}`; there are {', '.join(commands)}")
-    return commands[argv[0]]([*argv[1:], *flags])
+    return run_subcommand("config", HELP, subcommands, [*argv, *flags] if argv else [])
 
 
 def check(argv: list[str]) -> int:
@@ -114,9 +109,7 @@ def schema(argv: list[str]) -> int:
 
     from shoal.config.reference import json_schema
 
-    parser = argparse.ArgumentParser("shoal config schema", description="Print the JSON Schema of a native file.")
-    add_plugin_option(parser)
-    load_plugins(parser.parse_args(argv))
+    parse_with_plugins(argparse.ArgumentParser("shoal config schema", description="Print the JSON Schema of a native file."), argv)
     print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return 0
 

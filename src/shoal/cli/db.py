@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.cli.main import run_subcommand
 from shoal.cli.options import load, make_parser, parse, require
 from shoal.cli.output import quoted
 from shoal.config.load import Override
@@ -60,13 +61,7 @@ class DatabaseLocation(NamedTuple):
 
 
 def run(argv: list[str]) -> int:
-    commands = {"init": init, "status": status, "reset": reset, "grant": grant, "revoke": revoke}
-    if not argv or argv[0] in ("--help", "-h"):
-        print(HELP, end="")
-        return 0
-    if argv[0] not in commands:
-        raise ShoalError(f"no command `db {argv[0]}`; there are {', '.join(commands)}")
-    return commands[argv[0]](argv[1:])
+    return run_subcommand("db", HELP, {"init": init, "status": status, "reset": reset, "grant": grant, "revoke": revoke}, argv)
 
 
 def init(argv: list[str]) -> int:
@@ -172,7 +167,9 @@ def database_location(arguments: argparse.Namespace, overrides: list[Override]) 
     """The database that the arguments name. An embedded server that does not run is started meanwhile."""
     meant = _meant(arguments, overrides)
     if isinstance(meant, Access):
-        yield DatabaseLocation(meant, _seen_from_elsewhere(meant.host), meant.options)
+        # Other machines need this machine's network address instead of `localhost`.
+        local = meant.host.startswith("/") or is_loopback(meant.host)
+        yield DatabaseLocation(meant, local_addresses()[0] if local else meant.host, meant.options)
         return
     from shoal.launch.postgres.server import database_of
 
@@ -219,11 +216,6 @@ def _newest(output_dir: str) -> Path:
         )
     sys.stderr.write(f"the newest run with a database of its own: {runs[-1].parent}\n")
     return runs[-1].parent
-
-
-def _seen_from_elsewhere(host: str) -> str:
-    """The host for other machines: this machine's network address instead of `localhost`."""
-    return local_addresses()[0] if host.startswith("/") or is_loopback(host) else host
 
 
 @contextmanager

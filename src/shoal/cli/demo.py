@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.launch.demo_processes import DemoProcesses, DemoProgress
 
 SECONDS = 20.0
+_NAMES = [*SCENES, "rlhf", "chat"]
 _LOOK_S, _TELL_S = 0.1, 2.5
 _BEGIN_S = 60.0
 """Time limit for the first update; on a slow machine workers take a while to load."""
@@ -40,9 +41,7 @@ def run(argv: list[str]) -> int:
         description="Train on built-in data with several workers, some of which are killed, and check that nothing was lost. Without a "
         "name: three workers learn to read digits.",
     )
-    parser.add_argument(
-        "scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}"
-    )
+    parser.add_argument("scene", nargs="?", default="", choices=_NAMES, metavar="SCENE", help=f"one of {', '.join(filter(None, _NAMES))}")
     parser.add_argument("--run-dir", metavar="DIR", help="where the runs go (default: a temporary folder)")
     parser.add_argument("--seconds", type=float, help=f"how long to train (default: {SECONDS:.0f}; volunteers: 45)")
     arguments = parser.parse_args(argv)
@@ -60,10 +59,6 @@ def run(argv: list[str]) -> int:
     if not arguments.scene:
         _point_onwards()
     return 0
-
-
-def _names() -> list[str]:
-    return [*SCENES, "rlhf", "chat"]
 
 
 # --- a scene with workers --------------------------------------------------------------------------------
@@ -87,7 +82,10 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
         _say(began, "time is up: the coordinator saves and ends, and the workers leave")
         stage.stop()
     print("\nWas anything lost or counted twice? shoal audit checks the records of the coordinator and of every worker:")
-    _audit(folder / "run")
+    from shoal.cli import audit
+
+    if audit.run([str(folder / "run")]):
+        raise ShoalError(f"the audit of {folder / 'run'} failed. Please report this, with the folder")
     if scene.compares:
         _compare(scene, folder, seen)
     from shoal.cli.demo_results import show
@@ -104,7 +102,7 @@ def _play(scene: Scene, stage: DemoProcesses, seconds: float, began: float) -> D
     back = 0
     while (elapsed := time.monotonic() - start) < seconds or waiting or (elapsed < seconds + _AFTER_S and not _goes_on(stage, back)):
         if waiting and elapsed >= waiting[0].share * seconds:
-            _happen(waiting.pop(0), scene, stage, began)
+            _trigger(waiting.pop(0), scene, stage, began)
             reported, back = time.monotonic(), stage.seen().version
         elif time.monotonic() - reported > _TELL_S:
             _tell_progress(stage.seen(), began)
@@ -128,14 +126,14 @@ def _first_update(stage: DemoProcesses) -> None:
         time.sleep(_LOOK_S)
 
 
-def _happen(happening: DemoEvent, scene: Scene, stage: DemoProcesses, began: float) -> None:
+def _trigger(event: DemoEvent, scene: Scene, stage: DemoProcesses, began: float) -> None:
     _tell_progress(stage.seen(), began)
-    _say(began, f"» {happening.story}")
-    if happening.what == "kill":
-        stage.kill(happening.who)
-    elif happening.what == "join":
+    _say(began, f"» {event.story}")
+    if event.what == "kill":
+        stage.kill(event.who)
+    elif event.what == "join":
         known = {worker.name: worker.arguments for worker in scene.workers}
-        stage.join(happening.who, known.get(happening.who, ()))
+        stage.join(event.who, known.get(event.who, ()))
     else:
         stage.crash()
         stage.come_back()
@@ -153,13 +151,6 @@ def _say(began: float, text: str) -> None:
 
 def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
-
-
-def _audit(folder: Path) -> None:
-    from shoal.cli import audit
-
-    if audit.run([str(folder)]):
-        raise ShoalError(f"the audit of {folder} failed. Please report this, with the folder")
 
 
 # --- beside one process ----------------------------------------------------------------------------------

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+
+import torch
+
+from shoal.cli.main import warn
+from shoal.data.text.python_source import zen
+from shoal.runs.build_run import assemble
+from shoal.runs.trained_model import generate_text, open_run
+from shoal.tasks.images import as_text
 
 _DIGITS, _DRAWN = 6, 6
 _PROMPT, _TOKENS = "def ", 200
@@ -16,18 +23,8 @@ def show(what: str, folder: Path) -> None:
     {"digits": _show_digits, "text": _show_text, "poem": _show_poem, "drawing": _show_drawing}[what](folder)
 
 
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
-
-
 def _show_digits(folder: Path) -> None:
-    import torch
-
-    from shoal.runs.build_run import assemble
-    from shoal.runs.trained_model import open_run
-    from shoal.tasks.images import as_text
-
-    trained = open_run(str(folder), _warn)
+    trained = open_run(str(folder), warn)
     samples = assemble(trained.run).data.eval
     assert samples is not None
     network = trained.task.players["model"]
@@ -43,10 +40,7 @@ def _show_digits(folder: Path) -> None:
 
 
 def _show_drawing(folder: Path) -> None:
-    from shoal.runs.trained_model import open_run
-    from shoal.tasks.images import as_text
-
-    trained = open_run(str(folder), _warn)
+    trained = open_run(str(folder), warn)
     pictures = [as_text(image.mean(0)) for image in trained.task.images()[:_DRAWN]]
     print("\nDigits that the class's generator has drawn (longer training draws better ones: --seconds 120):\n")
     for line in zip(*pictures, strict=True):
@@ -55,9 +49,7 @@ def _show_drawing(folder: Path) -> None:
 
 
 def _show_text(folder: Path) -> None:
-    from shoal.runs.trained_model import generate_text, open_run
-
-    trained = open_run(str(folder), _warn)
+    trained = open_run(str(folder), warn)
     print(f"\nWhat it writes after {_PROMPT!r}; it has read Python's own source, byte by byte:\n\n{_PROMPT}", end="")
     decoding = trained.run.serving.decoding
     calm = decoding.replace(active="top_k", top_k=decoding.top_k.replace(temperature=0.6))
@@ -81,10 +73,7 @@ def _show_loads(folder: Path) -> None:
 
 def _show_poem(folder: Path) -> None:
     """Let it recite, and count the letters that it knows: each is asked for after the poem's own letters before it."""
-    from shoal.data.text.python_source import zen
-    from shoal.runs.trained_model import generate_text, open_run
-
-    trained, poem = open_run(str(folder), _warn), zen()
+    trained, poem = open_run(str(folder), warn), zen()
     print(f"\nThe Zen of Python, as they know it by now. It is given {_LINE!r}, and says what comes next:\n\n{_LINE}", end="")
     surest = trained.run.serving.decoding.replace(active="greedy")
     said = "".join(generate_text(trained, _LINE, max_new_tokens=_RECITED, seed=1, decoding=surest))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
+from shoal.cli.ends_with_parent import when_parent_ends
 from shoal.cli.main import report
+from shoal.cli.output import handling_signals, show_places
 from shoal.config import Run
 from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch import EngineProcesses, LocalIsland
     from shoal.launch.start_mode import StartPlan
 
 
@@ -30,59 +29,28 @@ def start_ranks(run: Run, argv: list[str]) -> int:
     own = _without(argv, "--workers")
     counted = ["--set", f"launch.devices_per_node={crew.size}"] if own != argv else []  # these processes are the workers
     ranks = LocalRanks(crew, ["train", *own, *counted])
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        ranks.stop(signal.SIGTERM)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return ranks.run()
+        with handling_signals(lambda number, frame: ranks.stop(signal.SIGTERM)):
+            return ranks.run()
     except RankLost as error:
         raise ShoalError(f"{error}. --resume goes on from the last checkpoint") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def gather(plan: StartPlan, argv: list[str]) -> int:
     """Assign the stages of a pipeline to machines that join, and run a stage here, until the run ends."""
-    from shoal.cli.output import show_places
     from shoal.launch.start import pipeline_host
 
     host = pipeline_host(plan, _without(argv, "--host"), _tell)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        host.stop()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling_signals(lambda number, frame: host.stop()):
         show_places(host.invitation, plan.run, host.gathering.expected)
         return host.work()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _without(argv: list[str], option: str) -> list[str]:
     """Arguments without an option and its value."""
-    kept, skips = list[str](), False
-    for word in argv:
-        if not skips and not word.startswith(f"{option}="):
-            skips = word == option
-            kept += [] if skips else [word]
-        else:
-            skips = False
-    return kept
-
-
-def island(
-    crew: EngineProcesses, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None], gone: Callable[[], None]
-) -> LocalIsland:
-    """The processes of a worker, each of which runs `shoal join`; the first of them joins under the worker's name."""
-    from shoal.launch import LocalIsland, LocalRanks
-
-    arguments, secret = ["join", *argv, "--stdin", "--name", name], json.dumps(dict(invitation))
-    return LocalIsland(lambda: LocalRanks(crew, arguments, secret), tell, gone)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option)
+    return parser.parse_known_args(argv)[1]
 
 
 def _tell(text: str) -> None:
@@ -98,8 +66,12 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
     from shoal.engines.world import is_process_lost
     from shoal.launch import LOST
 
+    def leave(code: int) -> NoReturn:
+        leave_nothing()
+        os._exit(code)
+
     if watch:
-        _leave_with_standard_input(leave_nothing)
+        when_parent_ends(lambda: leave(1))
     try:
         return work()
     except ShoalError as error:
@@ -112,23 +84,10 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
         code = LOST
     sys.stdout.flush()
     sys.stderr.flush()
-    leave_nothing()
-    os._exit(code)
+    leave(code)
 
 
 def ignore_signals() -> None:
     """For a process that stops when the first of its worker says so."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _leave_with_standard_input(leave_nothing: Callable[[], None]) -> None:
-    """The process that started this one holds the other end; when it is gone, so is this one."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        leave_nothing()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="standard-input", daemon=True).start()

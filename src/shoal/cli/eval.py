@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import NamedTuple
 
-from shoal.cli.options import add_plugin_option, load_plugins
+from shoal.cli.main import warn
+from shoal.cli.options import parse_with_plugins
 from shoal.errors import ShoalError
 
 
@@ -24,9 +24,7 @@ def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("shoal eval", description="Evaluate a run's newest checkpoint on its held-out data.")
     parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     parser.add_argument("--format", choices=("text", "json"), default="text")
-    add_plugin_option(parser)
-    arguments = parser.parse_args(argv)
-    load_plugins(arguments)
+    arguments = parse_with_plugins(parser, argv)
 
     evaluation = evaluate(arguments.run)
     if arguments.format == "json":
@@ -42,7 +40,7 @@ def evaluate(path: str) -> CheckpointEvaluation:
     from shoal.runs.build_run import assemble, held_out_batches
     from shoal.runs.trained_model import open_run
 
-    trained = open_run(path, lambda text: print(f"warning: {text}", file=sys.stderr))
+    trained = open_run(path, warn)
     parts = assemble(trained.run, tokenizer_of=trained.root)
     batches = held_out_batches(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
     if batches is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from shoal.cli.options import add_plugin_option, load_plugins
+from shoal.cli.main import warn
+from shoal.cli.options import parse_with_plugins
 
 EPILOG = """\
 A Hugging Face model is written for AutoModelForCausalLM.from_pretrained, with its tokenizer and with LoRA merged in; --adapters writes
@@ -23,15 +23,12 @@ def run(argv: list[str]) -> int:
     parser.add_argument("folder", metavar="FOLDER", help="the new folder")
     parser.add_argument("--adapters", action="store_true", help="only the LoRA matrices, as peft loads them")
     parser.add_argument("--mixtral", action="store_true", help="a mixture of experts as a Mixtral model of Transformers")
-    add_plugin_option(parser)
-    arguments = parser.parse_args(argv)
-    load_plugins(arguments)
+    arguments = parse_with_plugins(parser, argv)
 
     from shoal.runs.trained_model import export
 
     if arguments.adapters and arguments.mixtral:
         parser.error("--adapters and --mixtral contradict each other: give one of them")
-    warn = lambda text: print(f"warning: {text}", file=sys.stderr)  # noqa: E731
     export(arguments.run, Path(arguments.folder), warn, adapters=arguments.adapters, mixtral=arguments.mixtral)
     print(f"written: {arguments.folder}")
     return 0

@@ -10,7 +10,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from shoal.cli.options import add_plugin_option, load_plugins
+from shoal.cli.main import warn, writing
+from shoal.cli.options import parse_with_plugins
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 
@@ -31,7 +32,7 @@ def run(argv: list[str]) -> int:
     if arguments.compare:
         _compare(arguments)
         return 0
-    trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
+    trained = open_run(arguments.run, warn)
     if arguments.grid:
         _draw(trained, arguments.grid)
     else:
@@ -50,9 +51,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="save generated images as a PNG file (GAN)")
-    add_plugin_option(parser)
-    arguments = parser.parse_args(argv)
-    load_plugins(arguments)
+    arguments = parse_with_plugins(parser, argv)
     if bool(arguments.run) == bool(arguments.compare):
         parser.error("name one RUN, or two with --compare BEFORE AFTER")
     if arguments.compare and arguments.grid:
@@ -73,10 +72,8 @@ def _draw(trained: TrainedModel, file: str) -> None:
 
     if not trained.task.draws_images:
         raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
-    try:
+    with writing(file):
         save_png(grid(trained.task.images()), Path(file))
-    except OSError as error:
-        raise ShoalError(f"cannot write {file}: {error.strerror or error}") from None
     print(f"wrote {file} (64 images, step {trained.checkpoint.step})")
 
 
@@ -103,7 +100,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     names, columns = arguments.compare, []
     for name in names:
-        trained = open_run(name, lambda text: print(f"warning: {text}", file=sys.stderr))
+        trained = open_run(name, warn)
         columns.append(["".join(_pieces(trained, arguments, arguments.seed + number)) for number in range(_COMPARED)])
     print(f"prompt: {arguments.prompt}")
     for row in [tuple(names), *zip(*columns, strict=True)]:

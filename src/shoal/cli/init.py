@@ -6,6 +6,7 @@ import argparse
 import os
 
 from shoal import ShoalError
+from shoal.cli.main import writing
 from shoal.config.fields import did_you_mean
 from shoal.config.load import DEFAULT_FILE
 from shoal.config.presets import find, names
@@ -34,11 +35,8 @@ def write(path: str, text: str, *, force: bool) -> None:
     """Write a file; an existing one only with `force`."""
     if os.path.exists(path) and not force:
         raise ShoalError(f"{path} exists already; --force overwrites it, or name another file")
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ShoalError(f"cannot write {path}: {error.strerror}") from None
+    with writing(path), open(path, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _title(name: str) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
-
-if TYPE_CHECKING:
-    from shoal.runs.invitation import CoordinatorSecrets
+from shoal.runs.invitation import CoordinatorSecrets, GuestList
+from shoal.transports.keys import key_text
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -30,38 +28,23 @@ def run(argv: list[str]) -> int:
         raise ShoalError(f"`{arguments.name}` is no name for a guest: letters, digits, `.`, `_` and `-`, 64 at most")
     if arguments.workers < 1:
         raise ShoalError("--workers: an invitation is for one worker at least")
-    state, known = _door(Path(arguments.run))
-    if arguments.withdraw:
-        _withdraw(state, arguments.name)
+    state, known = _coordinator_of(Path(arguments.run))
+    guests = GuestList(state)
+    if not arguments.withdraw:
+        token = guests.invite(arguments.name, arguments.workers).token
+        key = f" --key {key_text(known.keys.public)}" if known.encrypted else ""
+        print(f"{arguments.name} joins with:\n  shoal join {known.address} --token {token}{key}")
+    elif guests.withdraw(arguments.name):
+        print(f"the invitation of {arguments.name} is withdrawn: its workers are disconnected within a second, and refused from now on")
     else:
-        print(f"{arguments.name} joins with:\n  {_line(state, known, arguments.name, arguments.workers)}")
+        raise ShoalError(f"{arguments.name} has no invitation to this run; invited: {', '.join(guests) or 'none'}")
     return 0
 
 
-def _door(folder: Path) -> tuple[Path, CoordinatorSecrets]:
+def _coordinator_of(folder: Path) -> tuple[Path, CoordinatorSecrets]:
     """The state folder of a run's coordinator, and its address and keys."""
-    from shoal.runs.invitation import CoordinatorSecrets
-
     state = next((each for each in (folder / "coordinator", folder) if (each / "secrets.json").exists()), None)
     known = CoordinatorSecrets.of(state) if state is not None else None
     if state is None or known is None or not known.address.startswith("tcp://"):
         raise ShoalError(f"{folder} is no run that workers join over ZeroMQ; for a database, use `shoal db grant`")
     return state, known
-
-
-def _withdraw(state: Path, name: str) -> None:
-    from shoal.runs.invitation import GuestList
-
-    guests = GuestList(state)
-    if not guests.withdraw(name):
-        others = ", ".join(guests) or "none"
-        raise ShoalError(f"{name} has no invitation to this run; invited: {others}")
-    print(f"the invitation of {name} is withdrawn: its workers are disconnected within a second, and refused from now on")
-
-
-def _line(state: Path, known: CoordinatorSecrets, name: str, workers: int) -> str:
-    from shoal.runs.invitation import GuestList
-    from shoal.transports.keys import key_text
-
-    guest = GuestList(state).invite(name, workers)
-    return f"shoal join {known.address} --token {guest.token}" + (f" --key {key_text(known.keys.public)}" if known.encrypted else "")

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from shoal.cli.engine_processes import as_rank, ignore_signals, island
+from shoal.cli.ends_with_parent import when_parent_ends
+from shoal.cli.engine_processes import as_rank, ignore_signals
+from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import download, print_log
 from shoal.config.environment import database_password, join_token
@@ -58,13 +60,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "shoal join",
-        description="Run a worker on this machine.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("join", "Run a worker on this machine.", EPILOG)
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
     parser.add_argument("--token", help="the join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
     parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")
@@ -109,7 +105,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         reached = invitation._replace(address=address)
     try:
         try:
-            joined = JoinedWorker(_way(arguments, reached), print_log)
+            joined = JoinedWorker(_options_of(arguments, reached), print_log)
         except SessionEndedError as refusal:
             if refusal.reason != STAGES:
                 raise
@@ -176,13 +172,13 @@ def _lead(
     crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
 ) -> int:
     """Start the processes of a worker and restart them when they fail; their state is kept meanwhile, in --state or a temporary folder."""
+    from shoal.launch import LocalIsland, LocalRanks
     from shoal.runs.worker_run import report_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
-        started = island(
-            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: report_gone(_way(arguments, invitation))
-        )
+        command, secret = ["join", *argv, *kept, "--stdin", "--name", arguments.name], json.dumps(invitation._asdict())
+        started = LocalIsland(lambda: LocalRanks(crew, command, secret), print_log, lambda: report_gone(_options_of(arguments, invitation)))
         stops.append(started.stop)
         return started.run()
 
@@ -192,11 +188,11 @@ def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
     from shoal.runs.worker_run import follow_first_process
 
     ignore_signals()
-    follow_first_process(here, _way(arguments, Invitation("", "", None)))
+    follow_first_process(here, _options_of(arguments, Invitation("", "", None)))
     return 0
 
 
-def _way(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
+def _options_of(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
     from shoal.runs.worker_run import JoinOptions
 
     return JoinOptions(
@@ -294,8 +290,7 @@ def _leave_when_asked(with_parent: bool, stops: list[Callable[[], None]]) -> Non
         for stop_work in stops:
             stop_work()
 
-    def watch() -> None:
-        sys.stdin.read()
+    def leave() -> None:
         for stop_work in stops:
             stop_work()
             time.sleep(5.0)
@@ -304,4 +299,4 @@ def _leave_when_asked(with_parent: bool, stops: list[Callable[[], None]]) -> Non
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     if with_parent:
-        threading.Thread(target=watch, name="standard-input", daemon=True).start()
+        when_parent_ends(leave)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from shoal import __version__
@@ -84,6 +87,36 @@ def report(error: ShoalError) -> None:
         from shoal.config.problems import render
 
         print(render(problems, colour=sys.stderr.isatty()), file=sys.stderr)
+
+
+def parser_of(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """The parser of a command; the epilog is printed as it is written."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"shoal {command}", description=description, epilog=epilog, formatter_class=form, allow_abbrev=False)
+
+
+def warn(text: str) -> None:
+    """Print a warning on standard error."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Report a failure to write a file as a ShoalError."""
+    try:
+        yield
+    except OSError as error:
+        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def run_subcommand(command: str, help: str, subcommands: Mapping[str, Callable[[list[str]], int]], argv: list[str]) -> int:
+    """Run a command that has commands of its own; without one, print its help."""
+    if not argv or argv[0] in ("--help", "-h"):
+        print(help, end="")
+        return 0
+    if argv[0] not in subcommands:
+        raise ShoalError(f"no command `{command} {argv[0]}`; there are {', '.join(subcommands)}")
+    return subcommands[argv[0]](argv[1:])
 
 
 def _run(arguments: list[str]) -> int:

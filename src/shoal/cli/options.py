@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from shoal.cli.main import parser_of
 from shoal.config.dialects import NAMES
 from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
 from shoal.config.problems import ConfigError, Label, Problem
@@ -26,9 +27,7 @@ SWITCHES = ("--allow_emulation", "--allow-emulation")
 
 def make_parser(name: str, description: str, *, files: str = "*") -> argparse.ArgumentParser:
     """A parser with the common options."""
-    parser = argparse.ArgumentParser(
-        f"shoal {name}", description=description, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(name, description, EPILOG)
     if files:
         parser.add_argument(
             "files", nargs=files, metavar="FILE", help="YAML files or presets, in order (default: $CONFIG_PATH, or config.yaml)"
@@ -53,6 +52,14 @@ def load_plugins(arguments: argparse.Namespace) -> None:
         from shoal.config import plugins
 
         plugins.load(*arguments.plugins)
+
+
+def parse_with_plugins(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """The options of a command that reads no configuration; plugins that were named are imported."""
+    add_plugin_option(parser)
+    arguments = parser.parse_args(argv)
+    load_plugins(arguments)
+    return arguments
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[Override]]:
@@ -82,16 +89,15 @@ def require(loaded: LoadedConfig) -> LoadedConfig:
 
 def _split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[Override]]:
     """Separate the command's options from settings: an unknown `--name value` is a setting."""
-    takes_value: Callable[[str], bool | None] = lambda option: _takes_value(parser, option)  # noqa: E731
     known: list[str] = []
     flags: list[Override] = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         option, equals, value = word.partition("=")
-        if not word.startswith("--") or word == "--" or takes_value(option) is not None:
+        if not word.startswith("--") or word == "--" or _takes_value(parser, option) is not None:
             known.append(word)
-            if takes_value(option) and not equals and rest:
+            if _takes_value(parser, option) and not equals and rest:
                 known.append(rest.pop(0))
             continue
         if option in SWITCHES and not equals and (not rest or rest[0] not in ("true", "false")):

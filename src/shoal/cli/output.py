@@ -7,16 +7,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from shoal.config.plugins import needed_by
+from shoal.runs.invitation import Invitation, write_join_command
+from shoal.transports import addresses
+from shoal.transports.database_address import is_address
+from shoal.transports.database_address import parse as parse_database
+from shoal.transports.keys import key_text
 
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.launch.start import RunOutcome, StartedRun
     from shoal.runs.coordinator_run import CoordinatorLoop
-    from shoal.runs.invitation import Invitation
     from shoal.runs.training.loop import TrainingLoop
     from shoal.transports.addresses import Address
     from shoal.transports.database_address import Access
@@ -68,22 +74,32 @@ def quoted(address: str) -> str:
     return f"'{address}'" if set(address) & set("?&*[]~$ ") else address
 
 
+def _secrets_of(invitation: Invitation) -> str:
+    """The options of `shoal join` with the token and the coordinator's public key."""
+    return f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
+
+
+def _options_for_code(run: Run) -> str:
+    """The options of `shoal join` for the functions and plugins that a run needs."""
+    from shoal.runs.live_objects import factory_names
+
+    return "".join([*(f" --factory {name}" for name in factory_names(run)), *(f" --plugin {name}" for name in needed_by(run))])
+
+
 _EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 def _who_joins(host: str) -> str:
     """Who can join at this host; a loopback address is for this machine only."""
-    from shoal.transports.addresses import is_loopback
-
-    return "workers on this machine join" if is_loopback(host) else "workers join"
+    return "workers on this machine join" if addresses.is_loopback(host) else "workers join"
 
 
 def _show_other_addresses(here: Address) -> None:
     """Print further addresses of this machine, since workers may reach only some of them."""
-    from shoal.transports.addresses import is_loopback, local_addresses
-
-    others = [str(here._replace(host=host)) for host in local_addresses() if host != here.host and (":" in host) == (":" in here.host)]
-    if is_loopback(here.host):
+    others = [
+        str(here._replace(host=host)) for host in addresses.local_addresses() if host != here.host and (":" in host) == (":" in here.host)
+    ]
+    if addresses.is_loopback(here.host):
         print("this machine has no address in a network: once it has one, workers on other machines join with that address")
     elif others:
         print(f"this machine has other addresses, too; for workers that do not reach the one above: {', '.join(others)}")
@@ -91,8 +107,6 @@ def _show_other_addresses(here: Address) -> None:
 
 def _show_class(started: StartedRun, access: Access, functions: str) -> None:
     """Print how students join through a database."""
-    from shoal.runs.invitation import write_join_command
-
     if started.role:
         print("`shoal db grant student NAME FILE` creates a role and prints the command:")
         access = access._replace(user=started.role, password=None)
@@ -109,23 +123,15 @@ def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
 
     `hosts`: addresses on which the coordinator listens by option; none: all, or as the settings say.
     """
-    from shoal.config.plugins import needed_by
-    from shoal.runs.invitation import write_join_command
-    from shoal.runs.live_objects import factory_names
-    from shoal.transports.addresses import parse as parse_address
-    from shoal.transports.database_address import is_address
-    from shoal.transports.database_address import parse as parse_database
-    from shoal.transports.keys import key_text
-
     invitation, cluster = started.invitation, started.loop.run.cluster
     assert invitation is not None
     run = started.loop.run
-    functions = "".join([*(f" --factory {name}" for name in factory_names(run)), *(f" --plugin {name}" for name in needed_by(run))])
+    functions = _options_for_code(run)
     if is_address(invitation.address):
         _show_class(started, parse_database(invitation.address), functions)
         return
-    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
-    here = parse_address(invitation.address)
+    rest = _secrets_of(invitation) + functions
+    here = addresses.parse(invitation.address)
     write_join_command(started.loop.directory.path, f"shoal join {here} {rest}")
     print(f"{_who_joins(here.host)} with:\n  shoal join {here} {rest}")
     if not hosts and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
@@ -140,21 +146,14 @@ def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
 
 def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     """Print the command with which machines join a pipeline."""
-    from shoal.config.plugins import needed_by
-    from shoal.runs.live_objects import factory_names
-    from shoal.transports.addresses import is_loopback, parse
-    from shoal.transports.keys import key_text
-
-    host = parse(invitation.address).host
-    key = f" --key {key_text(invitation.key)}" if invitation.key else ""
-    functions = "".join([*(f" --factory {name}" for name in factory_names(run)), *(f" --plugin {name}" for name in needed_by(run))])
-    where = "processes of this machine" if is_loopback(host) else "machines"
-    rest = f"--token {invitation.token}{key}{functions}"
+    host = addresses.parse(invitation.address).host
+    where = "processes of this machine" if addresses.is_loopback(host) else "machines"
+    rest = _secrets_of(invitation) + _options_for_code(run)
     for name in run.cluster.workers:
         print(f"{name} joins with:\n  shoal join {invitation.address} --name {name} {rest}")
     if not run.cluster.workers:
         print(f"{where} join with:\n  shoal join {invitation.address} {rest}")
-    if not is_loopback(host):
+    if not addresses.is_loopback(host):
         print("what the stages send each other is not encrypted: use a network that you trust")
     own = "a stage, too" if run.placed else "the first stage"
     print(f"this machine has {own}; it begins when {expected} more are here", flush=True)
@@ -162,15 +161,23 @@ def show_places(invitation: Invitation, run: Run, expected: int) -> None:
 
 def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
     """Print the command with which machines join to hold layers of a served model."""
-    from shoal.transports.addresses import parse as parse_address
-    from shoal.transports.keys import key_text
-
-    rest = f"--node --token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
-    here = parse_address(invitation.address)
+    rest = f"--node {_secrets_of(invitation)}"
+    here = addresses.parse(invitation.address)
     print(f"the layers are spread over {count + 1} machines, this one counted. The others join with:\n  shoal join {here} {rest}")
     for name in run.cluster.workers:
         print(f"{name} joins with:\n  shoal join {here} --name {name} {rest}")
     sys.stdout.flush()
+
+
+@contextmanager
+def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM inside the block."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 @contextmanager
@@ -187,9 +194,5 @@ def stopping_on_signals(loop: TrainingLoop | CoordinatorLoop) -> Iterator[None]:
         message = "stopping after this step and saving; once more to stop at once"
         threading.Thread(target=loop.message, args=(message,), name="stopping", daemon=True).start()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling_signals(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shoal.cli.main import parser_of
+
 EPILOG = """\
 RUN is the run's folder or, from another machine, a copy of its owner.json. That file gives control over the run: keep it secret.
 """
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        f"shoal {name}", description=description, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(name, description, EPILOG)
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its owner.json")
     return parser
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.main import writing
 from shoal.cli.options import load, make_parser, parse, require
 from shoal.config import Run
 from shoal.config.load import LoadedConfig, Override
@@ -46,27 +47,21 @@ def run(argv: list[str]) -> int:
         raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
     if arguments.samples is not None and arguments.samples < 1:
         raise ShoalError("--samples must be more than 0")
+    from shoal.simulate.meta_model import build_meta_model, data_of
+
     run = require(load(arguments, overrides)).run
-    listed = None if arguments.measure == "" else _listed(run, arguments)
-    found = _sketched(run, arguments.samples)
-    kinds = _measured(found, arguments.samples) if listed is None else listed
+    listed = dict(read_machines(arguments.machines)) if arguments.machines else None
+    if arguments.measure:
+        listed = _machines_of_run(run, Path(arguments.measure))
+    found = build_meta_model(run, data_of(run, arguments.samples))
+    kinds = _this_machine(found, arguments.samples) if listed is None else listed
     planned = _planned(found, kinds, arguments, overrides)
     _print(planned, arguments.all)
     if arguments.out:
-        _write(planned.first.loaded, Path(arguments.out))
+        with writing(arguments.out):
+            Path(arguments.out).write_text(brief(planned.first.loaded), encoding="utf-8")
         print(f"written to {arguments.out}: shoal train {arguments.out}")
     return 0
-
-
-def _listed(run: Run, arguments: argparse.Namespace) -> dict[str, MachineKind]:
-    """The machines of a file, or the workers of a run."""
-    return dict(read_machines(arguments.machines)) if arguments.machines else _joined(run, Path(arguments.measure))
-
-
-def _sketched(run: Run, samples: int | None) -> MetaModel:
-    from shoal.simulate.meta_model import build_meta_model, data_of
-
-    return build_meta_model(run, data_of(run, samples))
 
 
 def _planned(found: MetaModel, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
@@ -95,7 +90,7 @@ def _progress(number: int, count: int, text: str) -> None:
 # --- this machine -------------------------------------------------------------------------------------
 
 
-def _measured(found: MetaModel, samples: int | None) -> dict[str, MachineKind]:
+def _this_machine(found: MetaModel, samples: int | None) -> dict[str, MachineKind]:
     """This machine, once for each expected worker; prints the measurement as a line for a machines file."""
     from shoal.simulate import measured_step_s, to_be_timed
 
@@ -107,15 +102,15 @@ def _measured(found: MetaModel, samples: int | None) -> dict[str, MachineKind]:
     return {"this": kind}
 
 
-def _joined(run: Run, folder: Path) -> dict[str, MachineKind]:
+def _machines_of_run(run: Run, folder: Path) -> dict[str, MachineKind]:
     """Those who have joined a run, as its coordinator last saw them. What was found is printed as a file of machines."""
     from shoal.runs.folder.run_reader import RunFolder
 
     status = RunFolder(folder).status()
-    rows = [row for row in status.get("members", ()) if _tells(row, "computing_s") and _tells(row, "samples")]
+    rows = [row for row in status.get("members", ()) if _is_positive(row, "computing_s") and _is_positive(row, "samples")]
     if not rows:
         raise ShoalError(f"{folder}: no worker of this run has learned from a batch yet; start it, and try again in a moment")
-    kinds = {str(row["worker"]): _seen(row, run.training.batch_size or 1) for row in rows}
+    kinds = {str(row["worker"]): _machine_of(row, run.training.batch_size or 1) for row in rows}
     print("those who joined, for a file of machines:")
     for name, kind in kinds.items():
         print(f"  {name}: {{steps_per_s: {kind.steps_per_s:g}, bandwidth_mbps: {kind.bandwidth_mbps:g}, latency_ms: {kind.latency_ms:g}}}")
@@ -123,14 +118,14 @@ def _joined(run: Run, folder: Path) -> dict[str, MachineKind]:
     return kinds
 
 
-def _tells(row: Mapping[str, Any], name: str) -> bool:
+def _is_positive(row: Mapping[str, Any], name: str) -> bool:
     """Whether a worker's own word for a figure can be true."""
     return isinstance(row.get(name), (int, float)) and row[name] > 0
 
 
-def _seen(row: Mapping[str, Any], batch: int) -> MachineKind:
+def _machine_of(row: Mapping[str, Any], batch: int) -> MachineKind:
     """A worker's machine. What its signs of life do not tell of its link is taken to be as in one room."""
-    link: dict[str, Any] = {name: float(f"{row[name]:.3g}") for name in ("bandwidth_mbps", "latency_ms") if _tells(row, name)}
+    link: dict[str, Any] = {name: float(f"{row[name]:.3g}") for name in ("bandwidth_mbps", "latency_ms") if _is_positive(row, name)}
     return MachineKind(steps_per_s=float(f"{row['samples'] / row['computing_s'] / batch:.3g}"), **link)
 
 
@@ -158,7 +153,8 @@ def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -
     who = (
         "a worker" if run.launch.devices_per_node in (None, 1) else f"with {run.engine.kind}, each of {run.launch.devices_per_node} devices"
     )
-    print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {_parts_of(needs)}")
+    parts = ", ".join(f"{name} {_gigabytes(size / 1e9)}" for name, size in needs._asdict().items())
+    print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {parts}")
     least = run.replace(training=run.training.replace(batch_size=1))
     there = machines_that_fit(found, run, kinds)
     lines = []
@@ -170,10 +166,6 @@ def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -
         lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(ways)}")
     print("".join(f"{line}\n" for line in lines))
     return "" if machines_that_fit(found, least, kinds) else "\n".join(lines)
-
-
-def _parts_of(needs: Any) -> str:
-    return ", ".join(f"{name} {_gigabytes(size / 1e9)}" for name, size in needs._asdict().items())
 
 
 # --- the table ----------------------------------------------------------------------------------------
@@ -218,10 +210,3 @@ def _time(hours: float) -> str:
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
     return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.1f} s"
-
-
-def _write(loaded: LoadedConfig, path: Path) -> None:
-    try:
-        path.write_text(brief(loaded), encoding="utf-8")
-    except OSError as error:
-        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.join import check_trust, typed
+from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import print_log
 from shoal.config.load import Override, parse_override
@@ -42,8 +43,8 @@ def run(argv: list[str]) -> int:
         raise ShoalError("a relay joins a coordinator, not a database: take the address that `shoal coordinate` printed (tcp://…)")
     from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
-    way = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
-    joined = JoinedWorker(way, print_log)
+    options = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
+    joined = JoinedWorker(options, print_log)
     try:
         check_trust(joined, arguments.factory)
         if joined.name != arguments.name:
@@ -55,13 +56,7 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "shoal relay",
-        description="Combine the updates of local workers and send them to a coordinator as one.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("relay", "Combine the updates of local workers and send them to a coordinator as one.", EPILOG)
     parser.add_argument("address", metavar="ADDRESS", help="the coordinator above: tcp://HOST:PORT, as `shoal coordinate` printed it")
     parser.add_argument("--token", help="its join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
     parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")

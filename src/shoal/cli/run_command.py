@@ -130,16 +130,10 @@ def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:
     """Arguments of workers with a simulated network or speed; `slowdown` is a list of NAME=FACTOR."""
 
     def arguments(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        factors = _factors(slowdown, names)
+        factors = slowdowns(slowdown)
+        if unknown := [name for name in factors if name not in names]:
+            raise ShoalError(f"--slowdown: there is no worker `{unknown[0]}`; there are {', '.join(names)}")
         common = ["--netem", netem] if netem else []
-        return {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
+        return {name: [*common, *(["--slowdown", f"{factors[name]:g}"] if name in factors else [])] for name in names}
 
     return arguments
-
-
-def _factors(slowdown: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    factors = slowdowns(slowdown)
-    for name in factors:
-        if name not in names:
-            raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names)}")
-    return {name: f"{factor:g}" for name, factor in factors.items()}

@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     elif not rows:
         print(f"no runs in {arguments.folder}")
     else:
-        _table(rows)
+        print(_lines(rows))
     return 0
 
 
@@ -97,10 +97,6 @@ def _last_step(folder: Path) -> int:
         return int(json.loads(lines[-1])["step"])
     except (OSError, ValueError, IndexError, KeyError):
         return 0
-
-
-def _table(rows: list[dict[str, Any]]) -> None:
-    print(_lines(rows))
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:

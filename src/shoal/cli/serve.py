@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import add_plugin_option, load_plugins
+from shoal.cli.main import warn
+from shoal.cli.options import parse_with_plugins
 from shoal.cli.output import print_log, show_nodes
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
@@ -109,10 +109,6 @@ def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], co
             workers.close()
 
 
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
-
-
 def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("shoal serve", description="Serve a model with an OpenAI-compatible API and a chat page.")
     parser.add_argument(
@@ -132,9 +128,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         help="listen here for other machines that hold layers; --nodes is their number, the server included",
     )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
-    add_plugin_option(parser)
-    arguments = parser.parse_args(argv)
-    load_plugins(arguments)
+    arguments = parse_with_plugins(parser, argv)
     if arguments.demo == bool(arguments.targets):
         parser.error("name a run, a model or configuration files, or --demo")
     if arguments.port is not None and not 0 <= arguments.port < 65536:

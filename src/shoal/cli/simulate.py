@@ -49,7 +49,9 @@ def run(argv: list[str]) -> int:
     loaded = require(load(arguments, overrides))
     if loaded.run.alone and loaded.run.engine.kind == "pipeline":
         return _pipelined(loaded.run, arguments)
-    report = _simulated(loaded.run, arguments)
+    from shoal.simulate.simulation import simulated
+
+    report = simulated(loaded.run, _asked(arguments), None if arguments.json else _show_members)
     _print(report, arguments)
     if arguments.plots:
         _draw(report, Path(arguments.plots))
@@ -80,12 +82,6 @@ def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
     for name, text in () if arguments.json else report.rows():
         print(f"{name:<14} {text}")
     return 0
-
-
-def _simulated(run: Run, arguments: argparse.Namespace) -> SimulationReport:
-    from shoal.simulate.simulation import simulated
-
-    return simulated(run, _asked(arguments), None if arguments.json else _show_members)
 
 
 def _asked(arguments: argparse.Namespace) -> SimulationOptions:

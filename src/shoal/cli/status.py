@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.db import connected, database_location
+from shoal.cli.main import writing
 from shoal.cli.options import load, make_parser, parse, require
 from shoal.config.load import Override
+from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
+from shoal.reporters import class_table
+from shoal.reporters.text_status import event_lines, lines, member_rows
+from shoal.runs.folder.run_reader import RunFolder, newest_run
+from shoal.runs.owner import fetch_status, read_owner_file
+from shoal.transports.database_address import is_address
 
 _SHOWN_EVENTS = 8
 _NO_SAMPLES = "there are no samples yet: they come with the first evaluation"
@@ -22,15 +29,12 @@ _NO_SAMPLES = "there are no samples yet: they come with the first evaluation"
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shoal.runs.folder.run_reader import RunFolder
     from shoal.transports.postgres.queries import RunView
 
 
 def run(argv: list[str]) -> int:
     arguments, overrides = parse(_parser(), argv)
     if (owner := owner_file(arguments.files)) is not None:
-        from shoal.runs.owner import fetch_status, read_owner_file
-
         return _show_status(fetch_status(read_owner_file(owner)), arguments.json)
     folder = folder_of(arguments.files) or _folder_of_settings(arguments, overrides)
     if folder is not None:
@@ -82,8 +86,6 @@ def _show_live(view: Callable[[], RunView], every_s: float) -> None:
 
 def folder_of(files: list[str]) -> RunFolder | None:
     """The run's folder; None for a configuration or a database. Raises ShoalError if there is no such run."""
-    from shoal.runs.folder.run_reader import RunFolder, newest_run
-
     if not files:
         return newest_run(Path("runs")) if Path("runs").is_dir() else None
     path = Path(files[0])
@@ -98,10 +100,6 @@ def owner_file(files: list[str]) -> Path | None:
 
 def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]) -> RunFolder | None:
     """The newest run of a configuration; None for a run through a database, which knows more than the folder."""
-    from shoal.config.schema.cluster import Postgres
-    from shoal.runs.folder.run_reader import newest_run
-    from shoal.transports.database_address import is_address
-
     if arguments.files and is_address(arguments.files[0]):
         return None
     loaded = load(arguments, overrides)
@@ -121,10 +119,8 @@ def _show_folder(folder: RunFolder, as_json: bool, grid: str | None) -> int:
 
 
 def _save_grid(file: str, drawn: bytes) -> None:
-    try:
+    with writing(file):
         Path(file).write_bytes(drawn)
-    except OSError as error:
-        raise ShoalError(f"cannot write {file}: {error.strerror or error}") from None
     print(f"wrote {file}", file=sys.stderr)  # standard output may be JSON
 
 
@@ -132,9 +128,6 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print(json.dumps(status, indent=2))
         return 0
-    from shoal.reporters.class_table import task_table
-    from shoal.reporters.text_status import event_lines, lines, member_rows
-
     for name, text in lines(status):
         print(f"{name:<12} {text}")
     if status["members"] or status["gone"]:
@@ -142,7 +135,7 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
         _print_rows(member_rows(status))
     if status["tasks"]:
         print()
-        _print_rows(task_table(status["tasks"]))
+        _print_rows(class_table.task_table(status["tasks"]))
         print(f"{status.get('tasks_done', 0)} are finished")
     if status["events"]:
         print("\nevents")
@@ -155,8 +148,6 @@ def _drawn(view: RunView) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.reporters import class_table
-
     head = Table.grid(padding=(0, 2))
     for name, text in class_table.lines(view):
         head.add_row(name, text)
@@ -168,8 +159,6 @@ def _drawn(view: RunView) -> RenderableType:
 
 
 def _print(view: RunView) -> None:
-    from shoal.reporters import class_table
-
     for name, text in class_table.lines(view):
         print(f"{name:<12} {text}")
     print()

@@ -8,8 +8,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli import status as status_command
 from shoal.cli.status import folder_of, owner_file
 from shoal.errors import ShoalError
+from shoal.reporters.text_status import event_lines, lines, member_rows
+from shoal.runs.folder.run_reader import UNFINISHED_STATES
+from shoal.runs.owner import fetch_status, read_owner_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,8 +33,6 @@ def run(argv: list[str]) -> int:
         raise ShoalError(f"`shoal top` needs a terminal; `shoal status {where}` prints once")
     from rich.live import Live
 
-    from shoal.runs.folder.run_reader import UNFINISHED_STATES
-
     try:
         with Live(drawn(look()), screen=True, auto_refresh=False) as live:
             while True:
@@ -41,16 +43,12 @@ def run(argv: list[str]) -> int:
                 time.sleep(max(0.2, arguments.every))
     except KeyboardInterrupt:
         return 0
-    from shoal.cli.status import run as show_status
-
-    return show_status([where])
+    return status_command.run([where])
 
 
 def _looker(given: list[str]) -> tuple[Callable[[], dict[str, Any]], str]:
     """A function that reads the run's status, and the run's name."""
     if (owner := owner_file(given)) is not None:
-        from shoal.runs.owner import fetch_status, read_owner_file
-
         known = read_owner_file(owner)
         return lambda: fetch_status(known), str(owner)
     folder = folder_of(given)
@@ -65,8 +63,6 @@ def drawn(status: dict[str, Any], height: int = 40) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
-
-    from shoal.reporters.text_status import event_lines, lines, member_rows
 
     head = Table.grid(padding=(0, 2))
     for name, text in lines(status):

@@ -100,13 +100,10 @@ class Fault(NamedTuple):
 Faults = list[Fault]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-MISSING: Any = _Missing()
+MISSING: Any = object()
+"""Stands for the default of a required setting."""
 INVALID: Any = object()
+"""Result of a check that found faults."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -325,17 +322,23 @@ class ChoiceType(Checker):
         if not isinstance(value, bool) and value in self.choices if isinstance(value, (str, int)) else False:
             return value
         if isinstance(value, str):
-            faults.append(
-                Fault("unknown-choice", f"{describe(value)} is not {self.expected}", path, tree, help=did_you_mean(value, self.choices))
-            )
+            help = did_you_mean(value, self.choices)
+            faults.append(Fault("unknown-choice", f"{describe(value)} is not {self.expected}", path, tree, help=help))
             return INVALID
         return self.wrong(tree, path, faults)
 
 
-class ListType(Checker):
+class _ContainerType(Checker):
+    """A type whose values hold values of another type."""
+
     def __init__(self, item: Checker) -> None:
         self.item = item
 
+    def sections(self) -> Iterator[type[Section]]:
+        return self.item.sections()
+
+
+class ListType(_ContainerType):
     @property
     def expected(self) -> str:
         return f"a list (each {self.item.expected})"
@@ -346,15 +349,9 @@ class ListType(Checker):
         items = tuple(self.item.check(item, (*path, i), faults) for i, item in enumerate(tree.value))
         return INVALID if any(item is INVALID for item in items) else items
 
-    def sections(self) -> Iterator[type[Section]]:
-        return self.item.sections()
 
-
-class MappingType(Checker):
+class MappingType(_ContainerType):
     expected = "a mapping"
-
-    def __init__(self, item: Checker) -> None:
-        self.item = item
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         entries = entries_of(tree)
@@ -363,25 +360,16 @@ class MappingType(Checker):
         items = {key: self.item.check(item, (*path, key), faults) for key, item in entries.items()}
         return INVALID if any(item is INVALID for item in items.values()) else MappingProxyType(items)
 
-    def sections(self) -> Iterator[type[Section]]:
-        return self.item.sections()
 
-
-class OptionalType(Checker):
-    def __init__(self, inner: Checker) -> None:
-        self.inner = inner
-
+class OptionalType(_ContainerType):
     @property
     def expected(self) -> str:
-        return f"{self.inner.expected}, or null"
+        return f"{self.item.expected}, or null"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         if isinstance(tree, YamlNode) and tree.value is None:
             return None
-        return self.inner.check(tree, path, faults)
-
-    def sections(self) -> Iterator[type[Section]]:
-        return self.inner.sections()
+        return self.item.check(tree, path, faults)
 
 
 class SectionType(Checker):
@@ -407,10 +395,8 @@ class SectionType(Checker):
         return INVALID if unknown or any(value is INVALID for value in values.values()) else self.section(**values)
 
     def unknown(self, name: str, path: Path, tree: Tree) -> Fault:
-        where = ".".join(map(str, path)) or "the configuration"
-        return Fault(
-            "unknown-key", f"unknown key `{name}` in {where}", (*path, name), tree, key=name, help=did_you_mean(name, self.section.fields())
-        )
+        where, help = ".".join(map(str, path)) or "the configuration", did_you_mean(name, self.section.fields())
+        return Fault("unknown-key", f"unknown key `{name}` in {where}", (*path, name), tree, key=name, help=help)
 
     def sections(self) -> Iterator[type[Section]]:
         yield self.section

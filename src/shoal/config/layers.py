@@ -81,7 +81,6 @@ class Settings:
             if verdict:
                 self.dropped.append(verdict)
             else:
-                self.history.setdefault(assignment.path, []).append(assignment)
                 self._put(assignment)
         for union, kind in self.kinds.items():
             self._name_kind(union, kind)
@@ -123,6 +122,8 @@ class Settings:
         return None
 
     def _put(self, assignment: Assignment) -> None:
+        """Set a value in the tree, and record it in the history."""
+        self.history.setdefault(assignment.path, []).append(assignment)
         *parents, last = assignment.path
         value = assignment.node.value
         if value is None and isinstance(checker_at(assignment.path, self.kinds), (SectionType, TaggedType, MappingType)):
@@ -139,11 +140,6 @@ class Settings:
                 branch[last] = {}
             return
         branch[last] = assignment.node
-
-    def add(self, assignment: Assignment) -> None:
-        """Add a derived value."""
-        self.history.setdefault(assignment.path, []).append(assignment)
-        self._put(assignment)
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -208,11 +204,15 @@ class Settings:
         labels = self.labels(*paths)
         self.problems.append(Problem(code, message, labels, self.spelling(paths[0]), help, severity))
 
+    def warn_no_effect(self, path: str, why: str, *others: str, help: str = "") -> None:
+        """Warn that a setting has no effect."""
+        self.report("no-effect", f"`{self.spelling(path)}` has no effect: {why}", path, *others, help=help, severity="warning")
+
     def derive(self, dotted: str, value: Any, because: str) -> None:
         """Set a derived value with its reason."""
         source = SourceText(because, kind="default")
         node = node_of(value, source.whole(), dotted)
-        self.add(Assignment(tuple(dotted.split(".")), node, node.span, Layer(DERIVED, 1_000_000), because=because))
+        self._put(Assignment(tuple(dotted.split(".")), node, node.span, Layer(DERIVED, 1_000_000), because=because))
 
 
 # --- the schema, asked by path --------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ def _expand_shorthand(assignment: Assignment) -> Assignment:
     return assignment
 
 
-def _inner(checker: Checker) -> Checker:
-    return checker.inner if isinstance(checker, OptionalType) else checker
+def _inner(checker: Checker | None) -> Checker | None:
+    return checker.item if isinstance(checker, OptionalType) else checker
 
 
 def _earlier(assignment: Assignment, decider: Assignment) -> bool:
@@ -275,14 +275,12 @@ def checker_at(path: Key, kinds: dict[Key, str]) -> Checker | None:
 
 def section_at(path: Key, kinds: dict[Key, str]) -> type[Section] | None:
     """The section at a path, of the kind that was chosen."""
-    checker = checker_at(path, kinds)
-    return _section_of(_inner(checker), kinds.get(path)) if checker else None
+    return _section_of(_inner(checker_at(path, kinds)), kinds.get(path))
 
 
 def union_at(path: Key, kinds: dict[Key, str]) -> TaggedType | None:
     """The union at a path, if there is one."""
-    checker = checker_at(path, kinds)
-    inner = _inner(checker) if checker else None
+    inner = _inner(checker_at(path, kinds))
     return inner if isinstance(inner, TaggedType) else None
 
 
@@ -306,7 +304,7 @@ def _defaults() -> Run:
     return Run()
 
 
-def _section_of(checker: Checker, kind: str | None) -> type[Section] | None:
+def _section_of(checker: Checker | None, kind: str | None) -> type[Section] | None:
     if isinstance(checker, SectionType):
         return checker.section
     return checker.kinds.get(kind or "") if isinstance(checker, TaggedType) else None

@@ -15,7 +15,7 @@ from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.ranks import process_count
 from shoal.config.schema import Run
-from shoal.config.source_span import SourceText
+from shoal.config.source_span import SourceText, Span
 from shoal.config.text import YamlEntry, YamlNode, interpolate, parse_value, python_node, read
 
 VARIABLES = {
@@ -122,10 +122,8 @@ class _Loader:
         self.dialect = dialect
         self.resolved = resolved
         self.problems: list[Problem] = []
+        self.report = self.problems.append
         self.seen: dict[str, WrittenKeys] = {}
-
-    def report(self, problem: Problem) -> None:
-        self.problems.append(problem)
 
     def load(self, files: list[ConfigFile], overrides: list[Override]) -> LoadedConfig:
         if not files:
@@ -197,7 +195,7 @@ class _Loader:
 
     def translate(self, root: YamlNode, layer: Layer) -> list[Assignment]:
         if layer.dialect == NATIVE:
-            return [Assignment(path, node, key, layer) for path, node, key in _native_leaves((), root)]
+            return [Assignment(path, node, key, layer) for path, node, key in leaves((), root, root.span) if path]
         return DIALECTS[layer.dialect].translate(root, layer, self.seen.setdefault(layer.dialect, WrittenKeys()), self.report)
 
     def from_environment(self) -> list[Assignment]:
@@ -206,9 +204,8 @@ class _Loader:
             text = self.environ.get(name)
             if text:
                 shown = "********" if name in ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY") else text
-                span = (
-                    SourceText(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000).whole()._replace(line=1)
-                )
+                source = SourceText(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000)
+                span = Span(source, 1, 1, 1)
                 path, only_for = parse_target(target)
                 node = YamlNode(text, span, user_path=name) if text is not shown else parse_value(text, span, self.report, name)
                 if name == "LOG_LEVEL":
@@ -219,26 +216,23 @@ class _Loader:
     def from_override(self, override: Override, used: list[str], number: int) -> list[Assignment]:
         source = SourceText("command line", override.argument, kind="command line", layer="command line", order=2000 + number)
         value_at = len(override.argument) - len(override.value)
-        span = source.whole()._replace(line=1, column=value_at + 1, length=max(1, len(override.value)))
-        key = source.whole()._replace(line=1, column=max(1, value_at - len(override.path)), length=len(override.path))
+        span = Span(source, 1, value_at + 1, max(1, len(override.value)))
+        key = Span(source, 1, max(1, value_at - len(override.path)), len(override.path))
         layer = Layer("command line", 2000 + number)
-        for name in used:
-            matches = [path for path, _ in DIALECTS[name].paths()] if name != NATIVE else list(native_paths())
-            full = self.match(override, matches, name, key)
+        for name in dict.fromkeys((*used, NATIVE)):
+            full = self.match(override, name, key)
             if full:
                 return self.assign(full, name, override, span, key, layer)
-        if NATIVE not in used and (full := self.match(override, list(native_paths()), NATIVE, key)):
-            return self.assign(full, NATIVE, override, span, key, layer)
         if full is None:
             self.report(self.unknown_override(override, used, key))
         return []
 
-    def match(self, override: Override, paths: list[str], name: str, key: Any) -> str | None:
+    def match(self, override: Override, name: str, key: Span) -> str | None:
         """The full path of an override in a dialect; None if there is none, '' if it is ambiguous, which is reported.
 
         Of several settings with the name, the one nearest to the top wins, then the one in `training`.
         """
-        wanted = override.path
+        wanted, paths = override.path, _paths_of(name)
         knows = native_knows if name == NATIVE else DIALECTS[name].knows
         if knows(tuple(wanted.split("."))) and ("." in wanted or wanted in paths or override.exact):
             return wanted
@@ -266,15 +260,15 @@ class _Loader:
         found = None if name == NATIVE else DIALECTS[name].trie.find(tuple(path.split(".")))
         return found.row.to if found and found.row else path
 
-    def assign(self, path: str, name: str, override: Override, span: Any, key: Any, layer: Layer) -> list[Assignment]:
+    def assign(self, path: str, name: str, override: Override, span: Span, key: Span, layer: Layer) -> list[Assignment]:
         node = parse_value(override.value, span, self.report, path)
         node = interpolate(node, self.environ, self.report)
         for step in reversed(path.split(".")):
             node = YamlNode({step: YamlEntry(key, node)}, span, user_path=node.user_path.rpartition(".")[0])
         return self.translate(node, layer._replace(dialect=name))
 
-    def unknown_override(self, override: Override, used: list[str], key: Any) -> Problem:
-        paths = [path for name in used if name != NATIVE for path, _ in DIALECTS[name].paths()] + list(native_paths())
+    def unknown_override(self, override: Override, used: list[str], key: Span) -> Problem:
+        paths = [path for name in used if name != NATIVE for path in _paths_of(name)] + native_paths()
         leaf = override.path.replace("-", "_").split(".")[-1]
         homes = [path for path in paths if path.split(".")[-1] == leaf]
         if homes:
@@ -340,16 +334,11 @@ class _Loader:
         return warnings
 
 
-def _native_leaves(path: Key, node: YamlNode) -> Iterable[tuple[Key, YamlNode, Any]]:
-    for name, entry in node.value.items():
-        here = (*path, name)
-        if isinstance(entry.value.value, dict) and entry.value.value:
-            yield from _native_leaves(here, entry.value)
-        else:
-            yield here, entry.value, entry.key
+def _paths_of(dialect: str) -> list[str]:
+    return native_paths() if dialect == NATIVE else DIALECTS[dialect].paths()
 
 
-def _key_spans(fault: Fault, path: Key, settings: Settings) -> list[Any]:
+def _key_spans(fault: Fault, path: Key, settings: Settings) -> list[Span]:
     if isinstance(fault.at, YamlNode) and isinstance(fault.at.value, dict):
         entry = fault.at.value.get(fault.key) if fault.key else None
         return [entry.key if entry else fault.at.span]
@@ -363,7 +352,7 @@ def _key_spans(fault: Fault, path: Key, settings: Settings) -> list[Any]:
     return [first.key]
 
 
-def _ancestor_key(assignment: Assignment, path: Key) -> Any:
+def _ancestor_key(assignment: Assignment, path: Key) -> Span:
     """The place of a key above a value, searched in the text, since only leaves keep theirs."""
     source, name = assignment.key.source, path[-1]
     for number in range(assignment.key.line, 0, -1):
@@ -372,6 +361,3 @@ def _ancestor_key(assignment: Assignment, path: Key) -> Any:
         if column >= 0 and not line[:column].strip(" -{"):
             return assignment.key._replace(line=number, column=column + 1, length=len(name))
     return assignment.key
-
-
-__all__ = ["DEFAULT_FILE", "ConfigFile", "LoadedConfig", "Override", "leaves", "load", "parse_override", "resolve", "resolve_data"]

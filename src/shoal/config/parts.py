@@ -61,10 +61,6 @@ class Part(Section):
         return TaggedType(cls.kinds, cls._shorthand, open=True) if Part in cls.__bases__ else SectionType(cls)
 
     @classmethod
-    def is_built(cls) -> bool:
-        return cls.made_by is not None
-
-    @classmethod
     def builder(cls) -> Any:
         """The builder of this kind. Raises ShoalError if it has none."""
         if cls.made_by is None:
@@ -83,7 +79,7 @@ def builds(settings: type[Part]) -> Callable[[Built], Built]:
     """Decorator: the function or class builds the part with these settings."""
 
     def register(made_by: Built) -> Built:
-        if settings.is_built():
+        if settings.made_by is not None:
             raise ShoalError(f"the {settings.noun} `{kind_of(settings)}` ({source_location(settings)}) has two builders; keep one of them")
         settings.made_by = made_by
         return made_by
@@ -99,12 +95,6 @@ def source_location(part: type[Part]) -> str:
         return f"{inspect.getsourcefile(part)}:{inspect.getsourcelines(part)[1]}"
     except (OSError, TypeError):
         return part.__module__
-
-
-def all_parts() -> Iterator[type[Part]]:
-    """Every kind of every family."""
-    for family in FAMILIES.values():
-        yield from family.kinds.values()
 
 
 def used_by(value: object) -> Iterator[type[Part]]:

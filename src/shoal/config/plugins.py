@@ -141,7 +141,7 @@ def _expect_builders(plugin: Plugin) -> None:
     """Raise ShoalError if a part of a plugin has no builder."""
     for family in parts.FAMILIES.values():
         for part in [part for part in family.kinds.values() if _is_of(part.__module__, plugin)]:
-            if not part.is_built():
+            if part.made_by is None:
                 part.builder()
 
 

@@ -49,7 +49,7 @@ def _reference(section: type[Section], definitions: dict[str, Any]) -> dict[str,
 def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
     match checker:
         case f.OptionalType():
-            return {"anyOf": [_of(checker.inner, definitions), {"type": "null"}]}
+            return {"anyOf": [_of(checker.item, definitions), {"type": "null"}]}
         case f.SectionType():
             return {"anyOf": [_reference(checker.section, definitions), {"type": "null"}]}
         case f.TaggedType():
@@ -91,7 +91,7 @@ def _page(section: type[Section], path: str, rows: list[str], within: tuple[type
     docs, below = field_docs(section), []
     table = []
     for name, field in section.fields().items():
-        inner = field.checker.inner if isinstance(field.checker, f.OptionalType) else field.checker
+        inner = field.checker.item if isinstance(field.checker, f.OptionalType) else field.checker
         if isinstance(inner, (f.SectionType, f.TaggedType)):
             below += [(item, f"{path}{name}.") for item in inner.sections() if not (item._shorthand and len(item.fields()) == 1)]
             if not isinstance(inner, f.TaggedType) or not inner.shorthand:

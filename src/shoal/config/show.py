@@ -37,10 +37,10 @@ def scalar(value: Any) -> str:
     return str(value)
 
 
-def to_yaml(data: dict[str, Any], comments: dict[Key, str] | None = None, path: Key = ()) -> str:
+def to_yaml(data: dict[str, Any], comments: dict[Key, str] | None = None) -> str:
     """Nested data as YAML; `comments` are put at the end of the lines of their paths."""
     rows: list[tuple[str, str]] = []
-    _rows(data, path, comments or {}, rows)
+    _rows(data, (), comments or {}, rows)
     width = min(60, max((len(line) for line, comment in rows if comment), default=0))
     return "\n".join(f"{line:<{width}}  # {comment}" if comment else line for line, comment in rows) + "\n"
 
@@ -131,11 +131,7 @@ def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 def format_origin(assignment: Assignment | None) -> str:
     """The origin of a value: file and line, option, or reason."""
-    if assignment is None:
-        return "default"
-    if assignment.because:
-        return assignment.because
-    return _where(assignment)
+    return (assignment.because or _where(assignment)) if assignment else "default"
 
 
 def _where(assignment: Assignment) -> str:

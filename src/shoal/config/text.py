@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import yaml
 
@@ -58,14 +58,11 @@ class YamlNode:
         return entry.value if entry else None
 
 
-class YamlEntry:
+class YamlEntry(NamedTuple):
     """A key of a mapping with its position, and its value."""
 
-    __slots__ = ("key", "value")
-
-    def __init__(self, key: Span, value: YamlNode) -> None:
-        self.key = key
-        self.value = value
+    key: Span
+    value: YamlNode
 
 
 def data_of(node: YamlNode) -> Any:
@@ -151,14 +148,8 @@ def parse(text: str, source: SourceText, report: Report) -> YamlNode | None:
         report(Problem("syntax", f"not YAML: {error}", (Label(source.whole()),)))
         return None
     if root is None or root.value is None:
-        report(
-            Problem(
-                "empty-file",
-                f"`{source.name}` holds no settings",
-                (Label(source.whole()),),
-                help="`shoal init` writes a file to start from",
-            )
-        )
+        message, help = f"`{source.name}` holds no settings", "`shoal init` writes a file to start from"
+        report(Problem("empty-file", message, (Label(source.whole()),), help=help))
         return None
     if not isinstance(root.value, dict):
         message = f"a configuration is a mapping of keys to values, this is {describe(root.value)}"

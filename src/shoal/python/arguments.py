@@ -25,12 +25,8 @@ class ArgumentError(ShoalError, TypeError):
     """An argument that `train` does not take."""
 
     def __init__(self, name: str, takes: str, found: object) -> None:
-        super().__init__(f"{name}= takes {takes}; this is {_described(found)}")
-
-
-def _described(found: object) -> str:
-    shown = repr(found) if isinstance(found, (str, int, float, bool, type(None))) else ""
-    return f"{type(found).__name__} {shown[:60]}".rstrip()
+        shown = repr(found) if isinstance(found, (str, int, float, bool, type(None))) else ""
+        super().__init__(f"{name}= takes {takes}; this is {type(found).__name__} {shown[:60]}".rstrip())
 
 
 class ProgramObjects(NamedTuple):
@@ -74,8 +70,8 @@ def _plain(run: Run) -> dict[str, Any]:
 
 
 def overrides_of(overrides: Iterable[str]) -> list[Override]:
-    texts = [] if isinstance(overrides, str) or not isinstance(overrides, Iterable) else list(overrides)
-    if isinstance(overrides, str) or not isinstance(overrides, Iterable) or not all(isinstance(text, str) for text in texts):
+    texts = list(overrides) if isinstance(overrides, Iterable) and not isinstance(overrides, str) else None
+    if texts is None or not all(isinstance(text, str) for text in texts):
         raise ArgumentError("overrides", "a list of settings such as 'training.epochs=3'", overrides)
     return [parse_override(text, "overrides:") for text in texts]
 
@@ -85,7 +81,9 @@ def overrides_of(overrides: Iterable[str]) -> list[Override]:
 
 def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> ProgramObjects:
     """Check the objects that the program passes. Raises ArgumentError."""
-    _check_model(model)
+    if model is not None and not isinstance(model, nn.Module) and not _is_factory(model):
+        made = " (a class: make an object of it)" if isinstance(model, type) else ""
+        raise ArgumentError("model", f"a torch.nn.Module, or the name of a function that makes one as 'module:function'{made}", model)
     _check_data("data", data)
     _check_data("eval_data", eval_data)
     for name, function in (("collate", collate), ("loss", loss)):
@@ -133,12 +131,6 @@ def _settings(argument: str, section: str, part: Any, eval_data: Any = None, col
 
 def _is_factory(part: Any) -> bool:
     return isinstance(part, str) and part.count(":") == 1
-
-
-def _check_model(model: Any) -> None:
-    if model is not None and not isinstance(model, nn.Module) and not _is_factory(model):
-        made = " (a class: make an object of it)" if isinstance(model, type) else ""
-        raise ArgumentError("model", f"a torch.nn.Module, or the name of a function that makes one as 'module:function'{made}", model)
 
 
 def _check_data(name: str, data: Any) -> None:

@@ -35,12 +35,9 @@ def native_knows(path: Key) -> bool:
     return _knows(SectionType(Run), path)
 
 
-def native_paths() -> Iterator[str]:
+def native_paths() -> list[str]:
     """Every path of the schema, for all kinds, without repetition."""
-    seen: dict[str, None] = {}
-    for path in _paths(Run, ""):
-        seen[path] = None
-    return iter(seen)
+    return list(dict.fromkeys(_paths(Run, "")))
 
 
 def _keys(node: YamlNode, path: Key) -> Iterator[Key]:
@@ -57,12 +54,10 @@ def _keys(node: YamlNode, path: Key) -> Iterator[Key]:
 def _knows(checker: object, path: Key) -> bool:
     if not path:
         return True
-    if isinstance(checker, OptionalType):
-        return _knows(checker.inner, path)
+    if isinstance(checker, (OptionalType, ListType)):
+        return _knows(checker.item, path)
     if isinstance(checker, MappingType):
         return _knows(checker.item, path[1:])
-    if isinstance(checker, ListType):
-        return _knows(checker.item, path)
     if isinstance(checker, (SectionType, TaggedType)):
         return any(path[0] in section.fields() and _knows(section.fields()[path[0]].checker, path[1:]) for section in checker.sections())
     return False
@@ -70,7 +65,7 @@ def _knows(checker: object, path: Key) -> bool:
 
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:
     for name, field in section.fields().items():
-        checker = field.checker.inner if isinstance(field.checker, OptionalType) else field.checker
+        checker = field.checker.item if isinstance(field.checker, OptionalType) else field.checker
         inner = list(checker.sections()) if isinstance(checker, (SectionType, TaggedType)) else []
         for below in inner:
             yield from _paths(below, f"{prefix}{name}.")

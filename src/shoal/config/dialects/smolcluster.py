@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import Any
 
-from shoal.config.dialects.table import Dialect, DialectRow, Implied, RejectError, WrittenKeys, choice, row
+from shoal.config.dialects.table import Dialect, Implied, RejectError, Row, WrittenKeys, choice, same
 from shoal.config.text import describe
 
 _GPT = "model[gpt]"
@@ -18,10 +18,6 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RejectError(f"expected a whole number at least 1, found {describe(value)}")
     return [value, value]
-
-
-def _decoding(name: str, *keys: str) -> tuple[DialectRow, ...]:
-    return tuple(row(f"{_ENTRY}.decoding_strategies.{name}.{key}", f"serving.decoding.{name}.{key}") for key in keys)
 
 
 def _imply(seen: WrittenKeys) -> Implied:
@@ -59,54 +55,49 @@ SMOLCLUSTER = Dialect(
     "smolcluster",
     "A shelf of machines of every kind",
     (
-        row("host_ip.*", "cluster.hosts.*.server_address"),
-        row("port", "transport[zmq,xmlrpc].port"),
-        row("port.*", "cluster.hosts.*.server_port"),
-        row("num_workers", "cluster.num_workers"),
-        row("workers", "cluster.workers"),
-        row("server", "cluster.server"),
-        row("worker_update_interval", "strategy[edp,syncps].pull_every_steps"),
-        row("use_quantization", "updates.codec.kind", convert=choice({True: "int8", False: "none"})),
-        row("seed", "seed"),
-        row("timeout", "strategy[syncps].round_timeout_s", "engine[pipeline].timeout_s"),
-        row("web_interface.api_port", "serving.api_port"),
-        row("web_interface.frontend_port", "serving.page_port"),
-        row("batch_size", "training.batch_size", also=("training.batch_size",)),
-        row("learning_rate", "training.optimizer.learning_rate", also=("training.learning_rate",)),
-        row("num_epochs", "training.epochs", also=("training.epochs", "epochs")),
-        row("eval_steps", "evaluation.every_steps"),
-        row("track_gradients", "logging.track_gradients"),
-        row("polyak_alpha", "training.polyak_alpha"),
-        row("gradient_clipping.enabled", "training.clipping.enabled"),
-        row("gradient_clipping.max_norm", "training.clipping.max_norm"),
-        row("model.type", "model.kind", convert=choice({"SimpleNN": "mlp", "GPT": "gpt"})),
-        row("model.input_dim", "model[mlp].input_dim"),
-        row("model.hidden", "model[mlp].hidden_sizes", convert=_hidden),
-        row("model.out", "model[mlp].output_dim"),
-        row("dataset.name", "data.source.kind", convert=choice({"MNIST": "mnist", "WikiText": "wikitext", "SNLI": "snli"})),
-        row("model.model_dim", f"{_GPT}.hidden_size", also=("model_dim",)),
-        row("model.num_layers", "model[gpt,huggingface].num_layers", also=("num_layers",)),
-        row("model.num_heads", f"{_GPT}.num_heads", also=("num_heads",)),
-        row("model.ff_dim", f"{_GPT}.intermediate_size", also=("ff_dim",)),
-        row("model.dropout", f"{_GPT}.dropout", also=("dropout",)),
-        row("model.max_seq_len", f"{_GPT}.max_seq_len", also=("max_seq_len",)),
-        row("training.weight_decay", "training.optimizer.weight_decay", also=("weight_decay",)),
-        row("training.grad_clip_norm", "training.clipping.max_norm", also=("grad_clip_norm",)),
-        row("lr_schedule.warmup_iters", "training.schedule.warmup_steps", also=("warmup_iters",)),
-        row("lr_schedule.min_lr", "training.schedule.end_learning_rate", also=("min_lr",)),
-        row("data.tokenizer", "data.tokenizer", also=("tokenizer",)),
-        row("logging.project_name", "logging.project", also=("project_name",)),
-        row(f"{_ENTRY}.hf_model_name", f"{_PRETRAINED}.pretrained"),
-        row(f"{_ENTRY}.weights_model_name", f"{_PRETRAINED}.weights"),
-        row(f"{_ENTRY}.num_nodes", "serving.num_nodes"),
-        row(f"{_ENTRY}.num_layers", f"{_PRETRAINED}.num_layers"),
-        row(f"{_ENTRY}.max_new_tokens", "serving.max_new_tokens"),
-        row(f"{_ENTRY}.active_decoding_strategy", "serving.decoding.active"),
-        *_decoding("greedy", "temperature"),
-        *_decoding("sampling", "temperature"),
-        *_decoding("top_p", "temperature", "p"),
-        *_decoding("top_k", "temperature", "k"),
-        *_decoding("top_k_top_p", "temperature", "k", "p"),
+        Row("host_ip.*", "cluster.hosts.*.server_address"),
+        Row("port", "transport[zmq,xmlrpc].port"),
+        Row("port.*", "cluster.hosts.*.server_port"),
+        *same("", "cluster.", "num_workers workers server"),
+        Row("worker_update_interval", "strategy[edp,syncps].pull_every_steps"),
+        Row("use_quantization", "updates.codec.kind", convert=choice({True: "int8", False: "none"})),
+        Row("seed", "seed"),
+        Row("timeout", "strategy[syncps].round_timeout_s", "engine[pipeline].timeout_s"),
+        Row("web_interface.api_port", "serving.api_port"),
+        Row("web_interface.frontend_port", "serving.page_port"),
+        Row("batch_size", "training.batch_size", also=("training.batch_size",)),
+        Row("learning_rate", "training.optimizer.learning_rate", also=("training.learning_rate",)),
+        Row("num_epochs", "training.epochs", also=("training.epochs", "epochs")),
+        Row("eval_steps", "evaluation.every_steps"),
+        Row("track_gradients", "logging.track_gradients"),
+        Row("polyak_alpha", "training.polyak_alpha"),
+        *same("gradient_clipping.", "training.clipping.", "enabled max_norm"),
+        Row("model.type", "model.kind", convert=choice({"SimpleNN": "mlp", "GPT": "gpt"})),
+        Row("model.input_dim", "model[mlp].input_dim"),
+        Row("model.hidden", "model[mlp].hidden_sizes", convert=_hidden),
+        Row("model.out", "model[mlp].output_dim"),
+        Row("dataset.name", "data.source.kind", convert=choice({"MNIST": "mnist", "WikiText": "wikitext", "SNLI": "snli"})),
+        Row("model.model_dim", f"{_GPT}.hidden_size", also=("model_dim",)),
+        Row("model.num_layers", "model[gpt,huggingface].num_layers", also=("num_layers",)),
+        Row("model.num_heads", f"{_GPT}.num_heads", also=("num_heads",)),
+        Row("model.ff_dim", f"{_GPT}.intermediate_size", also=("ff_dim",)),
+        Row("model.dropout", f"{_GPT}.dropout", also=("dropout",)),
+        Row("model.max_seq_len", f"{_GPT}.max_seq_len", also=("max_seq_len",)),
+        Row("training.weight_decay", "training.optimizer.weight_decay", also=("weight_decay",)),
+        Row("training.grad_clip_norm", "training.clipping.max_norm", also=("grad_clip_norm",)),
+        Row("lr_schedule.warmup_iters", "training.schedule.warmup_steps", also=("warmup_iters",)),
+        Row("lr_schedule.min_lr", "training.schedule.end_learning_rate", also=("min_lr",)),
+        Row("data.tokenizer", "data.tokenizer", also=("tokenizer",)),
+        Row("logging.project_name", "logging.project", also=("project_name",)),
+        Row(f"{_ENTRY}.hf_model_name", f"{_PRETRAINED}.pretrained"),
+        Row(f"{_ENTRY}.weights_model_name", f"{_PRETRAINED}.weights"),
+        Row(f"{_ENTRY}.num_nodes", "serving.num_nodes"),
+        Row(f"{_ENTRY}.num_layers", f"{_PRETRAINED}.num_layers"),
+        Row(f"{_ENTRY}.max_new_tokens", "serving.max_new_tokens"),
+        Row(f"{_ENTRY}.active_decoding_strategy", "serving.decoding.active"),
+        *same(f"{_ENTRY}.decoding_strategies.", "serving.decoding.", "greedy.temperature sampling.temperature top_p.temperature top_p.p"),
+        *same(f"{_ENTRY}.decoding_strategies.", "serving.decoding.", "top_k.temperature top_k.k"),
+        *same(f"{_ENTRY}.decoding_strategies.top_k_top_p.", "serving.decoding.top_k_top_p.", "temperature k p"),
     ),
     _imply,
 )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shoal.config.fields import did_you_mean
 from shoal.config.layers import Assignment, Key, Layer
 from shoal.config.problems import Label, Problem
-from shoal.config.source_span import SourceText
+from shoal.config.source_span import SourceText, Span
 from shoal.config.text import Report, YamlEntry, YamlNode, data_of, describe, node_of
 
 NOTHING: Any = object()
@@ -25,59 +25,51 @@ _STEP = re.compile(r"([^.\[\]]+)(?:\[([^\]]*)\])?")
 class RejectError(Exception):
     """Raised by a converter for a value that the dialect does not allow."""
 
-    def __init__(self, message: str, help: str = "", code: str = "wrong-type") -> None:
-        self.message, self.help, self.code = message, help, code
+    def __init__(self, message: str, help: str = "", code: str = "wrong-type", paths: tuple[str, ...] = ()) -> None:
+        """`paths`: the keys that contradict each other."""
+        self.message, self.help, self.code, self.paths = message, help, code, paths
 
 
 Convert = Callable[[Any], Any]
 
 
-class DialectRow(NamedTuple):
-    """One key of a dialect: its path, its target settings, and the converter of its value."""
+class Row:
+    """One key of a dialect."""
 
-    path: str
-    to: tuple[str, ...]
-    convert: Convert | None = None
-    default: Any = NOTHING
-    """The dialect's default, if it differs from Shoal's."""
-    also: tuple[str, ...] = ()
-    """Other spellings of the same key."""
-    old: tuple[str, ...] = ()
-    """Old spellings, which give a warning."""
-    yields_to: str = ""
-    """Another key that overrides this one, with a warning, if both are given and differ."""
+    def __init__(
+        self,
+        path: str,
+        *to: str,
+        convert: Convert | None = None,
+        default: Any = NOTHING,
+        also: tuple[str, ...] = (),
+        old: tuple[str, ...] = (),
+        yields_to: str = "",
+    ) -> None:
+        """The key's path in the dialect, and its target settings. `convert` converts its value.
 
-    @property
-    def has_default(self) -> bool:
-        return self.default is not NOTHING
-
-
-def row(
-    path: str,
-    *to: str,
-    convert: Convert | None = None,
-    default: Any = NOTHING,
-    also: tuple[str, ...] = (),
-    old: tuple[str, ...] = (),
-    yields_to: str = "",
-) -> DialectRow:
-    return DialectRow(path, to, convert, default, also, old, yields_to)
+        `default` is the dialect's default, if it differs from Shoal's. `also` are other spellings of the key, `old` are old ones, which
+        give a warning. `yields_to` is another key that overrides this one, with a warning, if both are given and differ.
+        """
+        self.path, self.to, self.convert, self.default = path, to, convert, default
+        self.also, self.old, self.yields_to = also, old, yields_to
+        self.has_default = default is not NOTHING
+        self.spellings = (path, *also, *old)
 
 
-class WrittenKeys:
+def same(theirs: str, ours: str, names: str) -> tuple[Row, ...]:
+    """A row for each name (separated by spaces) that a dialect and Shoal have in common, after their prefixes."""
+    return tuple(Row(theirs + name, ours + name) for name in names.split())
+
+
+class WrittenKeys(dict[str, YamlNode]):
     """The keys that a dialect's files contain, by their path in the table."""
 
-    def __init__(self) -> None:
-        self.nodes: dict[str, YamlNode] = {}
-
-    def __contains__(self, path: str) -> bool:
-        return path in self.nodes
-
     def value(self, path: str) -> Any:
-        return self.nodes[path].value if path in self.nodes else None
+        return self[path].value if path in self else None
 
     def any_below(self, prefix: str) -> bool:
-        return any(path.startswith(prefix + ".") for path in self.nodes)
+        return any(path.startswith(prefix + ".") for path in self)
 
 
 Implied = dict[str, tuple[Any, str]]
@@ -94,22 +86,22 @@ def placement_hint(name: str, paths: Iterable[str]) -> str:
 class Dialect:
     """The table of one dialect, indexed by path."""
 
-    def __init__(self, name: str, title: str, rows: tuple[DialectRow, ...], imply: Callable[[WrittenKeys], Implied]) -> None:
+    def __init__(self, name: str, title: str, rows: tuple[Row, ...], imply: Callable[[WrittenKeys], Implied]) -> None:
         self.name = name
         self.title = title
         self.rows = rows
         self.imply = imply
         self.trie = _Trie()
         for entry in rows:
-            for path in (entry.path, *entry.also, *entry.old):
+            for path in entry.spellings:
                 self.trie.insert(path, entry)
 
     def knows(self, path: Key) -> bool:
         return self.trie.find(path) is not None
 
-    def paths(self) -> list[tuple[str, DialectRow]]:
+    def paths(self) -> list[str]:
         """Every spelling of every row."""
-        return [(path, entry) for entry in self.rows for path in (entry.path, *entry.also, *entry.old)]
+        return [path for entry in self.rows for path in entry.spellings]
 
     def translate(self, root: YamlNode, layer: Layer, seen: WrittenKeys, report: Report) -> list[Assignment]:
         """The assignments that a file of this dialect makes."""
@@ -119,7 +111,7 @@ class Dialect:
 
     def unknown(self, name: str, entry: YamlEntry, path: Key, siblings: Iterable[str]) -> Problem:
         where = ".".join(path)
-        spelled = [known for known, _ in self.paths()]
+        spelled = self.paths()
         help = placement_hint(name, spelled)
         if close := did_you_mean(name, siblings):
             help = f"{close[:-1]}, or {help}?" if help else close
@@ -141,12 +133,12 @@ class Dialect:
         try:
             values += [(target, value, why) for target, (value, why) in self.imply(seen).items()]
         except RejectError as reject:
-            labels = tuple(Label(seen.nodes[path].span) for path in reject.help.split() if path in seen)
-            report(Problem(reject.code, reject.message, labels, reject.help.split()[0]))
+            labels = tuple(Label(seen[path].span) for path in reject.paths)
+            report(Problem(reject.code, reject.message, labels, reject.paths[0]))
         for target, value, why in values:
             native, only_for = parse_target(target)
             span = SourceText(why, kind="default").whole()
-            for leaf, node in leaves(native, node_of(value, span, ".".join(native))):
+            for leaf, node, _ in leaves(native, node_of(value, span, ".".join(native)), span):
                 yield Assignment(leaf, node, span, layer, only_for, because=why)
 
 
@@ -178,9 +170,9 @@ class _Translation:
         message = f"`{node.user_path}`: expected {expected}, found {describe(node.value)}"
         self.report(Problem("wrong-type", message, (Label(node.span),), node.user_path))
 
-    def emit(self, entry_row: DialectRow, entry: YamlEntry, path: Key) -> None:
+    def emit(self, entry_row: Row, entry: YamlEntry, path: Key) -> None:
         spelling, steps = ".".join(path), entry_row.path.split(".")
-        self.seen.nodes[entry_row.path] = entry.value
+        self.seen[entry_row.path] = entry.value
         if spelling in entry_row.old:
             message = f"`{spelling}` is an older spelling of `{entry_row.path}`"
             self.report(Problem("old-spelling", message, (Label(entry.key),), spelling, f"write `{steps[-1]}`", "warning"))
@@ -191,10 +183,10 @@ class _Translation:
         for target in entry_row.to:
             native, only_for = parse_target(target.replace(".**", ""))
             native = tuple(wildcard if step == "*" else step for step in native)
-            for leaf, value in leaves(native, node):
+            for leaf, value, _ in leaves(native, node, entry.key):
                 self.found.append(_Found(entry_row, spelling, Assignment(leaf, value, entry.key, self.layer, only_for)))
 
-    def converted(self, entry_row: DialectRow, node: YamlNode) -> YamlNode | None:
+    def converted(self, entry_row: Row, node: YamlNode) -> YamlNode | None:
         if entry_row.convert is None or node.value is None:
             return node
         try:
@@ -223,8 +215,9 @@ class _Translation:
             else:
                 names[name.value] = name
                 self.item(item, name.value, trie, path, collected)
+        any_row = next(child.row for child in trie.children.values() if child.row)
         for target, node in collected.items():
-            self.found.append(_Found(trie.any_row(), target, Assignment(tuple(target.split(".")), node, entry.key, self.layer)))
+            self.found.append(_Found(any_row, target, Assignment(tuple(target.split(".")), node, entry.key, self.layer)))
 
     def item(self, item: YamlNode, name: str, trie: _Trie, path: Key, collected: dict[str, YamlNode]) -> None:
         fields: dict[str, dict[str, YamlEntry]] = {}
@@ -233,7 +226,7 @@ class _Translation:
             if below is None or below.row is None:
                 self.report(self.dialect.unknown(key, entry, path, trie.children))
                 continue
-            self.seen.nodes[below.row.path] = entry.value
+            self.seen[below.row.path] = entry.value
             node = self.converted(below.row, entry.value)
             if node is None:
                 continue
@@ -253,7 +246,7 @@ class _Translation:
 class _Found(NamedTuple):
     """An assignment with its table row and its spelling in the file."""
 
-    row: DialectRow
+    row: Row
     spelling: str
     assignment: Assignment
 
@@ -264,11 +257,11 @@ class _Trie:
     def __init__(self) -> None:
         self.children: dict[str, _Trie] = {}
         self.items: _Trie | None = None
-        self.row: DialectRow | None = None
+        self.row: Row | None = None
         self.tail = False
         """Whether everything below is passed on unchanged."""
 
-    def insert(self, path: str, entry: DialectRow) -> None:
+    def insert(self, path: str, entry: Row) -> None:
         trie = self
         for step in path.split("."):
             if step == "**":
@@ -292,9 +285,6 @@ class _Trie:
             trie = (trie.items or trie).child(name) if trie else None
         return trie
 
-    def any_row(self) -> DialectRow:
-        return next(child.row for child in self.children.values() if child.row)
-
 
 def parse_target(target: str) -> tuple[Key, tuple[tuple[Key, tuple[str, ...]], ...]]:
     """`strategy[edp,syncps].window` → (("strategy", "window"), ((("strategy",), ("edp", "syncps")),))."""
@@ -307,13 +297,13 @@ def parse_target(target: str) -> tuple[Key, tuple[tuple[Key, tuple[str, ...]], .
     return path, tuple(only_for)
 
 
-def leaves(path: Key, node: YamlNode) -> Iterator[tuple[Key, YamlNode]]:
-    """The settings below a path; mappings are entered, lists are not."""
+def leaves(path: Key, node: YamlNode, key: Span) -> Iterator[tuple[Key, YamlNode, Span]]:
+    """The settings below a path, with the places of their keys; mappings are entered, lists are not."""
     if isinstance(node.value, dict) and node.value:
         for name, entry in node.value.items():
-            yield from leaves((*path, name), entry.value)
+            yield from leaves((*path, name), entry.value, entry.key)
     else:
-        yield path, node
+        yield path, node, key
 
 
 def _relocated(value: Any, node: YamlNode) -> YamlNode:

@@ -34,12 +34,8 @@ def hosts_are_known(settings: Settings, server: str | None, workers: tuple[str, 
     missing = [name for name in workers if name not in hosts] if hosts else []
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)
-        settings.report(
-            "hosts",
-            f"no address for the worker{'s' * (len(missing) > 1)} {names}: the hosts are {known}",
-            "cluster.workers",
-            *_first_host(settings),
-        )
+        message = f"no address for the worker{'s' * (len(missing) > 1)} {names}: the hosts are {known}"
+        settings.report("hosts", message, "cluster.workers", *_first_host(settings))
 
 
 def _first_host(settings: Settings) -> tuple[str, ...]:
@@ -64,13 +60,8 @@ def replicas_meet_at_the_end_of_a_round(settings: Settings, engine: str, strateg
 @rule("data.source.serve", "transport.kind", "strategy.kind")
 def images_are_served_by_a_database(settings: Settings, serve: bool, transport: str, strategy: str) -> None:
     if serve and changed(settings, "data.source.serve") and (transport != "postgres" or strategy != "workunits"):
-        settings.report(
-            "cannot-serve",
-            "images are served to workers that lack them by a class's database only (transport postgres, strategy workunits)",
-            "data.source.serve",
-            "transport.kind",
-            "strategy.kind",
-        )
+        message = "images are served to workers that lack them by a class's database only (transport postgres, strategy workunits)"
+        settings.report("cannot-serve", message, "data.source.serve", "transport.kind", "strategy.kind")
 
 
 @rule("strategy.units_per_update", "cluster.num_workers")
@@ -114,8 +105,7 @@ def only_a_mixture_has_experts_to_weigh(settings: Settings, cap: float | None, m
 @rule("strategy.quorum", "strategy.grace_s")
 def grace_follows_a_quorum(settings: Settings, quorum: int | None, grace: float) -> None:
     if grace and quorum is None:
-        message = f"`{settings.spelling('strategy.grace_s')}` has no effect: a round waits for all, since there is no quorum"
-        settings.report("no-effect", message, "strategy.grace_s", severity="warning", help="set strategy.quorum")
+        settings.warn_no_effect("strategy.grace_s", "a round waits for all, since there is no quorum", help="set strategy.quorum")
 
 
 @rule("strategy.late", "strategy.quorum", "strategy.outer.momentum")
@@ -130,8 +120,8 @@ def momentum_runs_away_from_late_ones(settings: Settings, late: str, quorum: int
 @rule("strategy.overlap_blend", "strategy.overlap_steps")
 def blending_follows_an_overlap(settings: Settings, blend: float, overlap: int) -> None:
     if not overlap and changed(settings, "strategy.overlap_blend"):
-        message = f"`{settings.spelling('strategy.overlap_blend')}` has no effect: a worker waits for the new weights, and takes them"
-        settings.report("no-effect", message, "strategy.overlap_blend", severity="warning", help="set strategy.overlap_steps")
+        why = "a worker waits for the new weights, and takes them"
+        settings.warn_no_effect("strategy.overlap_blend", why, help="set strategy.overlap_steps")
 
 
 @rule("strategy.min_staleness", "strategy.max_staleness")
@@ -150,9 +140,8 @@ def alone_or_together(settings: Settings, kind: str, engine: str) -> None:
     for section in ("updates", *meeting):
         written = [path for path in map(".".join, settings.history) if path.startswith(f"{section}.") and changed(settings, path)]
         if written:
-            path = written[0]
-            message = f"`{settings.spelling(path)}` has no effect: strategy.kind is local, so one worker trains alone"
-            settings.report("no-effect", message, path, severity="warning", help="choose syncps, edp or async, or start with --workers N")
+            help = "choose syncps, edp or async, or start with --workers N"
+            settings.warn_no_effect(written[0], "strategy.kind is local, so one worker trains alone", help=help)
 
 
 @rule("serving.num_nodes", "cluster.workers")
@@ -212,9 +201,8 @@ def tasks_share_the_data(settings: Settings, tasks: tuple[Any, ...]) -> None:
     open_ones, whole = len(tasks) - len(given), sum(given)
     if whole > 1 + 1e-9 or (open_ones and whole > 1 - 1e-9):
         more = f", and {open_ones} without a share want some, too" if open_ones else ""
-        settings.report(
-            "tasks", f"the tasks ask for {whole:.0%} of the data{more}", "scheduler.tasks", help="together they may have all of it"
-        )
+        message = f"the tasks ask for {whole:.0%} of the data{more}"
+        settings.report("tasks", message, "scheduler.tasks", help="together they may have all of it")
 
 
 @rule("scheduler.kind", "strategy.kind", "engine.kind", "scheduler.tasks")

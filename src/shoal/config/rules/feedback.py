@@ -149,16 +149,14 @@ def rewards_can_be_given(settings: Settings, rlhf: Rlhf | None) -> None:
 @rule("task.label_smoothing")
 def smoothing_keeps_the_better_answer(settings: Settings, smoothing: float) -> None:
     if smoothing >= 0.5:
-        settings.report(
-            "task", f"with a label smoothing of {smoothing:g} the rejected answer would be the better one", "task.label_smoothing"
-        )
+        message = f"with a label smoothing of {smoothing:g} the rejected answer would be the better one"
+        settings.report("task", message, "task.label_smoothing")
 
 
 @rule("task", "model.dropout")
 def dropout_in_use(settings: Settings, task: Task | None, dropout: float) -> None:
     if dropout and task is not None and not task.drops:
-        message = f"`{settings.spelling('model.dropout')}` has no effect: the task {task.kind} is learned without dropout"
-        settings.report("no-effect", message, "model.dropout", "task.kind", severity="warning")
+        settings.warn_no_effect("model.dropout", f"the task {task.kind} is learned without dropout", "task.kind")
 
 
 @rule("task", "training.penalties")

@@ -17,9 +17,8 @@ def heads_divide_width(settings: Settings, width: int, heads: int) -> None:
 @rule("model.num_heads", "model.num_kv_heads")
 def kv_heads_divide_heads(settings: Settings, heads: int, kv_heads: int | None) -> None:
     if kv_heads and heads % kv_heads:
-        settings.report(
-            "heads", f"{kv_heads} key and value heads do not divide {heads} attention heads", "model.num_kv_heads", "model.num_heads"
-        )
+        message = f"{kv_heads} key and value heads do not divide {heads} attention heads"
+        settings.report("heads", message, "model.num_kv_heads", "model.num_heads")
 
 
 @rule("model.experts.count", "model.experts.per_token")
@@ -35,9 +34,8 @@ def router_is_causal(settings: Settings, router: str, per_token: int) -> None:
         message = f"the router {router} looks at later tokens of a sequence, and a causal model must not; switch and the others do not"
         settings.report("router", message, "model.experts.router")
     if router == "gshard" and per_token != 2:
-        settings.report(
-            "router", f"the router gshard chooses 2 experts per token, not {per_token}", "model.experts.per_token", "model.experts.router"
-        )
+        message = f"the router gshard chooses 2 experts per token, not {per_token}"
+        settings.report("router", message, "model.experts.per_token", "model.experts.router")
 
 
 @rule("engine.experts", "model.kind", "strategy.kind")

@@ -70,9 +70,8 @@ def fitting(whole: int, batch: int, accumulation: int, devices: int) -> str:
 def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final: float) -> None:
     if enabled and final > initial:
         paths = ("training.gradient_health.final_clip_value", "training.gradient_health.initial_clip_value")
-        settings.report(
-            "gradient-health", f"the clip value would loosen from {initial:g} to {final:g}", *paths, severity=across(settings, *paths)
-        )
+        message = f"the clip value would loosen from {initial:g} to {final:g}"
+        settings.report("gradient-health", message, *paths, severity=across(settings, *paths))
 
 
 @rule("training.precision.kind", "training.allow_emulation", "training.device")
@@ -95,8 +94,7 @@ def emulation_is_labelled(settings: Settings, kind: str, allowed: bool, device: 
 def polyak_in_use(settings: Settings, alpha: float | None, kind: str) -> None:
     if alpha is not None and kind != "syncps":
         why = "one worker alone pulls nothing" if kind == "local" else f"with {kind} a pull replaces the weights"
-        message = f"`{settings.spelling('training.polyak_alpha')}` has no effect: {why}"
-        settings.report("no-effect", message, "training.polyak_alpha", severity="warning")
+        settings.warn_no_effect("training.polyak_alpha", why)
 
 
 @rule("engine.zero_stage", "engine.nvme_offload", "engine.cpu_offload")
@@ -217,9 +215,8 @@ def pipelines_cut_language_models(settings: Settings, engine: str, model: str, c
         return
     if model not in CUT_INTO_STAGES and settings.given("model.kind"):  # a cluster's file alone names no model
         message = f"a pipeline has the layers of one model on several machines, and a model of kind {model} is not cut"
-        settings.report(
-            "engine", message, "engine.kind", "model.kind", help=f"choose model.kind {', '.join(CUT_INTO_STAGES)}, or engine ddp"
-        )
+        help = f"choose model.kind {', '.join(CUT_INTO_STAGES)}, or engine ddp"
+        settings.report("engine", message, "engine.kind", "model.kind", help=help)
     if compile:
         settings.report("engine", "the stages of a pipeline are not compiled", "training.compile", "engine.kind", help="set it to false")
     if precision in EMULATED:

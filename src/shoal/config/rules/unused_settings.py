@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.rules.rule import changed, rule
+from shoal.config.schema.cluster import Kubernetes, Ray, Slurm, Ssh
 from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import EpisodicMemory, MixtureOfHeads, Retrieval
 from shoal.config.schema.training import EMULATED, PlayerOptimizer
@@ -14,23 +15,22 @@ from shoal.config.schema.training import EMULATED, PlayerOptimizer
 _NEVER, _NOT_STEPS = ("never",), ("never", "epoch")
 _OF_LAUNCHERS = tuple(
     (f"launch.{kind}.{name}", "launch.kind", lambda chosen, kind=kind: chosen != kind, f"that is for launch.kind {kind}")
-    for kind, names in {
-        "ssh": ("python", "wheel", "options"),
-        "ray": ("address", "cpus"),
-        "slurm": ("options", "setup"),
-        "kubernetes": ("image", "namespace", "storage_gb", "storage_class"),
-    }.items()
-    for name in names
+    for kind, section in (("ssh", Ssh), ("ray", Ray), ("slurm", Slurm), ("kubernetes", Kubernetes))
+    for name in section.fields()
 )
 
+_CLIP_VALUES = ("initial_clip_value", "final_clip_value", "warmup_steps", "explosion_threshold")
 _OF_PARTS_THAT_ARE_OFF = tuple(
-    (f"model.{part}.{name}", f"model.{part}.enabled", lambda on: not on, why)
-    for part, section, why in (
-        ("mixture_of_heads", MixtureOfHeads, "all heads are active for every token"),
-        ("retrieval", Retrieval, "no passages are looked for"),
-        ("episodic_memory", EpisodicMemory, "nothing is remembered"),
+    (f"{part}.{name}", f"{part}.enabled", lambda on: not on, why)
+    for part, names, why in (
+        ("model.mixture_of_heads", MixtureOfHeads.fields(), "all heads are active for every token"),
+        ("model.retrieval", Retrieval.fields(), "no passages are looked for"),
+        ("model.episodic_memory", EpisodicMemory.fields(), "nothing is remembered"),
+        ("hub", ("repo_id", "push_interval", "private"), "nothing is uploaded"),
+        ("training.gradient_health", _CLIP_VALUES, "gradient_health is off"),
+        ("updates.privacy", ("noise_multiplier", "unit", "delta"), "differential privacy is off"),
     )
-    for name in section.fields()
+    for name in names
     if name != "enabled"
 )
 
@@ -60,10 +60,6 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),
     ("training.allow_emulation", "training.precision.kind", lambda kind: kind not in EMULATED, "no precision is emulated"),
     ("training.penalties.min_sequence_length", "training.penalties.eos_weight", lambda weight: not weight, "an early end costs nothing"),
-    ("training.gradient_health.initial_clip_value", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
-    ("training.gradient_health.final_clip_value", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
-    ("training.gradient_health.warmup_steps", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
-    ("training.gradient_health.explosion_threshold", "training.gradient_health.enabled", lambda on: not on, "gradient_health is off"),
     ("training.gradient_health.lr_reduction_factor", "training.gradient_health.auto_reduce_lr", lambda on: not on, "it is never reduced"),
     ("training.penalties.repetition_window", "training.penalties.repetition_weight", lambda weight: not weight, "repetitions cost nothing"),
     *_OF_PARTS_THAT_ARE_OFF,
@@ -72,12 +68,6 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("model.experts.bias_step", "model.experts.router", lambda router: router != "sigmoid-bias", "the router has no biases"),
     ("model.episodic_memory.replay_weight", "model.episodic_memory.replay_rate", lambda rate: not rate, "nothing is replayed"),
     ("logging.directory", "logging.sinks", lambda sinks: "tensorboard" not in [sink.kind for sink in sinks], "TensorBoard is not used"),
-    ("hub.repo_id", "hub.enabled", lambda on: not on, "nothing is uploaded"),
-    ("hub.push_interval", "hub.enabled", lambda on: not on, "nothing is uploaded"),
-    ("hub.private", "hub.enabled", lambda on: not on, "nothing is uploaded"),
-    ("updates.privacy.noise_multiplier", "updates.privacy.enabled", lambda on: not on, "differential privacy is off"),
-    ("updates.privacy.unit", "updates.privacy.enabled", lambda on: not on, "differential privacy is off"),
-    ("updates.privacy.delta", "updates.privacy.enabled", lambda on: not on, "differential privacy is off"),
     (
         "updates.below_quorum",
         "updates.aggregation",
@@ -104,8 +94,7 @@ def what_does_nothing_here(settings: Settings) -> None:
         try:
             if path not in reported and changed(settings, path) and is_so(settings.get(other)):
                 reported.add(path)
-                message = f"`{settings.spelling(path)}` has no effect: {why}"
-                settings.report("no-effect", message, path, other, severity="warning", help=f"`{settings.spelling(other)}` decides that")
+                settings.warn_no_effect(path, why, other, help=f"`{settings.spelling(other)}` decides that")
         except UnavailableError:
             continue
 
@@ -118,6 +107,5 @@ def something_is_read_beside_the_input(settings: Settings, *switched_on: bool) -
     for name in ("every_layers", "encoder_layers") if not any(switched_on) else ():
         path = f"model.cross_attention.{name}"
         if changed(settings, path):
-            message = f"`{settings.spelling(path)}` has no effect: nothing is read beside the input"
             help = "cross-attention, retrieval and an episodic memory read such things, and all three are off"
-            settings.report("no-effect", message, path, severity="warning", help=help)
+            settings.warn_no_effect(path, "nothing is read beside the input", help=help)

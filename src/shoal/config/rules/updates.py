@@ -12,13 +12,8 @@ from shoal.config.schema.updates import Aggregation
 def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None) -> None:
     if private and clip is None:
         message = "differential privacy needs a limit on each contribution, and clipping is off"
-        settings.report(
-            "privacy",
-            message,
-            "updates.privacy.enabled",
-            "updates.clip_norm",
-            help=f"set `{settings.spelling('updates.clip_norm')}` above 0",
-        )
+        help = f"set `{settings.spelling('updates.clip_norm')}` above 0"
+        settings.report("privacy", message, "updates.privacy.enabled", "updates.clip_norm", help=help)
 
 
 @rule("updates.codec.error_feedback", "updates.codec.error_decay")
@@ -80,8 +75,7 @@ def only_a_mixture_has_experts_to_compare(settings: Settings, apart: bool, model
 @rule("updates.experts_apart", "updates.aggregation.kind", "updates.mixing.kind")
 def columns_are_apart_already(settings: Settings, apart: bool, kind: str, mixing: str) -> None:
     if apart and Aggregation.kinds[kind].by_column and mixing != "nearest-neighbours":
-        message = f"`{settings.spelling('updates.experts_apart')}` has no effect: the rule {kind} looks at each number by itself"
-        settings.report("no-effect", message, "updates.experts_apart", severity="warning")
+        settings.warn_no_effect("updates.experts_apart", f"the rule {kind} looks at each number by itself")
 
 
 @rule("updates.mixing.kind", "updates.mixing.byzantine")

@@ -27,30 +27,31 @@ class Transport(Part, noun="transport"):
     """Whether it encrypts by itself, or never leaves this machine; otherwise it gets keys."""
 
 
-class Zmq(Transport, built_by="shoal.transports.zeromq"):
-    """ZeroMQ: a small header and raw frames."""
+class TcpTransport(Transport, shared=True):
+    """Settings of the transports whose coordinator listens on a port of its own."""
 
-    kind: Literal["zmq"] = "zmq"
-    schemes = ("tcp",)
     host: str | None = None
     """Address the coordinator listens on; null: every address of this machine, or only 127.0.0.1 where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
+
+
+class Zmq(TcpTransport, built_by="shoal.transports.zeromq"):
+    """ZeroMQ: a small header and raw frames."""
+
+    kind: Literal["zmq"] = "zmq"
+    schemes = ("tcp",)
     connections: PositiveInt = 4096
     """Most connections to the coordinator; a worker has two. Fewer where the system allows fewer open files."""
     connections_per_address: PositiveInt = 2048
     """Most connections from one address; a school behind one router has one address. At most three quarters of `connections`."""
 
 
-class XmlRpc(Transport, built_by="shoal.transports.xmlrpc"):
+class XmlRpc(TcpTransport, built_by="shoal.transports.xmlrpc"):
     """XML-RPC over HTTP, for debugging: the same results, slower."""
 
     kind: Literal["xmlrpc"] = "xmlrpc"
     schemes = ("http",)
-    host: str | None = None
-    """Address the coordinator listens on; null: every address of this machine, or only 127.0.0.1 where `shoal train` starts the workers."""
-    port: Port = 65432
-    """0 lets the system choose."""
 
 
 class Postgres(Transport, built_by="shoal.transports.postgres"):

@@ -19,29 +19,23 @@ class Sampling(Section):
     """Above 1 more random, below 1 less; 0 takes the most likely."""
 
 
-class TopK(Section):
+class TopK(Sampling):
     """A token drawn from the k most likely."""
 
-    temperature: NonNegativeFloat = 1.0
-    """Above 1 more random, below 1 less; 0 takes the most likely."""
     k: PositiveInt = 40
     """Tokens to draw from."""
 
 
-class TopP(Section):
+class TopP(Sampling):
     """A token drawn from the fewest that together have probability p."""
 
-    temperature: NonNegativeFloat = 1.0
-    """Above 1 more random, below 1 less; 0 takes the most likely."""
     p: PositiveShare = 0.9
     """Probability the tokens to draw from have together."""
 
 
-class TopKTopP(Section):
+class TopKTopP(Sampling):
     """Top-k, then top-p."""
 
-    temperature: NonNegativeFloat = 1.0
-    """Above 1 more random, below 1 less; 0 takes the most likely."""
     k: PositiveInt = 50
     """Tokens to draw from, at most."""
     p: PositiveShare = 0.9

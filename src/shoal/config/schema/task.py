@@ -36,14 +36,19 @@ class Classification(Task, built_by="shoal.tasks.classification:build"):
     pipeline = "image-classification"
 
 
-class LanguageModelling(Task, built_by="shoal.tasks.language:build"):
+class TextTask(Task, shared=True):
+    """What tasks have in common whose models write text."""
+
+    shows = "text"
+    does = "writes text"
+    pipeline = "text-generation"
+
+
+class LanguageModelling(TextTask, built_by="shoal.tasks.language:build"):
     """Prediction of the next token."""
 
     kind: Literal["language-modelling"] = "language-modelling"
     needs = "tokens"
-    shows = "text"
-    does = "writes text"
-    pipeline = "text-generation"
 
 
 class Gan(Task, built_by="shoal.tasks.gan:build"):
@@ -69,30 +74,24 @@ class RewardTask(Task, built_by="shoal.tasks.reward:build"):
     """Train only the output row that gives the score; the network below is frozen."""
 
 
-class Dpo(Task, built_by="shoal.tasks.dpo:build"):
+class Dpo(TextTask, built_by="shoal.tasks.dpo:build"):
     """Direct preference optimization: chosen answers become more probable than rejected ones, relative to the initial model."""
 
     kind: Literal["dpo"] = "dpo"
     needs = "pairs"
     drops = False
-    shows = "text"
-    does = "writes text"
-    pipeline = "text-generation"
     beta: PositiveFloat = 0.1
     """How strongly the model is held to the initial one; higher is stronger."""
     label_smoothing: Share = 0.0
     """Assumed probability that a pair is labelled the wrong way round; below 0.5."""
 
 
-class PpoTask(Task, built_by="shoal.tasks.policy_gradient:build"):
+class PpoTask(TextTask, built_by="shoal.tasks.policy_gradient:build"):
     """Reinforcement learning from feedback, with the settings of `rlhf`."""
 
     kind: Literal["ppo"] = "ppo"
     needs = "prompts"
     drops = False
-    shows = "text"
-    does = "writes text"
-    pipeline = "text-generation"
 
 
 class CustomTask(Task, built_by="shoal.tasks.user_task:build"):

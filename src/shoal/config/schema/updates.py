@@ -29,36 +29,35 @@ class NoCodec(Codec, built_by="shoal.updates.codecs.dense:plain"):
     kind: Literal["none"] = "none"
 
 
-class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:half"):
+class DenseCodec(Codec, shared=True):
+    """Settings of the codecs that round every number."""
+
+    error_feedback: bool = True
+    """Error feedback: the rounding error is added to the next update."""
+
+
+class Fp16Codec(DenseCodec, built_by="shoal.updates.codecs.dense:half"):
     """16-bit floats: half the bytes."""
 
     kind: Literal["fp16"] = "fp16"
-    error_feedback: bool = True
-    """Error feedback: the rounding error is added to the next update."""
 
 
-class Int8Codec(Codec, built_by="shoal.updates.codecs.dense:eight_bits"):
+class Int8Codec(DenseCodec, built_by="shoal.updates.codecs.dense:eight_bits"):
     """8-bit integers with a scale per chunk: a quarter of the bytes."""
 
     kind: Literal["int8"] = "int8"
-    error_feedback: bool = True
-    """Error feedback: the rounding error is added to the next update."""
 
 
-class Int4Codec(Codec, built_by="shoal.updates.codecs.dense:four_bits"):
+class Int4Codec(DenseCodec, built_by="shoal.updates.codecs.dense:four_bits"):
     """4-bit integers with a scale per chunk: about an eighth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["int4"] = "int4"
-    error_feedback: bool = True
-    """Error feedback: the rounding error is added to the next update."""
 
 
-class TernaryCodec(Codec, built_by="shoal.updates.codecs.ternary:ternary"):
+class TernaryCodec(DenseCodec, built_by="shoal.updates.codecs.ternary:ternary"):
     """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["ternary"] = "ternary"
-    error_feedback: bool = True
-    """Error feedback: the rounding error is added to the next update."""
 
 
 class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopKCoder"):
@@ -127,33 +126,33 @@ class GeometricMedian(Aggregation, built_by="shoal.updates.rules.aggregation:by_
     """Smallest distance, as a share of the median distance."""
 
 
-class Krum(Aggregation, built_by="shoal.updates.rules.aggregation:by_krum"):
+class Selection(Aggregation, shared=True):
+    """Settings of the rules that choose contributions by their distances."""
+
+    withstands = (2, 3)
+    byzantine: NonNegativeInt | None = None
+    """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
+
+
+class Krum(Selection, built_by="shoal.updates.rules.aggregation:by_krum"):
     """The contribution closest to its neighbours; needs 2f+3 contributions."""
 
     kind: Literal["krum"] = "krum"
-    withstands = (2, 3)
-    byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
 
 
-class MultiKrum(Aggregation, built_by="shoal.updates.rules.aggregation:by_multi_krum"):
+class MultiKrum(Selection, built_by="shoal.updates.rules.aggregation:by_multi_krum"):
     """The mean of the contributions closest to their neighbours; needs 2f+3 contributions."""
 
     kind: Literal["multi-krum"] = "multi-krum"
-    withstands = (2, 3)
-    byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
     select: PositiveInt | None = None
     """Contributions that are averaged; null: all but f."""
 
 
-class Bulyan(Aggregation, built_by="shoal.updates.rules.aggregation:by_bulyan"):
+class Bulyan(Selection, built_by="shoal.updates.rules.aggregation:by_bulyan"):
     """Repeated Krum, then a trimmed mean of the chosen contributions; needs 4f+3 contributions."""
 
     kind: Literal["bulyan"] = "bulyan"
     withstands = (4, 3)
-    byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
 
 
 class CenteredClipping(Aggregation, built_by="shoal.updates.rules.aggregation:by_centered_clipping"):
