@@ -66,7 +66,7 @@ def make(kind: str) -> torch.nn.Module:
 def logits(stages, ends, ids, caches=None, past=0, mask=None):
     x_BLD = ends.embed(ids, past, mask)
     for i, stage in enumerate(stages):
-        x_BLD = stage(x_BLD, ids, cache=caches[i] if caches else None, attention_mask=mask)
+        x_BLD = stage.through(x_BLD, ids, cache=caches[i] if caches else None, attention_mask=mask)
     return ends.logits(x_BLD)
 
 
@@ -118,7 +118,7 @@ def test_the_two_ends_can_be_apart_and_together_have_all_their_names(kind):
     assert len(entry.state_dict()) < len(both)
     x_BLD = entry.embed(ids)
     for stage in cut_into_stages(model, [0, 2, 4]):
-        x_BLD = stage(x_BLD, ids)
+        x_BLD = stage.through(x_BLD, ids)
     assert torch.equal(exit.logits(x_BLD), model(ids))
 
 
@@ -135,7 +135,7 @@ def test_gradients_through_pieces_are_those_of_the_whole_model(kind):
     ends, stages = make_ends(model), cut_into_stages(model, [0, 1, 4])
     x_BLD = ends.embed(ids)
     for stage, beside in zip(stages, besides[1:], strict=True):
-        x_BLD = stage(x_BLD, ids, beside=beside)
+        x_BLD = stage.through(x_BLD, ids, beside=beside)
     loss = ends.logits(x_BLD).square().mean() + auxiliary(besides[1:])
     loss.backward()
     torch.testing.assert_close(loss, whole)

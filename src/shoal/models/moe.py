@@ -75,7 +75,7 @@ class Moe(Trunk):
             return
         probability_LE = torch.stack([own[f"{what}probability_{end}"] for own in routed])
         balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
-        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first_layer)}
+        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first)}
         if weight:
             beside.losses.append(AuxiliaryLoss(f"{what}balance", weight, self.share * balance_L.mean()))
 

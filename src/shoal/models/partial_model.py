@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.split_model import make_ends, make_stage
-from shoal.models.stages import ModelEnds, ModelStage
-from shoal.models.trunk import SideChannel
+from shoal.models.split_model import ModelEnds, ModelStage, make_ends, make_stage
+from shoal.models.trunk import SideChannel, Trunk
 
 
 class StageTransport:
@@ -80,17 +79,10 @@ class PartialModel(nn.Module):
             assert value is not None
             yield name, value
 
-    def forward(
-        self,
-        input_ids_BL: Tensor,
-        *,
-        cache: PartialCache | None = None,
-        attention_mask: Tensor | None = None,
-        beside: SideChannel | None = None,
-    ) -> Tensor:
-        """Logits [B, L, V]; only the last process has them."""
+    def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
+        """Logits [B, L, V]; only the last process has them. `given`: see `through`."""
         assert self.exit is not None, "the last process makes the logits"
-        return self.exit.logits(self.through(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
+        return self.exit.logits(self.through(input_ids_BL, **given))
 
     def through(
         self,
@@ -108,7 +100,7 @@ class PartialModel(nn.Module):
         else:
             x_BLD = self.travel.receive()
         own = cache.own if cache is not None else None
-        x_BLD = self.stage.forward(x_BLD, input_ids_BL, cache=own, attention_mask=attention_mask, beside=beside)
+        x_BLD = self.stage.through(x_BLD, input_ids_BL, cache=own, attention_mask=attention_mask, beside=beside)
         if cache is not None:
             cache.length += input_ids_BL.shape[1]
         return x_BLD
@@ -134,17 +126,16 @@ class PartialTrunk(PartialModel):
     def new_beside(self, **given: Tensor) -> SideChannel:
         return SideChannel(**given)
 
-    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
-        """Input of the output matrix, in the last process."""
-        after: Any = self.exit
-        hidden_BLD: Tensor = after.hidden(self.through(input_ids_BL, attention_mask=attention_mask, beside=beside))
+    exit: Trunk
+
+    def hidden(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
+        """Input of the output matrix, in the last process. `given`: see `through`."""
+        hidden_BLD: Tensor = self.exit.norm(self.through(input_ids_BL, **given))
         return hidden_BLD
 
     @property
     def output_weight(self) -> Tensor:
-        after: Any = self.exit
-        weight: Tensor = after.output_weight
-        return weight
+        return self.exit.output_weight
 
 
 def partial_model(whole: Any, first: int, last: int, depth: int) -> PartialModel:

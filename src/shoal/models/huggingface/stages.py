@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache
-from shoal.models.stages import ModelEnds, ModelStage, without_weights
+from shoal.models.stages import without_weights
 from shoal.models.trunk import SideChannel
 
 _WIDTHS = {
@@ -39,11 +39,12 @@ _WIDTHS = {
 """Sizes of the small copy that is compared whole and in stages. Depth and per-layer settings stay as they are."""
 
 
-class HuggingFaceStage(ModelStage):
+class HuggingFaceStage(nn.Module):
     """Layers of a model of transformers."""
 
     def __init__(self, model: HuggingFace, first: int, last: int, seen: Anatomy | None = None) -> None:
-        super().__init__(first, last)
+        super().__init__()
+        self.first, self.last = first, last
         whole = _plain(model)
         if seen is None:
             check_anatomy(whole)
@@ -63,15 +64,16 @@ class HuggingFaceStage(ModelStage):
     body: Any
     decoder: Any
 
-    def forward(
+    def through(
         self,
         x_BLD: Tensor,
         input_ids_BL: Tensor,
         *,
-        cache: Any = None,
+        cache: HuggingFaceCache | None = None,
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
+        """The residual stream after these layers, as `Trunk.through`."""
         if self.checkpointing and cache is None and torch.is_grad_enabled():
             again: Tensor = checkpoint(self._through, x_BLD, None, attention_mask, use_reentrant=False)
             return again
@@ -116,11 +118,11 @@ class HuggingFaceStage(ModelStage):
         return self
 
 
-class HuggingFaceEnds(ModelEnds):
+class HuggingFaceEnds(nn.Module):
     """Everything of a model of transformers but its layers."""
 
     def __init__(self, model: HuggingFace, entry: bool, after: bool, seen: Anatomy | None = None) -> None:
-        super().__init__(entry, after)
+        super().__init__()
         whole = _plain(model)
         seen = seen or check_anatomy(whole)
         self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
@@ -383,11 +385,11 @@ def _same_when_cut(model: HuggingFace, seen: Anatomy) -> bool:
         whole = model(piece, cache=whole_cache)
         x_BLD = ends.embed(piece, past)
         for stage, cache in zip(stages, caches, strict=True):
-            x_BLD = stage(x_BLD, piece, cache=cache)
+            x_BLD = stage.through(x_BLD, piece, cache=cache)
         if not torch.equal(whole, ends.logits(x_BLD)):
             return False
     mask_BS = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     x_BLD = ends.embed(ids_BL, 0, mask_BS)
     for stage in stages:
-        x_BLD = stage(x_BLD, ids_BL, attention_mask=mask_BS)
+        x_BLD = stage.through(x_BLD, ids_BL, attention_mask=mask_BS)
     return torch.equal(model(ids_BL, attention_mask=mask_BS), ends.logits(x_BLD))
