@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from torch import nn
 
@@ -13,11 +12,14 @@ from shoal.errors import ShoalError
 
 def with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
     """The model with frozen weights and trainable adapters."""
-    library = _peft()
-    config = library.LoraConfig(
+    try:
+        import peft
+    except ImportError as error:
+        raise ShoalError("model.lora needs peft: pip install peft") from error
+    config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules=list(lora.target_modules) or None,
     )
@@ -25,19 +27,11 @@ def with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
         with warnings.catch_warnings():
             # GPT-2's matrices are transposed; peft handles that, and warns
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
-            adapted: nn.Module = library.get_peft_model(inner, config)
+            adapted: nn.Module = peft.get_peft_model(inner, config)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ShoalError(f"model.lora.target_modules: {reason}; layers of this model: {', '.join(_layer_names(inner))}") from error
     return adapted
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ShoalError("model.lora needs peft: pip install peft") from error
-    return peft
 
 
 def _layer_names(inner: nn.Module) -> list[str]:

@@ -6,8 +6,8 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabular
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,7 @@ class HuggingFace(nn.Module):
         return self._logits(input_ids_BL, cache, attention_mask)
 
     def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None, **arguments: Any) -> Tensor:
-        if attention_mask is not None:
-            arguments |= self._masked(attention_mask, input_ids_BL.shape[1])
+        arguments |= mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
         if "use_cache" in self.accepts:
             arguments["use_cache"] = cache is not None
         if cache is not None and self.cache_name is not None:
@@ -107,37 +106,24 @@ class HuggingFace(nn.Module):
 
     def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
         """The last hidden states [B, L, D], which the output matrix reads."""
-        arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.accepts else {}
-        if attention_mask is not None:
-            arguments |= self._masked(attention_mask, input_ids_BL.shape[1])
-        output = self._whole().get_decoder()(input_ids=input_ids_BL, **arguments)
-        hidden_BLD: Tensor = output.last_hidden_state
+        arguments = mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
+        if "use_cache" in self.accepts:
+            arguments["use_cache"] = False
+        # Without the wrapper of peft; LoRA matrices are in the layers
+        whole = self.inner.get_base_model() if self.has_adapters else self.inner
+        hidden_BLD: Tensor = whole.get_decoder()(input_ids=input_ids_BL, **arguments).last_hidden_state
         return hidden_BLD
 
-    def _whole(self) -> Any:
-        """The model of transformers without the wrapper of peft; LoRA matrices are in its layers."""
-        return self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
-
-    def _masked(self, attention_mask: Tensor, length: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"attention_mask": attention_mask}
-        if "position_ids" in self.accepts:
-            # Counted from the first real token, so that padding on the left changes nothing
-            positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-            arguments["position_ids"] = positions_BS[:, -length:]
-        return arguments
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
+    def without_adapters(self) -> AbstractContextManager[None]:
         """Context: the model without its LoRA adapters."""
-        with self.inner.disable_adapter():
-            yield
+        context: AbstractContextManager[None] = self.inner.disable_adapter()
+        return context
 
     @property
     def has_adapters(self) -> bool:
         return hasattr(self.inner, "disable_adapter")
 
     def new_cache(self, capacity: int) -> HuggingFaceCache:
-        """A cache that grows as needed."""
         if self.cache_name is None:
             raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) keeps no cache that Shoal knows, so it cannot generate")
         return HuggingFaceCache()
@@ -157,13 +143,9 @@ class HuggingFace(nn.Module):
         except ValueError as error:
             raise ShoalError(f"training.gradient_checkpointing: {type(self.inner).__name__} (model.pretrained) does not have it") from error
 
-    def add_lora(self, lora: schema.Lora) -> None:
-        """Freeze the weights and add LoRA adapters."""
-        self.inner = with_lora(self.inner, lora)
-
     def save_adapters(self, folder: Path) -> None:
         """Save the LoRA adapters alone, for `peft.PeftModel.from_pretrained`."""
-        if not hasattr(self.inner, "merge_and_unload"):
+        if not self.has_adapters:
             raise ShoalError(
                 "the run trained all weights of the model (model.lora is null), so there are no adapters: export the whole model"
             )
@@ -171,16 +153,23 @@ class HuggingFace(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Save for `AutoModelForCausalLM.from_pretrained`, with LoRA adapters merged. The model must not be used afterwards."""
-        merge = getattr(self.inner, "merge_and_unload", None)
-        whole = merge() if merge is not None else self.inner
-        whole.save_pretrained(str(folder), safe_serialization=True)
+        self._merged().save_pretrained(str(folder), safe_serialization=True)
 
     def save_scored(self, folder: Path, head_1D: Tensor) -> None:
         """Save for `AutoModelForSequenceClassification.from_pretrained`, with one label. The model must not be used afterwards."""
-        merge = getattr(self.inner, "merge_and_unload", None)
-        pretrained.as_classifier(merge() if merge is not None else self.inner, head_1D).save_pretrained(
-            str(folder), safe_serialization=True
-        )
+        pretrained.as_classifier(self._merged(), head_1D).save_pretrained(str(folder), safe_serialization=True)
+
+    def _merged(self) -> Any:
+        return self.inner.merge_and_unload() if self.has_adapters else self.inner
+
+
+def mask_arguments(accepts: Container[str], length: int, attention_mask: Tensor | None) -> dict[str, Any]:
+    """The mask, and positions that count from the first real token: padding on the left changes nothing."""
+    if attention_mask is None:
+        return {}
+    positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    positions = {"position_ids": positions_BS[:, -length:]} if "position_ids" in accepts else {}
+    return {"attention_mask": attention_mask, **positions}
 
 
 def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
@@ -188,7 +177,7 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
     network = HuggingFace(pretrained.load(model, token))
     _check_fit(network, model, run, shapes)
     if model.lora is not None:
-        network.add_lora(model.lora)
+        network.inner = with_lora(network.inner, model.lora)
     return {"model": network}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
-from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache
+from shoal.models.huggingface import pretrained
+from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache, mask_arguments
 from shoal.models.stages import without_weights
 from shoal.models.trunk import SideChannel
 
@@ -52,7 +53,8 @@ class HuggingFaceStage(nn.Module):
         own = layers_of(body)
         for layer, source in zip(own, layers_of(whole)[first:last], strict=True):
             _adopt(layer, source)
-        _hollow(body, place)
+        for _, module in _outside(body, place):
+            _empty(module)
         # Not as a submodule: its layers are registered under their names in the whole model
         self.__dict__["body"], self.__dict__["decoder"] = body, body.get_decoder()
         _register(self, ["inner", *place.split(".")], {str(first + i): layer for i, layer in enumerate(own)})
@@ -80,14 +82,16 @@ class HuggingFaceStage(nn.Module):
         return self._through(x_BLD, cache, attention_mask)
 
     def _through(self, x_BLD: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None) -> Tensor:
-        arguments = _arguments(self.accepts, x_BLD.shape[1], attention_mask)
+        arguments = mask_arguments(self.accepts, x_BLD.shape[1], attention_mask)
         arguments["use_cache"] = cache is not None
         if cache is not None:
             arguments[CACHE_NAMES[0]] = cache.past
         layers, taken = layers_of(self.body), list[Tensor]()
         hooks = [
             layers[0].register_forward_pre_hook(_putting(x_BLD), with_kwargs=True),
-            layers[-1].register_forward_hook(lambda module, given, output: taken.append(_stream(output))),
+            layers[-1].register_forward_hook(
+                lambda module, given, output: taken.append(output[0] if isinstance(output, tuple) else output)
+            ),
         ]
         try:
             output = self.decoder(inputs_embeds=x_BLD.detach(), **arguments)
@@ -139,7 +143,7 @@ class HuggingFaceEnds(nn.Module):
     def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
         decoder = self.inner.get_decoder()
         accepts = inspect.signature(decoder.forward).parameters
-        arguments = _arguments(accepts, input_ids_BL.shape[1], attention_mask)
+        arguments = mask_arguments(accepts, input_ids_BL.shape[1], attention_mask)
         if past and attention_mask is None and "position_ids" in accepts:
             arguments["position_ids"] = torch.arange(past, past + input_ids_BL.shape[1], device=input_ids_BL.device).expand_as(input_ids_BL)
         self._stub.stops = True
@@ -215,14 +219,7 @@ def _plain(model: HuggingFace) -> Any:
 def _body(config: Any, first: int, last: int) -> Any:
     """The model's class with the layers [first, last), without weights."""
     with without_weights():
-        return _made(narrowed(config, first, last))
-
-
-def _made(config: Any) -> Any:
-    import transformers
-
-    makers: Any = transformers.AutoModelForCausalLM
-    return makers.from_config(config, dtype=torch.float32).eval()
+        return pretrained.from_config(narrowed(config, first, last)).eval()
 
 
 def narrowed(config: Any, first: int, last: int) -> Any:
@@ -246,11 +243,6 @@ def _adopt(target: nn.Module, source: nn.Module, but: str = "\0") -> None:
             own._buffers.update(module._buffers)
 
 
-def _hollow(body: nn.Module, place: str) -> None:
-    for _, module in _outside(body, place):
-        _empty(module)
-
-
 def _outside(body: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules outside the layers, with their names."""
     yield from ((name, module) for name, module in body.named_modules() if name != place and not name.startswith(f"{place}."))
@@ -272,14 +264,6 @@ def _register(owner: nn.Module, path: list[str], layers: dict[str, nn.Module]) -
     owner.add_module(path[-1], nn.ModuleDict(layers))
 
 
-def _arguments(accepts: Container[str], length: int, attention_mask: Tensor | None) -> dict[str, Any]:
-    if attention_mask is None:
-        return {}
-    positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-    positions = {"position_ids": positions_BS[:, -length:]} if "position_ids" in accepts else {}
-    return {"attention_mask": attention_mask, **positions}
-
-
 def _putting(x_BLD: Tensor) -> Callable[..., Any]:
     """A pre-forward hook that replaces a layer's input."""
 
@@ -287,11 +271,6 @@ def _putting(x_BLD: Tensor) -> Callable[..., Any]:
         return ((x_BLD, *given[1:]), named) if given else (given, named | {"hidden_states": x_BLD})
 
     return put
-
-
-def _stream(output: Any) -> Tensor:
-    stream: Tensor = output[0] if isinstance(output, tuple) else output
-    return stream
 
 
 # --- tests with a small copy of the model ---------------------------------------------------------------
@@ -312,30 +291,23 @@ _KNOWN: dict[str, Anatomy] = {}
 
 def check_anatomy(inner: Any) -> Anatomy:
     """Compare a small copy of a model whole and in stages, once for each config. Raises ShoalError where they differ."""
-    config = inner.config
-    key = f"{type(inner).__name__} {config.to_json_string()}"
+    key = f"{type(inner).__name__} {inner.config.to_json_string()}"
     if key not in _KNOWN:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = small_copy(inner.config)
-            _KNOWN[key] = seen = _look(small)
+            seen, failure = _look(small), None
             try:
                 equal = _same_when_cut(HuggingFace(small), seen)
             except (ShoalError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-                equal = False
-                del _KNOWN[key]
-                raise _uncuttable(inner) from error
+                equal, failure = False, error
         if not equal:
-            del _KNOWN[key]
-            raise _uncuttable(inner)
+            raise ShoalError(
+                f"{type(inner).__name__} does not compute the same in pieces as whole, so its layers cannot be on several machines: "
+                "serve it from one (--nodes 1)"
+            ) from failure
+        _KNOWN[key] = seen
     return _KNOWN[key]
-
-
-def _uncuttable(inner: Any) -> ShoalError:
-    return ShoalError(
-        f"{type(inner).__name__} does not compute the same in pieces as whole, so its layers cannot be on several machines: "
-        "serve it from one (--nodes 1)"
-    )
 
 
 def small_copy(config: Any) -> Any:
@@ -350,7 +322,7 @@ def small_copy(config: Any) -> Any:
         text.num_key_value_heads = 2 if grouped else 4
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
-    small = _made(config)
+    small = pretrained.from_config(config).eval()
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
