@@ -8,7 +8,7 @@ output matrix, no router, and under nvfp4 not the last blocks, as its authors fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +28,6 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Rows sorted by expert, the experts' matrices, how many rows each has, and biases → each row times its expert's matrix."""
 
 
-class NumberFormat(Protocol):
-    """How the factors of the three products of a layer are rounded; `name` identifies the layer's weight."""
-
-    def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """For x @ weight.T."""
-        ...
-
-    def input_gradient(self, slope_NO: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """For slope @ weight."""
-        ...
-
-    def weight_gradient(self, slope_NO: Tensor, x_NI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """For slope.T @ x; rows may be mixed, in both alike."""
-        ...
-
-    def keep(self, name: str, weight: Tensor) -> None:
-        """Called once for every weight, in the beginning."""
-        ...
-
-
 class BlockScaledFormat:
     """nvfp4: 16 × 16 blocks for weights, so that both passes see the same ones; gradients are rounded by chance; rows of the weight
     gradient's factors are mixed first."""
@@ -64,6 +44,11 @@ class BlockScaledFormat:
 
     def keep(self, name: str, weight: Tensor) -> None:
         """It has no scales that outlast a step."""
+
+
+NumberFormat = BlockScaledFormat | ScaleHistory
+"""Rounds the factors of the three products of a layer: `forward` those of x @ weight.T, `input_gradient` those of slope @ weight,
+`weight_gradient` those of slope.T @ x. `keep` is called once for every weight, in the beginning; `name` identifies the weight."""
 
 
 class _RoundedProduct(torch.autograd.Function):
@@ -152,8 +137,7 @@ def lower(players: dict[str, nn.Module], settings: Training, device: torch.devic
 
 
 class LayerFactories(NamedTuple):
-    """Who makes layers that stand in the place of those in bf16, and who tells layers of experts what to multiply with; by the names of
-    their weights."""
+    """Replaces a linear layer; and gives a layer of experts its products. Both get the name of their weights."""
 
     linear: Callable[[nn.Linear, str], nn.Linear]
     experts: Callable[[Any, str], None]

@@ -74,8 +74,7 @@ def _experts_plainly(x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, si
 
 
 class ScaleHistory:
-    """Rounding of the factors to fp8, and the scales of weights, which hold for `interval` steps. Scales leave `margin` powers of two
-    free."""
+    """Rounds factors to fp8. Scales of weights hold for `interval` steps and leave `margin` powers of two free."""
 
     def __init__(self, settings: Fp8, device: torch.device) -> None:
         self.head_room, self.interval = 2.0**settings.margin, settings.interval
