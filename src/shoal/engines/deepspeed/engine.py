@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
-from shoal.engines.base import Engine
+from shoal.engines.base import Engine, tensors_of
 from shoal.engines.deepspeed.config import library
 from shoal.engines.deepspeed.disk import check_disk_access
 from shoal.engines.deepspeed.network import ZeroNetwork
@@ -60,12 +60,6 @@ class DeepSpeedEngine(Engine):
 
     def _gather(self, player: str) -> None:
         pass
-
-    def _norm(self, player: str) -> Tensor:
-        return self.networks[player].norm()
-
-    def _shrink(self, player: str, factor: Tensor) -> None:
-        self.networks[player].shrink(factor)
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
         network = self.networks[player]
@@ -115,7 +109,8 @@ class DeepSpeedEngine(Engine):
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         player, _, parameter = name.partition(".")
-        self.networks[player].load_weight(parameter, value)
+        network = self.networks[player]
+        network.replace(dict(tensors_of(network.model))[parameter], value)
 
     def forget_past(self) -> None:
         for network in self.networks.values():

@@ -63,8 +63,7 @@ class ZeroNetwork:
     # --- gradients ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Clear the gradients. DeepSpeed accumulates until its own step; if weights are stepped elsewhere, its accumulation has to be
-        reset here."""
+        """Clear the gradients, and DeepSpeed's accumulation, which otherwise ends only with its own step."""
         inner = self.zero.optimizer
         inner.zero_grad()
         inner.micro_step_id = 0 if self.stage == 3 else -1  # counts up to 0 when the gradients come
@@ -79,10 +78,6 @@ class ZeroNetwork:
 
     def norm(self) -> Tensor:
         return torch.tensor(float(self.zero.get_global_grad_norm()), device=self.device)
-
-    def shrink(self, factor: Tensor) -> None:
-        for name, parameter in self.trained.items():
-            self.set_gradient(parameter, self.whole_gradient(name) * factor)
 
     def whole_gradient(self, name: str) -> Tensor:
         """The whole gradient of a parameter. Every process must call this."""
@@ -134,9 +129,6 @@ class ZeroNetwork:
         """Parameters and buffers; of parameters this process's part."""
         for name, value in tensors_of(self.model):
             yield name, self._part(self.master(value)) if isinstance(value, nn.Parameter) else value
-
-    def load_weight(self, name: str, value: Tensor) -> None:
-        self.replace(dict(tensors_of(self.model))[name], value)
 
     def replace(self, tensor: Tensor, value: Tensor) -> None:
         if self.stage < 3 or not isinstance(tensor, nn.Parameter):
