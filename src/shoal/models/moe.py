@@ -63,8 +63,7 @@ class Moe(Trunk):
             self._balance("head_", self.head_balance_weight, self.head_loads, outputs, beside)
 
     def _balance(self, what: str, weight: float, loads: StepLoads, outputs: list[SideOutputs], beside: SideChannel) -> None:
-        """Count the choices of all layers and add the balance loss: number of experts (or heads) × Σ share of the choices · mean
-        probability; it is 1 for uniform use."""
+        """Add the balance loss: number of experts (or heads) × Σ share of the choices · mean probability; 1 for uniform use."""
         end = "R" if what else "E"
         routed = [own for own in outputs if f"{what}load_{end}" in own]
         if not routed:

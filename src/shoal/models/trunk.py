@@ -220,16 +220,14 @@ class Trunk(nn.Module):
         return x_BLD
 
     def only(self, first: int, last: int) -> Self:
-        """The layers [first, last) alone, without embeddings, last normalisation and output matrix. Parameters are shared, and keep their
-        names."""
+        """The layers [first, last) alone, without what stands before and after them. Parameters are shared, and keep their names."""
         part = self._with("rotary")
         part.blocks = nn.ModuleDict({str(layer): self.blocks[layer] for layer in range(first, last)})
         part.first, part.last, part.share = first, last, (last - first) / len(self.blocks)
         return part
 
     def ends(self, before: bool, after: bool) -> Self:
-        """The embeddings (`before`), the last normalisation and the output matrix (`after`). Parameters are shared, and keep their names. A
-        tied matrix is part of both."""
+        """The embeddings (`before`), the last normalisation and the output matrix (`after`), as in `only`. A tied matrix is in both."""
         names = ["token_embedding"] if before or self.output is None else []
         return self._with(*names, *(["position_embedding"] if before else []), *(["norm", "output"] if after else []))
 

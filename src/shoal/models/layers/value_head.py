@@ -35,13 +35,9 @@ class ScoreModel(nn.Module):
         """Save as a sequence classifier with one label, for trunks of transformers. The model must not be used afterwards."""
         self.trunk.save_scored(folder, self.head.weight.detach())
 
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        """Whether the backward pass computes activations again instead of keeping them."""
-        self.trunk.gradient_checkpointing(enabled)
-
     def __getattr__(self, name: str) -> Any:
         """Attributes of the language model that callers need."""
-        if name in ("vocab_size", "max_seq_len", "new_beside"):
+        if name in ("vocab_size", "max_seq_len", "new_beside", "gradient_checkpointing"):
             return getattr(self.trunk, name)
         return super().__getattr__(name)
 
