@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,12 @@ from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.precision.emulation import lower
+from shoal.engines.precision.fp8 import ScaleHistory
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, StepResult, Task
 from shoal.updates.layout import ParameterLayout
-
-if TYPE_CHECKING:
-    from shoal.engines.precision.fp8 import ScaleHistory
 
 
 class Engine(ABC):
@@ -67,9 +65,9 @@ class Engine(ABC):
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
         """Add up a network's gradients. `last`: with this batch they are complete."""
 
-    @abstractmethod
     def _gather(self, player: str) -> None:
         """Called when a network's gradients are complete."""
+        return
 
     def _norm(self, player: str) -> Tensor:
         """The norm of a network's whole gradient. An engine whose library clips does not need this method and the next."""
@@ -263,7 +261,6 @@ class Engine(ABC):
             self.scaler.update()
 
     def rate(self, name: str, step: float) -> float:
-        """The learning rate of a network at a step."""
         rate = learning_rate(self.settings.schedule, self.chosen[name].learning_rate, step, self.total_steps)
         return rate * (self.health.learning_rate_scale if self.health else 1.0)
 

@@ -174,7 +174,6 @@ class Island(IslandProcess):
         self.crew.broadcast_numbers([float(order), *numbers, *[0.0] * (3 - len(numbers))])
 
     def leave(self) -> None:
-        """Send all processes the command to leave."""
         self._send(IslandCommand.LEAVE)
 
     # --- the data ----------------------------------------------------------------------------------

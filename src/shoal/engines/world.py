@@ -73,9 +73,7 @@ class World:
         """The first process's numbers, in all processes."""
         if self.size == 1:
             return numbers
-        values = torch.tensor(numbers, dtype=torch.float64)
-        dist.broadcast(values, 0, group=self.talk)
-        return list(values.tolist())
+        return list(self.broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist())
 
     def broadcast_text(self, text: str) -> str:
         """The first process's text, in all processes."""

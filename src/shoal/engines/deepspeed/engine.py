@@ -18,7 +18,7 @@ from shoal.config.schema.engine import DeepSpeed
 from shoal.engines.base import Engine, tensors_of
 from shoal.engines.deepspeed.config import library
 from shoal.engines.deepspeed.disk import check_disk_access
-from shoal.engines.deepspeed.network import ZeroNetwork
+from shoal.engines.deepspeed.network import TaskModule, ZeroNetwork
 from shoal.engines.fsdp import refuse_several
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -47,7 +47,7 @@ class DeepSpeedEngine(Engine):
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         self.optimizers = {name: network.optimizer for name, network in self.networks.items()}
         for name, network in self.networks.items():
-            task.players[name] = network.front
+            task.players[name] = TaskModule(network.zero, network.model, whole=network.stage < 3)
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -57,9 +57,6 @@ class DeepSpeedEngine(Engine):
 
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
         self.networks[player].backward(value, last)
-
-    def _gather(self, player: str) -> None:
-        pass
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
         network = self.networks[player]
@@ -72,7 +69,7 @@ class DeepSpeedEngine(Engine):
         if limit is not None:
             norm = network.norm()
             self._note_norm(name, norm, metrics)
-            too_large_a_scale = self.settings.precision.kind == "fp16" and network.scale_was_too_large
+            too_large_a_scale = self.settings.precision.kind == "fp16" and bool(network.zero.optimizer.overflow)
             if self.health is not None and not too_large_a_scale:
                 self.healthy(float(norm))
 

@@ -56,10 +56,6 @@ class ZeroNetwork:
         zero, *_ = self.library.initialize(model=self.model, optimizer=optimizer, config=config, dist_init_required=False)
         return zero
 
-    @property
-    def front(self) -> TaskModule:
-        return TaskModule(self.zero, self.model, whole=self.stage < 3)
-
     # --- gradients ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
@@ -102,11 +98,6 @@ class ZeroNetwork:
         self.zero.optimizer.clip_grad = limit or 0.0
         self.window.close()
         self.zero.step()
-
-    @property
-    def scale_was_too_large(self) -> bool:
-        """Whether the last step was left out because the loss was scaled too high for half precision."""
-        return bool(self.zero.optimizer.overflow)
 
     # --- weights -----------------------------------------------------------------------------------
 

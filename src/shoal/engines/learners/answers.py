@@ -58,7 +58,6 @@ class AnswerFeed(Feed):
     """Finds the passages that answers read; None: they read none."""
     figures: dict[str, float]
     batches_per_step: int
-    position: int
     eos_id: int | None
     pad_id: int
 
@@ -113,17 +112,13 @@ class AnswerLearner(EngineLearner):
         super().__init__(engine)
         if engine.buffers.numel():
             raise ShoalError("this model keeps statistics beside its weights, which answers do not tell: set strategy.kind to local")
-        self.policy, self.feed = policy, feed
+        self.policy, self.feed, self.intake = policy, feed, self
         self.network, self.model = engine.networks["model"], engine.task.players["model"]
         self.vocabulary = int(cast("Any", self.model).vocab_size)
         self.versions: dict[int, Tensor] = {}
         """Weights of the last versions: a unit that was leased with one of them still counts."""
         self.shares: OrderedDict[str, list[list[int]]] = OrderedDict()
         """For each worker's last units: the number of tokens that differed from the draws, and the number of all tokens."""
-
-    @property
-    def intake(self) -> AnswerLearner:
-        return self
 
     @property
     def vector(self) -> Tensor:

@@ -68,14 +68,11 @@ class EngineLearner:
 
     meaningless: tuple[str, ...] = ()
     """Metrics of the engine that have no meaning for this learner."""
+    intake: Any = None
+    """Handler for contributions that are rollouts; None in ordinary runs."""
 
     def __init__(self, engine: SingleEngine) -> None:
         self.engine = engine
-
-    @property
-    def intake(self) -> Any:
-        """Handler for contributions that are rollouts; None in ordinary runs."""
-        return None
 
     @property
     def vector(self) -> Tensor:
@@ -113,7 +110,6 @@ class AdoptingLearner(EngineLearner):
         return {}
 
     def begin(self, weights: Tensor, buffers: Tensor) -> None:
-        """Set the weights and buffers."""
         self.engine.vector.copy_(weights)
         self.engine.changed()
         if buffers.numel():

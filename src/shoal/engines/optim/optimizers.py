@@ -44,7 +44,6 @@ def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 
 
 def make(settings: Optimizer, parameters: list[torch.Tensor] | list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer for these tensors."""
     return _make(settings.name, arguments(settings), list(parameters))
 
 

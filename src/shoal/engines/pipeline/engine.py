@@ -123,7 +123,6 @@ class PipelineEngine(SingleEngine):
 
     def _gather(self, player: str) -> None:
         self._add_up_tied()
-        super()._gather(player)
         self.networks[player].gather_gradients()
         if self.scaler.is_enabled() and self.world.any(not bool(self.networks[player].gradient.isfinite().all())):
             self.networks[player].gradient.fill_(torch.inf)  # a step is skipped by all or by none
