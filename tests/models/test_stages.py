@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
-from shoal.models.split_model import cut_into_stages, layer_count, make_ends, make_stage
+from shoal.models.split_model import layer_count, make_ends, make_stage
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 from shoal.models.trunk import SideChannel
 
@@ -61,6 +61,10 @@ def make(kind: str) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.eval()
+
+
+def cut_into_stages(model, bounds):
+    return [make_stage(model, first, last) for first, last in pairwise(bounds)]
 
 
 def logits(stages, ends, ids, caches=None, past=0, mask=None):
@@ -168,5 +172,5 @@ def test_a_model_that_differs_in_pieces_is_refused_by_name(monkeypatch):
 def test_what_cannot_be_cut_says_so():
     with pytest.raises(ShoalError, match="Lstm cannot be cut"):
         layer_count(Lstm(schema.Lstm(hidden_size=8, num_layers=2), VOCABULARY))
-    with pytest.raises(ShoalError, match="begin at layer 0 and end at 4"):
-        cut_into_stages(make("learned"), [0, 3])
+    with pytest.raises(ShoalError, match="the layers 0 to 4: the model has 4"):
+        make_stage(make("learned"), 0, 5)

@@ -17,7 +17,7 @@ from shoal.models.data_shapes import DataShapes, vocab_size_for
 
 
 class LstmCache:
-    """The recurrent state after the tokens so far."""
+    """The recurrent state after the tokens so far, with the interface of `KeyValueCache`."""
 
     padded = False
     """The state has a fixed size, so rows are joined without padding."""
@@ -26,13 +26,11 @@ class LstmCache:
         self.state = state
 
     def row(self, i: int, length: int) -> LstmCache:
-        """The state of one row, as a cache of its own."""
         assert self.state is not None
         return LstmCache((self.state[0][:, i : i + 1], self.state[1][:, i : i + 1]))
 
     @classmethod
     def joined(cls, rows: Sequence[LstmCache]) -> LstmCache:
-        """The states of several rows as one."""
         states = [row.state for row in rows if row.state is not None]
         return cls((torch.cat([state[0] for state in states], 1), torch.cat([state[1] for state in states], 1)))
 

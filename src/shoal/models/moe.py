@@ -32,7 +32,6 @@ class Moe(Trunk):
     """Transformer with expert layers. Auxiliary losses: load balance and z-loss."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
-        """`held`: the experts that this worker has; None: all of them."""
         reader = ContextEncoder(settings) if has_context(settings) else None
         parts = partial(block_parts, settings, vocab_size, held)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
@@ -205,7 +204,6 @@ class Loads(StepLoads):
 
 
 def block_parts(settings: schema.Moe, vocab_size: int, held: HeldExperts, layer: int) -> tuple[BlockPart, BlockPart]:
-    """The attention and the feed-forward of a layer."""
     heads = settings.mixture_of_heads.enabled
     attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
     if attends_to_context(settings, layer):

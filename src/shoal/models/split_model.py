@@ -7,8 +7,6 @@ states pass from one stage to the next; token ids, a mask and a KV cache go besi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from shoal.errors import ShoalError
@@ -46,14 +44,6 @@ def make_ends(model: Any, *, before: bool = True, after: bool = True) -> ModelEn
     return HuggingFaceEnds(model, before, after)
 
 
-def cut_into_stages(model: Any, bounds: Sequence[int]) -> list[ModelStage]:
-    """The model in stages: the first has the layers [bounds[0], bounds[1]), the next go on from there."""
-    if list(bounds[:1]) != [0] or bounds[-1] != layer_count(model):
-        raise ShoalError(f"stages must begin at layer 0 and end at {layer_count(model)}, and these have the bounds {list(bounds)}")
-    return [make_stage(model, first, last) for first, last in pairwise(bounds)]
-
-
 def layer_parameters(model: Any) -> list[int]:
-    """How many parameters each layer has."""
     layers: Any = model.blocks if isinstance(model, Trunk) else layers_of(model.inner)
     return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

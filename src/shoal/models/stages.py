@@ -36,13 +36,10 @@ def without_weights() -> Iterator[None]:
 
 def required_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a stage or of ends, by their names in the whole model; a tied tensor under its first name."""
-    seen: set[int] = set()
-    found = {}
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

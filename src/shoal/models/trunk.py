@@ -146,6 +146,8 @@ class Trunk(nn.Module):
 
     joins_rows = True
     """Whether the caches of several requests can be joined into one."""
+    new_beside = SideChannel
+    """Makes a value for the argument `beside` of `forward` and `hidden`."""
 
     def __init__(
         self, settings: schema.Transformer, vocab_size: int, parts: Parts, initial_std: float = INITIAL_STD, reader: Any = None
@@ -300,10 +302,6 @@ class Trunk(nn.Module):
             return self.rotary(past, length) if self.rotary is not None else None
         return self.rotary.turns_SP2[_positions(mask_BS)[:, past:]]
 
-    def new_beside(self, **given: Tensor) -> SideChannel:
-        """A value for the argument `beside` of `forward` and `hidden`: holds inputs, and afterwards the outputs."""
-        return SideChannel(**given)
-
     @property
     def output_weight(self) -> Tensor:
         return self.token_embedding.weight if self.output is None else self.output.weight
@@ -321,7 +319,6 @@ class Trunk(nn.Module):
         self.checkpointing = enabled
 
     def new_cache(self, capacity: int) -> KeyValueCache:
-        """A KV cache for `capacity` tokens."""
         return KeyValueCache(len(self.blocks), capacity)
 
     def next_logits(

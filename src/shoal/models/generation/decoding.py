@@ -47,7 +47,6 @@ NO_PENALTIES = LogitPenalties()
 
 
 def warp_of(decoding: Decoding) -> Warp:
-    """The warp of the active decoding setting."""
     way = getattr(decoding, decoding.active)
     temperature = 0.0 if decoding.active == "greedy" else way.temperature
     return Warp(temperature, getattr(way, "k", None), getattr(way, "p", None))

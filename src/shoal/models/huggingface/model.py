@@ -6,6 +6,7 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabular
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,34 +20,29 @@ from shoal.errors import ShoalError
 from shoal.models.data_shapes import DataShapes
 from shoal.models.generation.kv_cache import padded_rows
 from shoal.models.huggingface import pretrained
-from shoal.models.huggingface.lora import with_lora
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The cache argument of attention models and of state-space models."""
 
 
 class HuggingFaceCache:
-    """The model's own cache object."""
+    """The model's own cache object, with the interface of `KeyValueCache`."""
 
     padded = True
-    """Joined rows are padded on the left: the model needs a mask."""
 
     def __init__(self, past: Any = None) -> None:
         self.past = past
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens. Rows must not be padded."""
         self.past.crop(length - self.past.get_seq_length())  # a negative number: tokens to remove
 
     def row(self, i: int, length: int) -> HuggingFaceCache:
-        """The last tokens of one row, as a cache of its own."""
         return HuggingFaceCache(
             _filled([(keys[i : i + 1, :, -length:], values[i : i + 1, :, -length:]) for keys, values in self._layers()])
         )
 
     @classmethod
     def joined(cls, rows: Sequence[HuggingFaceCache]) -> HuggingFaceCache:
-        """The caches of several rows as one."""
         layers = zip(*(row._layers() for row in rows), strict=True)
         return cls(_filled([(padded_rows([pair[0] for pair in row]), padded_rows([pair[1] for pair in row])) for row in layers]))
 
@@ -177,8 +173,38 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
     network = HuggingFace(pretrained.load(model, token))
     _check_fit(network, model, run, shapes)
     if model.lora is not None:
-        network.inner = with_lora(network.inner, model.lora)
+        network.inner = _with_lora(network.inner, model.lora)
     return {"model": network}
+
+
+def _with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
+    """The model with frozen weights and trainable adapters."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ShoalError("model.lora needs peft: pip install peft") from error
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules) or None,
+    )
+    try:
+        with warnings.catch_warnings():
+            # GPT-2's matrices are transposed; peft handles that, and warns
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            adapted: nn.Module = peft.get_peft_model(inner, config)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ShoalError(f"model.lora.target_modules: {reason}; layers of this model: {', '.join(_layer_names(inner))}") from error
+    return adapted
+
+
+def _layer_names(inner: nn.Module) -> list[str]:
+    """The last name component of every linear layer."""
+    matrices = (name for name, parameter in inner.named_parameters() if parameter.dim() == 2 and name.endswith(".weight"))
+    return sorted({name.split(".")[-2] for name in matrices})
 
 
 def _check_fit(network: HuggingFace, model: schema.HuggingFace, run: Run, shapes: DataShapes) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
+from shoal.models.data_shapes import misfit
 
 FILES = "config.json, model.safetensors and the tokenizer's files"
 
@@ -75,10 +76,7 @@ def check_layers(model: schema.HuggingFace, config: Any) -> None:
     """Raises ShoalError where the model has another number of layers than the settings say."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if model.num_layers is not None and model.num_layers != layers:
-        raise ShoalError(
-            f"model.num_layers is {model.num_layers}, but {model.pretrained} (model.pretrained) has {layers} layers; "
-            f"set model.num_layers to {layers}, or to null"
-        )
+        raise misfit("model.num_layers", model.num_layers, f"{model.pretrained} (model.pretrained) has {layers} layers", str(layers))
 
 
 @contextmanager

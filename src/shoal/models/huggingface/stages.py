@@ -53,8 +53,7 @@ class HuggingFaceStage(nn.Module):
         own = layers_of(body)
         for layer, source in zip(own, layers_of(whole)[first:last], strict=True):
             _adopt(layer, source)
-        for _, module in _outside(body, place):
-            _empty(module)
+        _empty_outside(body, place)
         # Not as a submodule: its layers are registered under their names in the whole model
         self.__dict__["body"], self.__dict__["decoder"] = body, body.get_decoder()
         _register(self, ["inner", *place.split(".")], {str(first + i): layer for i, layer in enumerate(own)})
@@ -134,10 +133,7 @@ class HuggingFaceEnds(nn.Module):
         place = _place(whole)
         self._stub = _Stub(layers_of(self.inner)[0], seen.returns_tuple)
         _adopt(self.inner, whole, but=place)
-        used = (seen.before if entry else frozenset()) | (seen.after if after else frozenset())
-        for name, module in _outside(self.inner, place):
-            if name not in used:
-                _empty(module)
+        _empty_outside(self.inner, place, (seen.before if entry else frozenset()) | (seen.after if after else frozenset()))
         self.train(whole.training)
 
     def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
@@ -248,12 +244,13 @@ def _outside(body: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
     yield from ((name, module) for name, module in body.named_modules() if name != place and not name.startswith(f"{place}."))
 
 
-def _empty(module: nn.Module) -> None:
-    """Replace parameters with expanded zeros, which take no memory: results computed with them are not used."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            del module._parameters[name]
-            module.register_buffer(name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), persistent=False)
+def _empty_outside(body: nn.Module, place: str, used: frozenset[str] = frozenset()) -> None:
+    """Replace parameters outside the layers, and outside the modules that are used, with expanded zeros, which take no memory."""
+    for name, module in _outside(body, place):
+        for key, parameter in list(module._parameters.items()) if name not in used else ():
+            if parameter is not None:
+                del module._parameters[key]
+                module.register_buffer(key, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), persistent=False)
 
 
 def _register(owner: nn.Module, path: list[str], layers: dict[str, nn.Module]) -> None:

@@ -57,7 +57,6 @@ class ExpertLayer(BlockPart):
     """Parameters whose first dimension is the experts."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
-        """`held`: the experts that this worker has; None: all of them."""
         super().__init__()
         experts = settings.experts
         self.dropout, self.count = settings.dropout, experts.count if held is None else len(held)

@@ -1,15 +1,13 @@
-"""Routers, which choose the experts of each token: one file per router."""
+"""Routers, which choose the experts of each token."""
 
 from __future__ import annotations
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.routers.base import HeldExperts, Router, Routes
-from shoal.models.routers.gshard import GshardRouter
 from shoal.models.routers.hash import HashRouter
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
-from shoal.models.routers.stochastic import StochasticRouter
-from shoal.models.routers.switch import SwitchRouter
+from shoal.models.routers.softmax import GshardRouter, StochasticRouter, SwitchRouter
 
 __all__ = ["HeldExperts", "Router", "Routes", "build_router"]
 
