@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +16,7 @@ def part_of(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole[rank * rows : (rank + 1) * rows]
 
 
-def as_shard(own: Tensor, shape: torch.Size, mesh: DeviceMesh) -> Any:
+def as_shard(own: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
     """This process's rows as a part of the whole, which checkpoints can put together again."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

@@ -111,10 +111,7 @@ class ZeroNetwork:
             return parameter.detach().clone()
 
     def _part(self, whole: Tensor) -> Tensor:
-        if not whole.dim():
-            return whole
-        shard: Tensor = as_shard(part_of(whole, self.mesh).clone(), whole.shape, self.mesh)
-        return shard
+        return as_shard(part_of(whole, self.mesh).clone(), whole.shape, self.mesh) if whole.dim() else whole
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers; of parameters this process's part."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.config.schema.training import EMULATED
-from shoal.engines.base import add_figures, tensors_of
+from shoal.engines.base import Engine, add_figures, tensors_of
 from shoal.engines.batch_weights import BatchWeights, SharedBatchWeights, length
 from shoal.engines.optim import optimizers
 from shoal.engines.pipeline.links import StageDirection, StageLinks
@@ -65,17 +65,14 @@ class PipelineEngine(SingleEngine):
         self._shapes = {f"model.{name}": value.shape for name, value in tensors_of(whole)}
         self.layouts = {"model": ParameterLayout((name, tuple(one.shape)) for name, one in whole.named_parameters() if one.requires_grad)}
         self._here = {slot.name: slot for slot in self.networks["model"].layout.slots}
-        self._pieces = list(_pieces(self.layouts["model"], self._owners()))
+        owners = {name: rank for rank, names in enumerate(world.texts("\n".join(self._here))) for name in names.split("\n")}
+        self._pieces = list(_pieces(self.layouts["model"], owners))
         self._tied_name = next((name for name, one in whole.named_parameters() if one is model.tied), "")
         self.links = StageLinks(world, device, run.engine.timeout_s, self._ranks)
         self._figures: list[str] = []
         model.travel.receive = lambda: self.links.receive(StageDirection.ON)
         model.travel.send = self.links.send_ahead
         model.travel.share = self._of_last
-
-    def _owners(self) -> dict[str, int]:
-        """Which process has which parameter."""
-        return {name: rank for rank, names in enumerate(self.world.texts("\n".join(self._here))) for name in names.split("\n")}
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -189,13 +186,9 @@ class PipelineEngine(SingleEngine):
 
     # --- the flat view -----------------------------------------------------------------------------
 
-    @property
-    def vector(self) -> Tensor:
-        return torch.cat([whole.flatten() for whole in self.wholes()])
-
-    @property
-    def gradient(self) -> Tensor:
-        return torch.cat([slope.flatten() for slope in self.slopes()])
+    # Those of all stages, not those of this process alone
+    vector = Engine.vector
+    gradient = Engine.gradient
 
     def wholes(self) -> Iterator[Tensor]:
         for _, value in self._handed_round(self.networks["model"].vector):
