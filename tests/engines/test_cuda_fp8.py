@@ -53,7 +53,7 @@ def slopes(device: str, rows: ScaleHistory, x: Tensor, weight: Tensor, slope: Te
     """A product and its gradients: real on the GPU, emulated on the CPU."""
     own, matrix = (value.to(device).requires_grad_() for value in (x.clone(), weight.clone()))
     if sizes is not None:
-        product = emulation.grouped(rows, "one") if device == "cpu" else fp8.grouped(rows, "one", matrix)
+        product = emulation.grouped(rows, "one", matrix) if device == "cpu" else fp8.grouped(rows, "one", matrix)
         y = product(own, matrix, torch.tensor(sizes, device=device), None)
     elif device == "cpu":
         y = emulation.rounded_product(own, matrix, rows, "one")

@@ -130,8 +130,7 @@ def test_the_gradient_of_a_weight_in_fp8_is_that_of_bf16() -> None:
 
 def test_experts_keep_their_scales_in_the_places_of_their_layer() -> None:
     rows, weight = rows_of(interval=2), torch.randn(3, 4, 8, requires_grad=True)
-    rows.keep("experts", weight)
-    emulation.grouped(rows, "experts")(torch.randn(5, 8), weight, torch.tensor([2, 0, 3]), None).sum().backward()
+    emulation.grouped(rows, "experts", weight)(torch.randn(5, 8), weight, torch.tensor([2, 0, 3]), None).sum().backward()
     assert torch.allclose(rows.kept["experts"][[0, 2]], weight.detach().abs().amax(2)[[0, 2]] / LARGEST)
     assert not rows.kept["experts"][1].any(), "nobody visits the second expert"
 
@@ -198,8 +197,8 @@ def test_the_last_block_the_output_and_the_router_are_not_rounded() -> None:
 
 
 def test_an_expert_that_nobody_visits_gets_exactly_no_gradient() -> None:
-    product = emulation.grouped(emulation.BlockScaledFormat(), "experts")
     weight = torch.randn(3, 8, 16, requires_grad=True)
+    product = emulation.grouped(emulation.BlockScaledFormat(), "experts", weight)
     product(torch.randn(5, 16), weight, torch.tensor([2, 0, 3]), None).square().sum().backward()
     assert weight.grad is not None
     assert not weight.grad[1].any()

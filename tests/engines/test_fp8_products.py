@@ -85,7 +85,7 @@ def test_real_products_are_those_of_the_emulation(sizes: list[int] | None, inter
         if sizes is None:
             y = fp8.product(scales, "one", own, weights, None) if real else emulation.rounded_product(own, weights, scales, "one")
         else:
-            made = fp8.grouped(scales, "one", weights) if real else emulation.grouped(scales, "one")
+            made = fp8.grouped(scales, "one", weights) if real else emulation.grouped(scales, "one", weights)
             y = made(own, weights, torch.tensor(sizes), None)
         found.append([y.detach(), *torch.autograd.grad(y, (own, weights), slope), *scales.kept.values()])
     for one, other in zip(*found, strict=True):

@@ -91,11 +91,11 @@ def test_the_cache_is_written_in_place(make_gpt):
     cache = model.new_cache(16)
     with torch.no_grad():
         model.next_logits(prompt(), cache)
-        places = [layer.keys_BKSE.data_ptr() for layer in cache.layers]
+        places = [layer.keys_and_values[0].data_ptr() for layer in cache.layers]
         for token in range(8):
             model.next_logits(torch.full((3, 1), token), cache)
     assert cache.length == 13
-    assert places == [layer.keys_BKSE.data_ptr() for layer in cache.layers]
+    assert places == [layer.keys_and_values[0].data_ptr() for layer in cache.layers]
 
 
 def test_rows_end_by_themselves(model):

@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
-from shoal.models.split_model import cut_into_stages, layer_count, make_ends, make_stage
+from shoal.models.split_model import layer_count, make_ends, make_stage
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 from shoal.models.trunk import SideChannel
 
@@ -63,10 +63,14 @@ def make(kind: str) -> torch.nn.Module:
     return model.eval()
 
 
+def cut_into_stages(model, bounds):
+    return [make_stage(model, first, last) for first, last in pairwise(bounds)]
+
+
 def logits(stages, ends, ids, caches=None, past=0, mask=None):
     x_BLD = ends.embed(ids, past, mask)
     for i, stage in enumerate(stages):
-        x_BLD = stage(x_BLD, ids, cache=caches[i] if caches else None, attention_mask=mask)
+        x_BLD = stage.through(x_BLD, ids, cache=caches[i] if caches else None, attention_mask=mask)
     return ends.logits(x_BLD)
 
 
@@ -118,7 +122,7 @@ def test_the_two_ends_can_be_apart_and_together_have_all_their_names(kind):
     assert len(entry.state_dict()) < len(both)
     x_BLD = entry.embed(ids)
     for stage in cut_into_stages(model, [0, 2, 4]):
-        x_BLD = stage(x_BLD, ids)
+        x_BLD = stage.through(x_BLD, ids)
     assert torch.equal(exit.logits(x_BLD), model(ids))
 
 
@@ -135,7 +139,7 @@ def test_gradients_through_pieces_are_those_of_the_whole_model(kind):
     ends, stages = make_ends(model), cut_into_stages(model, [0, 1, 4])
     x_BLD = ends.embed(ids)
     for stage, beside in zip(stages, besides[1:], strict=True):
-        x_BLD = stage(x_BLD, ids, beside=beside)
+        x_BLD = stage.through(x_BLD, ids, beside=beside)
     loss = ends.logits(x_BLD).square().mean() + auxiliary(besides[1:])
     loss.backward()
     torch.testing.assert_close(loss, whole)
@@ -168,5 +172,5 @@ def test_a_model_that_differs_in_pieces_is_refused_by_name(monkeypatch):
 def test_what_cannot_be_cut_says_so():
     with pytest.raises(ShoalError, match="Lstm cannot be cut"):
         layer_count(Lstm(schema.Lstm(hidden_size=8, num_layers=2), VOCABULARY))
-    with pytest.raises(ShoalError, match="begin at layer 0 and end at 4"):
-        cut_into_stages(make("learned"), [0, 3])
+    with pytest.raises(ShoalError, match="the layers 0 to 4: the model has 4"):
+        make_stage(make("learned"), 0, 5)

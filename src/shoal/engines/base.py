@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,12 @@ from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.precision.emulation import lower
+from shoal.engines.precision.fp8 import ScaleHistory
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, StepResult, Task
 from shoal.updates.layout import ParameterLayout
-
-if TYPE_CHECKING:
-    from shoal.engines.precision.fp8 import ScaleHistory
 
 
 class Engine(ABC):
@@ -67,17 +65,17 @@ class Engine(ABC):
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
         """Add up a network's gradients. `last`: with this batch they are complete."""
 
-    @abstractmethod
     def _gather(self, player: str) -> None:
         """Called when a network's gradients are complete."""
+        return
 
-    @abstractmethod
     def _norm(self, player: str) -> Tensor:
-        """The norm of a network's whole gradient."""
+        """The norm of a network's whole gradient. An engine whose library clips does not need this method and the next."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _shrink(self, player: str, factor: Tensor) -> None:
         """Multiply a network's gradient."""
+        raise NotImplementedError
 
     @abstractmethod
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
@@ -177,8 +175,7 @@ class Engine(ABC):
             one.begin_step()
 
     def _filled(self, batch: Batch) -> Batch:
-        """Replace an empty share of the last small batch by a sample with weight 0: the collectives of the other processes need this
-        process to compute."""
+        """An empty share of a small batch becomes a sample of weight 0: the other processes' collectives need this process."""
         if length(batch):
             self._spare = batch
             return batch
@@ -187,8 +184,7 @@ class Engine(ABC):
         return {name: value[:1] for name, value in self._spare.items()}
 
     def _backward_next(self, losses: list[Iterator[Loss]], weighing: BatchWeights, metrics: dict[str, Tensor]) -> str:
-        """Add up the gradients of every batch's next loss. Returns the name of the network that they are for, or an empty string after
-        the last loss."""
+        """Add up the gradients of every batch's next loss. Returns the name of their network; empty after the last loss."""
         player = ""
         for number, batch_losses in enumerate(losses):
             for one in self.kept:
@@ -201,9 +197,7 @@ class Engine(ABC):
             share = weighing.share(number)
             value = self.scaler.scale(loss.value if share == 1.0 else loss.value * share)
             self._backward(value, player, number == len(losses) - 1)
-            for name, figure in loss.metrics.items():
-                figure = figure.detach() if share == 1.0 else figure.detach() * share
-                metrics[name] = metrics[name] + figure if name in metrics else figure
+            add_figures(metrics, loss.metrics.items(), share)
         return player
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -267,7 +261,6 @@ class Engine(ABC):
             self.scaler.update()
 
     def rate(self, name: str, step: float) -> float:
-        """The learning rate of a network at a step."""
         rate = learning_rate(self.settings.schedule, self.chosen[name].learning_rate, step, self.total_steps)
         return rate * (self.health.learning_rate_scale if self.health else 1.0)
 
@@ -292,8 +285,9 @@ class Engine(ABC):
         norm = self._norm(name)
         self._note_norm(name, norm, metrics)
         if self.health is not None:
-            overflow = scaled and not math.isfinite(float(norm))
-            if overflow:  # the loss scale was too high, not the gradient: the scaler skips the step and lowers it
+            if scaled and not math.isfinite(
+                float(norm)
+            ):  # the loss scale was too high, not the gradient: the scaler skips the step and lowers it
                 return True
             if not self.healthy(float(norm)):
                 return False
@@ -332,10 +326,6 @@ class Engine(ABC):
         return figures | (self.layer_norms() if self.track_gradients else {})
 
     @property
-    def skips_bad_steps(self) -> bool:
-        return self.health is not None
-
-    @property
     def size(self) -> int:
         return sum(layout.size for layout in self.layouts.values())
 
@@ -352,12 +342,8 @@ class Engine(ABC):
         return norms
 
     def learning_rates(self) -> dict[str, float]:
-        rates = {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}
-        return (
-            {"learning_rate": next(iter(rates.values()))}
-            if len(rates) == 1
-            else {f"{name}_learning_rate": rate for name, rate in rates.items()}
-        )
+        several, rates = len(self.optimizers) > 1, {name: one.param_groups[0]["lr"] for name, one in self.optimizers.items()}
+        return {f"{name}_learning_rate" if several else "learning_rate": float(rate) for name, rate in rates.items()}
 
     def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]:
         """The task's evaluation metrics, with dropout off and statistics fixed. Every process evaluates all batches, since sharded
@@ -380,12 +366,15 @@ class Engine(ABC):
     @property
     def buffers(self) -> Tensor:
         """The vector that the coordinator sends beside the weights: statistics, and step state that is neither trained nor averaged."""
-        return _end_to_end([*self.statistics, *(value for one in self.kept for value in one.state())])
+        return _end_to_end(self._beside_weights)
+
+    @property
+    def _beside_weights(self) -> list[Tensor]:
+        return [*self.statistics, *(value for one in self.kept for value in one.state())]
 
     def load_buffers(self, values: Tensor) -> None:
         """Load the result of another engine's `buffers`."""
-        places = [*self.statistics, *(value for one in self.kept for value in one.state())]
-        for place, value in zip(places, _like(places, values), strict=True):
+        for place, value in zip(self._beside_weights, _like(self._beside_weights, values), strict=True):
             place.copy_(value)
         for one in self.kept:
             one.on_state_loaded()
@@ -397,13 +386,11 @@ class Engine(ABC):
 
     def follow_report(self, values: Tensor) -> None:
         """Apply the combined reports of workers."""
-        places = [*self.statistics, *(value for one in self.kept for value in one.state())]
-        parts = list(_like(places, values))
-        for place, value in zip(self.statistics, parts, strict=False):
-            place.copy_(value)
-        rest = iter(parts[len(self.statistics) :])
+        parts = _like(self._beside_weights, values)
+        for place in self.statistics:
+            place.copy_(next(parts))
         for one in self.kept:
-            one.apply_movement([next(rest).nan_to_num() for _ in one.state()])
+            one.apply_movement([next(parts).nan_to_num() for _ in one.state()])
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs besides the weights; tensors and plain values, nothing else. The same for every engine."""
@@ -454,6 +441,13 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     persistent = set(module.state_dict())
     yield from ((name, parameter) for name, parameter in module.named_parameters())
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def add_figures(sums: dict[str, Tensor], figures: Iterable[tuple[str, Tensor]], share: float) -> None:
+    """Add a batch's figures, times its share, to those of the batches before."""
+    for name, figure in figures:
+        figure = figure.detach() if share == 1.0 else figure.detach() * share
+        sums[name] = sums[name] + figure if name in sums else figure
 
 
 def _end_to_end(values: list[Tensor]) -> Tensor:

@@ -10,9 +10,10 @@ from shoal.tasks import Batch
 class BatchWeights:
     """Weights of this process's batches. The sums over all processes are computed while the first batch goes through the network."""
 
-    def __init__(self, counts: list[int], samples: int, world: World) -> None:
+    def __init__(self, counts: list[int], samples: int, world: World, *more: float) -> None:
+        """`more`: further numbers to sum."""
         self._counts, self._world = counts, world
-        self._sum = world.begin_sum([sum(counts), samples, world.leaving])
+        self._sum = world.begin_sum([sum(counts), samples, world.leaving, *more])
         self._sums: list[float] | None = None
 
     def _known(self) -> list[float]:
@@ -45,9 +46,8 @@ class SharedBatchWeights(BatchWeights):
 
     def __init__(self, counts: list[int], samples: int, world: World, word: int) -> None:
         """`word`: a whole number below 2^53."""
-        self._counts, self._world, self._own = counts, world, [float(sum(counts)), float(samples)]
-        self._sum = world.begin_sum([*self._own, world.leaving, float(word) if world.first else 0.0])
-        self._sums = None
+        super().__init__(counts, samples, world, float(word) if world.first else 0.0)
+        self._own = [float(sum(counts)), float(samples)]
 
     def _known(self) -> list[float]:
         if self._sums is None:

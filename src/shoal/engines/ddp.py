@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
-from shoal.tasks import Batch, StepResult, Task
+from shoal.tasks import Task
 from shoal.updates.layout import FlatNetwork
 
 _FIRST_BYTES, _PIECE_BYTES = 1 << 20, 25 << 20
@@ -37,15 +37,9 @@ class DdpEngine(SingleEngine):
     def _gather(self, player: str) -> None:
         """The gradients are in the vector already."""
 
-    def step(self, batches: list[Batch]) -> StepResult:
-        result = super().step(batches)
+    def _end_step(self, metrics: dict[str, Tensor]) -> None:
+        super()._end_step(metrics)
         self._agree_on_statistics()
-        return result
-
-    def gradients(self, batches: list[Batch]) -> StepResult:
-        result = super().gradients(batches)
-        self._agree_on_statistics()
-        return result
 
     def finite(self) -> bool:
         return not self.world.any(not super().finite())

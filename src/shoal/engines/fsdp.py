@@ -92,18 +92,14 @@ class FsdpEngine(Engine):
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
         for name, row, shape in self.shards[player].in_order():
             own = torch.zeros_like(row) if row.grad is None else row.grad
-            yield name, self._whole(as_shard(own.to(self.device), shape, self.mesh))
+            yield name, as_shard(own.to(self.device), shape, self.mesh).full_tensor()
 
     # --- the flat view -----------------------------------------------------------------------------
-
-    def _whole(self, shard: DTensor) -> Tensor:
-        whole: Tensor = shard.full_tensor()
-        return whole
 
     def wholes(self) -> Iterator[Tensor]:
         for shards in self.shards.values():
             for _, row, shape in shards.in_order():
-                yield self._whole(as_shard(row.detach().to(self.device), shape, self.mesh))
+                yield as_shard(row.detach().to(self.device), shape, self.mesh).full_tensor()
 
     def _rows(self) -> Iterator[nn.Parameter]:
         for shards in self.shards.values():
@@ -122,8 +118,7 @@ class FsdpEngine(Engine):
         return self.apply_own(step)
 
     def finite(self) -> bool:
-        here = all(bool(row.isfinite().all()) for row in self._rows())
-        return not self.world.any(not here)
+        return not self.world.any(not all(bool(row.isfinite().all()) for row in self._rows()))
 
     # --- state -------------------------------------------------------------------------------------
 

@@ -28,20 +28,16 @@ class HealthMonitor:
 
     def observe(self, norm: float) -> bool:
         """Whether a step with this gradient norm may be taken."""
-        if not math.isfinite(norm):
+        finite, exploded = math.isfinite(norm), norm > self.settings.explosion_threshold
+        if finite:
+            self.skipped_in_a_row = 0
+            self.explosions += exploded
+        else:
             self.skipped += 1
             self.skipped_in_a_row += 1
-            self._slow_down()
-            return False
-        self.skipped_in_a_row = 0
-        if norm > self.settings.explosion_threshold:
-            self.explosions += 1
-            self._slow_down()
-        return True
-
-    def _slow_down(self) -> None:
-        if self.settings.auto_reduce_lr:
+        if self.settings.auto_reduce_lr and (exploded or not finite):
             self.reductions += 1
+        return finite
 
     @property
     def learning_rate_scale(self) -> float:

@@ -7,6 +7,7 @@ the coordinator.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum, auto
 from typing import Any, Protocol
@@ -44,9 +45,9 @@ class IslandCommand(IntEnum):
     """A command of the first process to all processes."""
 
     LEAVE = auto()
-    SIT = auto()
+    OPEN_FEED = auto()
     STEP = auto()
-    WALK = auto()
+    TAKE_STEPS = auto()
     GRADIENTS = auto()
     UNSCALE = auto()
     APPLY = auto()
@@ -57,24 +58,24 @@ class IslandCommand(IntEnum):
     LOAD_BUFFERS = auto()
     SAVE = auto()
     RESTORE = auto()
-    SAVE_HALF = auto()
-    FIND_HALF = auto()
-    RESUME_HALF = auto()
-    FORGET_HALF = auto()
+    SAVE_PARTIAL_ROUND = auto()
+    FIND_PARTIAL_ROUND = auto()
+    RESUME_PARTIAL_ROUND = auto()
+    DELETE_PARTIAL_ROUND = auto()
 
 
 class IslandProcess:
     """Operations that every process of an island carries out."""
 
-    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: IslandCheckpoint) -> None:
+    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], checkpoints: IslandCheckpoint) -> None:
         self.engine, self.crew = engine, engine.crew
-        self.feed_for, self.keepsakes = feed_for, keepsakes
+        self.feed_for, self.checkpoints = feed_for, checkpoints
 
     def counted(self, result: StepResult) -> StepResult:
         """The metrics of all processes together."""
         return StepResult(self.crew.total(result.metrics), result.weight, result.samples)
 
-    def walked(self, feed: Iterator[Batch], accumulation: int, count: int) -> StepResult:
+    def take_own_steps(self, feed: Iterator[Batch], accumulation: int, count: int) -> StepResult:
         """Let each process take steps by itself. Returns the metrics of all processes together."""
         sums, weight, samples = dict[str, Tensor](), 0, 0
         for _ in range(count):
@@ -109,74 +110,56 @@ class IslandFollower(IslandProcess):
 
     def work(self) -> None:
         """Carry out the first process's commands until it sends the command to leave."""
-        while (order := self._hear())[0] != IslandCommand.LEAVE:
+        while (order := self.crew.broadcast_numbers([0.0] * 4))[0] != IslandCommand.LEAVE:
             self._obey(*order)
         if self.feed is not None:
             self.feed.close()
 
-    def _hear(self) -> tuple[int, float, float, float]:
-        order, first, second, third = self.crew.broadcast_numbers([0.0] * 4)
-        return int(order), first, second, third
+    def _obey(self, order: float, first: float, second: float, third: float) -> None:
+        engine, checkpoints, number = self.engine, self.checkpoints, int(first)
+        actions: dict[IslandCommand, Callable[[], object]] = {
+            IslandCommand.OPEN_FEED: lambda: self._open_feed(number, int(second), int(third)),
+            IslandCommand.STEP: lambda: self.counted(engine.step(self._batches(number))),
+            IslandCommand.TAKE_STEPS: lambda: self.take_own_steps(self._open, number, int(second)),
+            IslandCommand.GRADIENTS: lambda: self.counted(engine.gradients(self._batches(number))),
+            IslandCommand.UNSCALE: engine.unscale,
+            IslandCommand.APPLY: lambda: engine.apply_own(first),
+            IslandCommand.FORGET: engine.forget_past,
+            IslandCommand.GATHER: lambda: deque(engine.wholes(), maxlen=0),
+            IslandCommand.GATHER_GRADIENT: lambda: deque(engine.slopes(), maxlen=0),
+            IslandCommand.LOAD: lambda: self.load(None),
+            IslandCommand.LOAD_BUFFERS: lambda: self.load_buffers(torch.empty(number)),
+            IslandCommand.SAVE: lambda: checkpoints.save(number, None),
+            IslandCommand.RESTORE: lambda: checkpoints.restore(number, None),
+            IslandCommand.SAVE_PARTIAL_ROUND: lambda: checkpoints.save_partial_round(None, None),
+            IslandCommand.FIND_PARTIAL_ROUND: lambda: self.crew.any(not checkpoints.has_partial_round(number)),
+            IslandCommand.RESUME_PARTIAL_ROUND: lambda: checkpoints.resume_partial_round(None, bool(number)),
+            IslandCommand.DELETE_PARTIAL_ROUND: checkpoints.delete_partial_round,
+        }
+        if order in (IslandCommand.STEP, IslandCommand.TAKE_STEPS):
+            engine.step_count = int(third)
+        actions[IslandCommand(int(order))]()
 
-    def _obey(self, order: int, first: float, second: float, third: float) -> None:
-        engine = self.engine
-        match IslandCommand(order):
-            case IslandCommand.SIT:
-                if self.feed is not None:
-                    self.feed.close()
-                self.feed = self.feed_for(int(first), int(second), int(third))
-            case IslandCommand.STEP:
-                engine.step_count = int(second)
-                self.counted(engine.step(self._batches(int(first))))
-            case IslandCommand.WALK:
-                assert self.feed is not None
-                engine.step_count = int(third)
-                self.walked(self.feed, int(first), int(second))
-            case IslandCommand.GRADIENTS:
-                self.counted(engine.gradients(self._batches(int(first))))
-            case IslandCommand.UNSCALE:
-                engine.unscale()
-            case IslandCommand.APPLY:
-                engine.apply_own(first)
-            case IslandCommand.FORGET:
-                engine.forget_past()
-            case IslandCommand.GATHER:
-                _go_through(engine.wholes())
-            case IslandCommand.GATHER_GRADIENT:
-                _go_through(engine.slopes())
-            case IslandCommand.LOAD:
-                self.load(None)
-            case IslandCommand.LOAD_BUFFERS:
-                self.load_buffers(torch.empty(int(first)))
-            case IslandCommand.SAVE:
-                self.keepsakes.save(int(first), None)
-            case IslandCommand.RESTORE:
-                self.keepsakes.restore(int(first), None)
-            case _:
-                self._obey_about_half(order, int(first))
+    def _open_feed(self, seat: int, epoch: int, position: int) -> None:
+        if self.feed is not None:
+            self.feed.close()
+        self.feed = self.feed_for(seat, epoch, position)
 
-    def _obey_about_half(self, order: int, number: int) -> None:
-        match IslandCommand(order):
-            case IslandCommand.SAVE_HALF:
-                self.keepsakes.save_partial_round(None, None)
-            case IslandCommand.FIND_HALF:
-                self.crew.any(not self.keepsakes.has_partial_round(number))
-            case IslandCommand.RESUME_HALF:
-                self.keepsakes.resume_partial_round(None, bool(number))
-            case IslandCommand.FORGET_HALF:
-                self.keepsakes.delete_partial_round()
+    @property
+    def _open(self) -> Feed:
+        assert self.feed is not None
+        return self.feed
 
     def _batches(self, count: int) -> list[Batch]:
-        assert self.feed is not None
-        return [next(self.feed) for _ in range(count)]
+        return [next(self._open) for _ in range(count)]
 
 
 class Island(IslandProcess):
     """The first process. The worker's loop uses it like an engine of one process, with all weights in one vector."""
 
-    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: IslandCheckpoint, readers: int) -> None:
+    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], checkpoints: IslandCheckpoint, readers: int) -> None:
         """`readers`: the number of processes that read batches of their own."""
-        super().__init__(engine, feed_for, keepsakes)
+        super().__init__(engine, feed_for, checkpoints)
         self.readers = readers
         self.world = World()
         """The worker's loop sees one process."""
@@ -187,18 +170,17 @@ class Island(IslandProcess):
         self._stride = 1
         """Steps that the processes take before they synchronise."""
 
-    def _say(self, order: IslandCommand, *numbers: float) -> None:
+    def _send(self, order: IslandCommand, *numbers: float) -> None:
         self.crew.broadcast_numbers([float(order), *numbers, *[0.0] * (3 - len(numbers))])
 
     def leave(self) -> None:
-        """Send all processes the command to leave."""
-        self._say(IslandCommand.LEAVE)
+        self._send(IslandCommand.LEAVE)
 
     # --- the data ----------------------------------------------------------------------------------
 
-    def sit(self, seat: int, epoch: int, position: int) -> IslandFeed:
+    def open_feed(self, seat: int, epoch: int, position: int) -> IslandFeed:
         """Open a seat's data in all processes, each with its part."""
-        self._say(IslandCommand.SIT, seat, epoch, position)
+        self._send(IslandCommand.OPEN_FEED, seat, epoch, position)
         return IslandFeed(self.feed_for(seat, epoch, position), self.readers)
 
     # --- computing ---------------------------------------------------------------------------------
@@ -212,24 +194,23 @@ class Island(IslandProcess):
         self.engine.step_count = count
 
     def step(self, batches: list[Batch]) -> StepResult:
-        self._say(IslandCommand.STEP, len(batches), self.step_count)
+        self._send(IslandCommand.STEP, len(batches), 0, self.step_count)
         self._moved = True
         return self.counted(self.engine.step(batches))
 
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
-        """One step in engines that step together; otherwise as many steps as take about one second, after which the processes
-        synchronise."""
+        """One step in engines that step together; otherwise steps for about one second, after which the processes synchronise."""
         if self.crew is self.engine.world:
             return self.step([next(feed) for _ in range(accumulation)]), 1
         count, started = min(most, self._stride), time.monotonic()
-        self._say(IslandCommand.WALK, accumulation, count, self.step_count)
+        self._send(IslandCommand.TAKE_STEPS, accumulation, count, self.step_count)
         self._moved = True
-        result = self.walked(feed, accumulation, count)
+        result = self.take_own_steps(feed, accumulation, count)
         self._stride = max(1, round(_STRIDE_S * count / (time.monotonic() - started)))
         return result, count
 
     def gradients(self, batches: list[Batch]) -> StepResult:
-        self._say(IslandCommand.GRADIENTS, len(batches))
+        self._send(IslandCommand.GRADIENTS, len(batches))
         return self.counted(self.engine.gradients(batches))
 
     def expect(self, moved: Tensor) -> None:
@@ -239,16 +220,16 @@ class Island(IslandProcess):
         raise ShoalError("updates.privacy.unit: samples are clipped one by one in a single process: set engine.kind=single")
 
     def unscale(self) -> None:
-        self._say(IslandCommand.UNSCALE)
+        self._send(IslandCommand.UNSCALE)
         self.engine.unscale()
 
     def apply_own(self, step: float) -> dict[str, Tensor]:
-        self._say(IslandCommand.APPLY, step)
+        self._send(IslandCommand.APPLY, step)
         self._moved = True
         return self.engine.apply_own(step)
 
     def forget_past(self) -> None:
-        self._say(IslandCommand.FORGET)
+        self._send(IslandCommand.FORGET)
         self.engine.forget_past()
 
     def learning_rates(self) -> dict[str, float]:
@@ -260,18 +241,18 @@ class Island(IslandProcess):
     def vector(self) -> Tensor:
         """All weights, in main memory. A caller that writes into it must call `changed`."""
         if self._moved:
-            self._say(IslandCommand.GATHER)
+            self._send(IslandCommand.GATHER)
             _fill(self._vector, self.engine.wholes())
             self._moved = False
         return self._vector
 
     def changed(self) -> None:
-        self._say(IslandCommand.LOAD)
+        self._send(IslandCommand.LOAD)
         self.load(self._vector)
 
     @property
     def gradient(self) -> Tensor:
-        self._say(IslandCommand.GATHER_GRADIENT)
+        self._send(IslandCommand.GATHER_GRADIENT)
         return _fill(self._gradient, self.engine.slopes())
 
     @property
@@ -282,48 +263,48 @@ class Island(IslandProcess):
         return self.engine.take_report()
 
     def load_buffers(self, values: Tensor) -> None:
-        self._say(IslandCommand.LOAD_BUFFERS, values.numel())
+        self._send(IslandCommand.LOAD_BUFFERS, values.numel())
         super().load_buffers(values)
 
     # --- what is kept ------------------------------------------------------------------------------
 
     def save(self, version: int, residual: Tensor | None) -> None:
-        if self.keepsakes.due(version):
-            self._say(IslandCommand.SAVE, version)
-            self.keepsakes.save(version, residual)
+        if self.checkpoints.due(version):
+            self._send(IslandCommand.SAVE, version)
+            self.checkpoints.save(version, residual)
 
     def restore(self, version: int, residual: Tensor | None) -> None:
-        self._say(IslandCommand.RESTORE, version)
+        self._send(IslandCommand.RESTORE, version)
         self._moved = True
-        self.keepsakes.restore(version, residual)
+        self.checkpoints.restore(version, residual)
 
     def steps_until_save(self, step: int) -> int:
-        return self.keepsakes.steps_until_save(step)
+        return self.checkpoints.steps_until_save(step)
 
     def save_partial_round(self, half: Any, residual: Tensor | None) -> None:
-        self._say(IslandCommand.SAVE_HALF)
-        self.keepsakes.save_partial_round(half, residual)
+        self._send(IslandCommand.SAVE_PARTIAL_ROUND)
+        self.checkpoints.save_partial_round(half, residual)
 
     def find_partial_round(self, begins: Any) -> Any:
         """The saved part of a round, if every process has its part of it."""
-        half = self.keepsakes.find_partial_round(begins)
+        half = self.checkpoints.find_partial_round(begins)
         if half is None:
             return None
-        self._say(IslandCommand.FIND_HALF, self.keepsakes.partial_round_step)
+        self._send(IslandCommand.FIND_PARTIAL_ROUND, self.checkpoints.partial_round_step)
         if not self.crew.any(False):
             return half
-        self.keepsakes.tell("half a round was kept, but not by all processes of this worker: it is deleted, and the round is begun again")
+        self.checkpoints.tell("half a round was kept, but not by all processes of this worker: it is deleted, and the round is begun again")
         self.delete_partial_round()
         return None
 
     def resume_partial_round(self, residual: Tensor | None, within: bool) -> None:
-        self._say(IslandCommand.RESUME_HALF, within)
+        self._send(IslandCommand.RESUME_PARTIAL_ROUND, within)
         self._moved = True
-        self.keepsakes.resume_partial_round(residual, within)
+        self.checkpoints.resume_partial_round(residual, within)
 
     def delete_partial_round(self) -> None:
-        self._say(IslandCommand.FORGET_HALF)
-        self.keepsakes.delete_partial_round()
+        self._send(IslandCommand.DELETE_PARTIAL_ROUND)
+        self.checkpoints.delete_partial_round()
 
 
 class IslandFeed(Feed):
@@ -349,8 +330,3 @@ def _fill(vector: Tensor, wholes: Iterable[Tensor]) -> Tensor:
         vector[at : at + whole.numel()].copy_(whole.detach().flatten())
         at += whole.numel()
     return vector
-
-
-def _go_through(wholes: Iterable[Tensor]) -> None:
-    for _ in wholes:
-        pass

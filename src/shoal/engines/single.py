@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.engines.base import Engine, tensors_of
+from shoal.engines.base import Engine, add_figures, tensors_of
 from shoal.engines.batch_weights import BatchWeights, length
 from shoal.engines.cuda_graph import PassRecorder
 from shoal.engines.optim import named_state, optimizers
@@ -26,8 +26,6 @@ from shoal.models.compile_rules import exclude_from_compilation
 from shoal.models.step_state import step_states
 from shoal.tasks import Batch, Loss, StepResult, Task
 from shoal.updates.layout import flatten_networks
-
-__all__ = ["SingleEngine", "StepResult", "choose_device", "free_memory"]
 
 
 class SingleEngine(Engine):
@@ -46,7 +44,9 @@ class SingleEngine(Engine):
         self._vector, self._gradient, self.networks = flatten_networks(task.players)
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         if learns and reads_rounded(run, device):
-            self._round_networks()
+            for network in self.networks.values():
+                if names := set(rounded_names(network.network)):
+                    network.cast_shadow(names)  # renewed with every step, in place of rounding in every pass
         if device.type == "cpu" and self.in_sequence:
             for network in self.networks.values():
                 network.offer_room()
@@ -70,12 +70,6 @@ class SingleEngine(Engine):
         for network in self.networks.values():
             network.gather_gradients()
         return self._gradient
-
-    def _round_networks(self) -> None:
-        """From now on products read weights in bf16 that are renewed with every step, instead of rounding them in every pass."""
-        for network in self.networks.values():
-            if names := set(rounded_names(network.network)):
-                network.cast_shadow(names)
 
     def finish(self) -> None:
         for network in self.networks.values():
@@ -138,8 +132,7 @@ class SingleEngine(Engine):
         ((player, network),) = self.networks.items()
         self._begin_step()
         for number, batch in enumerate(batches):
-            for name, figure in self._recorder.replay(batch, weighing.share(number)):
-                metrics[name] = metrics[name] + figure if name in metrics else figure
+            add_figures(metrics, self._recorder.replay(batch, weighing.share(number)), 1.0)
             if number < len(batches) - 1:
                 network.add_up_gradients()
         self._gather(player)
@@ -268,10 +261,8 @@ def build(run: Run, task: Task, device: torch.device, total_steps: int, world: W
 
 def statistics(module: nn.Module) -> Iterator[Tensor]:
     """The buffers whose mean over processes and workers is taken."""
-    persistent, others = (
-        set(module.state_dict()),
-        {id(value) for one in step_states(module) for value in (*one.state(), *one.buffers(False))},
-    )
+    persistent = set(module.state_dict())
+    others = {id(value) for one in step_states(module) for value in (*one.state(), *one.buffers(False))}
     for name, buffer in module.named_buffers():
         if name in persistent and buffer.is_floating_point() and id(buffer) not in others:
             yield buffer

@@ -67,28 +67,17 @@ class World:
         return values
 
     def any(self, flag: bool) -> bool:
-        return self.begin_sum([float(flag)]).wait()[0] > 0 if self.size > 1 else flag
+        return self.begin_sum([float(flag)]).wait()[0] > 0
 
     def broadcast_numbers(self, numbers: list[float]) -> list[float]:
         """The first process's numbers, in all processes."""
         if self.size == 1:
             return numbers
-        values = torch.tensor(numbers, dtype=torch.float64)
-        dist.broadcast(values, 0, group=self.talk)
-        return list(values.tolist())
+        return list(self.broadcast(torch.tensor(numbers, dtype=torch.float64)).tolist())
 
     def broadcast_text(self, text: str) -> str:
         """The first process's text, in all processes."""
-        if self.size == 1:
-            return text
-        written = text.encode()
-        length = torch.tensor([len(written)])
-        dist.broadcast(length, 0, group=self.talk)
-        letters = torch.zeros(int(length) + 1, dtype=torch.uint8)
-        if self.first:
-            letters[:-1] = torch.tensor(list(written), dtype=torch.uint8)
-        dist.broadcast(letters, 0, group=self.talk)
-        return bytes(letters[:-1].tolist()).decode()
+        return self.broadcast_bytes(text.encode()).decode()
 
     def broadcast(self, values: Tensor) -> Tensor:
         """The first process's tensor, in all processes; the others pass a tensor of its size, which is filled."""
@@ -144,8 +133,7 @@ class World:
             dist.barrier(group=self.talk)
 
     def close(self) -> None:
-        """Shut down the process groups together, in this order: any other order sometimes aborts processes at exit after a successful
-        run."""
+        """Shut down the process groups together, in this order: with any other a process sometimes aborts after a successful run."""
         if self.talk is not None:
             gc.collect()
             self.wait()

@@ -28,8 +28,11 @@ def vocab_size_for(setting: int | None, shapes: DataShapes) -> int:
     if setting is None and shapes.vocab_size is None:
         raise ShoalError("a language model needs text: data.source gives no tokens; choose a text source, or set model.vocab_size")
     if setting is not None and shapes.vocab_size is not None and setting < shapes.vocab_size:
-        raise ShoalError(
-            f"model.vocab_size is {setting}, but the tokenizer (data.tokenizer) has {shapes.vocab_size} tokens; "
-            f"set model.vocab_size to {shapes.vocab_size} or more, or to null"
-        )
+        fact = f"the tokenizer (data.tokenizer) has {shapes.vocab_size} tokens"
+        raise misfit("model.vocab_size", setting, fact, f"{shapes.vocab_size} or more")
     return setting or shapes.vocab_size or 0
+
+
+def misfit(name: str, setting: int | None, fact: str, fitting: str) -> ShoalError:
+    """The error for a setting that contradicts the data or the model."""
+    return ShoalError(f"{name} is {setting}, but {fact}; set {name} to {fitting}, or to null")

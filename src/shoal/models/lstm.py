@@ -17,28 +17,22 @@ from shoal.models.data_shapes import DataShapes, vocab_size_for
 
 
 class LstmCache:
-    """The recurrent state after the tokens so far."""
+    """The recurrent state after the tokens so far, with the interface of `KeyValueCache`."""
 
     padded = False
     """The state has a fixed size, so rows are joined without padding."""
 
-    def __init__(self) -> None:
-        self.state: tuple[Tensor, Tensor] | None = None
+    def __init__(self, state: tuple[Tensor, Tensor] | None = None) -> None:
+        self.state = state
 
     def row(self, i: int, length: int) -> LstmCache:
-        """The state of one row, as a cache of its own."""
         assert self.state is not None
-        made = LstmCache()
-        made.state = (self.state[0][:, i : i + 1], self.state[1][:, i : i + 1])
-        return made
+        return LstmCache((self.state[0][:, i : i + 1], self.state[1][:, i : i + 1]))
 
     @classmethod
     def joined(cls, rows: Sequence[LstmCache]) -> LstmCache:
-        """The states of several rows as one."""
         states = [row.state for row in rows if row.state is not None]
-        made = cls()
-        made.state = (torch.cat([state[0] for state in states], 1), torch.cat([state[1] for state in states], 1))
-        return made
+        return cls((torch.cat([state[0] for state in states], 1), torch.cat([state[1] for state in states], 1)))
 
 
 class Lstm(nn.Module):
@@ -86,7 +80,6 @@ class Lstm(nn.Module):
         return self.output.weight
 
     def new_cache(self, capacity: int) -> LstmCache:
-        """A new cache; the state has a fixed size."""
         return LstmCache()
 
     def next_logits(self, input_ids_BL: Tensor, cache: LstmCache, attention_mask: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import DataShapes
+from shoal.models.data_shapes import DataShapes, misfit
 
 
 class Mlp(nn.Module):
@@ -41,10 +41,7 @@ def _input_dim(model: schema.Mlp, shapes: DataShapes) -> int:
         raise ShoalError("an mlp needs images: data.source gives none; choose a source of images, or set model.input_dim")
     if found is not None and model.input_dim not in (None, found):
         shape = " × ".join(map(str, shapes.image_shape or ()))
-        raise ShoalError(
-            f"model.input_dim is {model.input_dim}, but an image of data.source has {shape} = {found} numbers; "
-            f"set model.input_dim to {found}, or to null"
-        )
+        raise misfit("model.input_dim", model.input_dim, f"an image of data.source has {shape} = {found} numbers", str(found))
     return model.input_dim or found or 0
 
 
@@ -52,8 +49,6 @@ def _output_dim(model: schema.Mlp, shapes: DataShapes) -> int:
     if shapes.num_classes is None and model.output_dim is None:
         raise ShoalError("an mlp needs labels: data.source gives none; choose a source with labels, or set model.output_dim")
     if shapes.num_classes is not None and model.output_dim is not None and model.output_dim < shapes.num_classes:
-        raise ShoalError(
-            f"model.output_dim is {model.output_dim}, but data.source has {shapes.num_classes} classes; "
-            f"set model.output_dim to {shapes.num_classes} or more, or to null"
-        )
+        classes = shapes.num_classes
+        raise misfit("model.output_dim", model.output_dim, f"data.source has {classes} classes", f"{classes} or more")
     return model.output_dim or shapes.num_classes or 0

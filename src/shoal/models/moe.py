@@ -32,7 +32,6 @@ class Moe(Trunk):
     """Transformer with expert layers. Auxiliary losses: load balance and z-loss."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
-        """`held`: the experts that this worker has; None: all of them."""
         reader = ContextEncoder(settings) if has_context(settings) else None
         parts = partial(block_parts, settings, vocab_size, held)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
@@ -63,8 +62,7 @@ class Moe(Trunk):
             self._balance("head_", self.head_balance_weight, self.head_loads, outputs, beside)
 
     def _balance(self, what: str, weight: float, loads: StepLoads, outputs: list[SideOutputs], beside: SideChannel) -> None:
-        """Count the choices of all layers and add the balance loss: number of experts (or heads) × Σ share of the choices · mean
-        probability; it is 1 for uniform use."""
+        """Add the balance loss: number of experts (or heads) × Σ share of the choices · mean probability; 1 for uniform use."""
         end = "R" if what else "E"
         routed = [own for own in outputs if f"{what}load_{end}" in own]
         if not routed:
@@ -75,7 +73,7 @@ class Moe(Trunk):
             return
         probability_LE = torch.stack([own[f"{what}probability_{end}"] for own in routed])
         balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
-        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first_layer)}
+        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first)}
         if weight:
             beside.losses.append(AuxiliaryLoss(f"{what}balance", weight, self.share * balance_L.mean()))
 
@@ -206,7 +204,6 @@ class Loads(StepLoads):
 
 
 def block_parts(settings: schema.Moe, vocab_size: int, held: HeldExperts, layer: int) -> tuple[BlockPart, BlockPart]:
-    """The attention and the feed-forward of a layer."""
     heads = settings.mixture_of_heads.enabled
     attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
     if attends_to_context(settings, layer):

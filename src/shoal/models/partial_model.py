@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.split_model import make_ends, make_stage
-from shoal.models.stages import ModelEnds, ModelStage
-from shoal.models.trunk import SideChannel
+from shoal.models.split_model import ModelEnds, ModelStage, make_ends, make_stage
+from shoal.models.trunk import SideChannel, Trunk
 
 
 class StageTransport:
@@ -51,10 +50,10 @@ class PartialModel(nn.Module):
         self.max_seq_len: int | None = whole.max_seq_len
         self.begins, self.ends = first == 0, last == depth
         self.stage: ModelStage = make_stage(whole, first, last)
-        self.entry: ModelEnds | None = make_ends(whole, after=self.ends) if self.begins else None
-        self.exit: ModelEnds | None = self.entry if self.begins and self.ends else make_ends(whole, before=False) if self.ends else None
+        self.before: ModelEnds | None = make_ends(whole, after=self.ends) if self.begins else None
+        self.after: ModelEnds | None = self.before if self.begins and self.ends else make_ends(whole, before=False) if self.ends else None
         self.travel = StageTransport()
-        shared = _shared_by_ends(whole) if not (self.begins and self.ends) else {}
+        shared = _shared_by_ends(whole) if not (self.begins and self.ends) else set()
         here = {id(parameter) for _, parameter in super().named_parameters()}
         names = {name: parameter for name, parameter in whole.named_parameters() if id(parameter) in here}
         self.tied = next((parameter for parameter in names.values() if id(parameter) in shared), None)
@@ -80,17 +79,10 @@ class PartialModel(nn.Module):
             assert value is not None
             yield name, value
 
-    def forward(
-        self,
-        input_ids_BL: Tensor,
-        *,
-        cache: PartialCache | None = None,
-        attention_mask: Tensor | None = None,
-        beside: SideChannel | None = None,
-    ) -> Tensor:
-        """Logits [B, L, V]; only the last process has them."""
-        assert self.exit is not None, "the last process makes the logits"
-        return self.exit.logits(self.through(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
+    def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
+        """Logits [B, L, V]; only the last process has them. `given`: see `through`."""
+        assert self.after is not None, "the last process makes the logits"
+        return self.after.logits(self.through(input_ids_BL, **given))
 
     def through(
         self,
@@ -102,13 +94,13 @@ class PartialModel(nn.Module):
     ) -> Tensor:
         """The residual stream after the layers of this process."""
         past = cache.length if cache is not None else 0
-        if self.entry is not None:
+        if self.before is not None:
             self.before_layer(-1)
-            x_BLD = self.entry.embed(input_ids_BL, past, attention_mask)
+            x_BLD = self.before.embed(input_ids_BL, past, attention_mask)
         else:
             x_BLD = self.travel.receive()
         own = cache.own if cache is not None else None
-        x_BLD = self.stage.forward(x_BLD, input_ids_BL, cache=own, attention_mask=attention_mask, beside=beside)
+        x_BLD = self.stage.through(x_BLD, input_ids_BL, cache=own, attention_mask=attention_mask, beside=beside)
         if cache is not None:
             cache.length += input_ids_BL.shape[1]
         return x_BLD
@@ -119,10 +111,10 @@ class PartialModel(nn.Module):
     def next_logits(self, input_ids_BL: Tensor, cache: PartialCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the token after these, in all processes."""
         x_BLD = self.through(input_ids_BL, cache=cache, attention_mask=attention_mask)
-        if self.exit is None:
+        if self.after is None:
             self.travel.send(x_BLD)
             return self.travel.share(x_BLD.new_empty(len(x_BLD), self.vocab_size, dtype=torch.float32))
-        return self.travel.share(self.exit.logits(x_BLD[:, -1:])[:, -1].float().contiguous())
+        return self.travel.share(self.after.logits(x_BLD[:, -1:])[:, -1].float().contiguous())
 
     def gradient_checkpointing(self, enabled: bool) -> None:
         self.stage.gradient_checkpointing(enabled)
@@ -131,20 +123,17 @@ class PartialModel(nn.Module):
 class PartialTrunk(PartialModel):
     """A part of one of Shoal's own transformers, which have side inputs and outputs."""
 
-    def new_beside(self, **given: Tensor) -> SideChannel:
-        return SideChannel(**given)
+    new_beside = SideChannel
+    after: Trunk
 
-    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
-        """Input of the output matrix, in the last process."""
-        after: Any = self.exit
-        hidden_BLD: Tensor = after.hidden(self.through(input_ids_BL, attention_mask=attention_mask, beside=beside))
+    def hidden(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
+        """Input of the output matrix, in the last process. `given`: see `through`."""
+        hidden_BLD: Tensor = self.after.norm(self.through(input_ids_BL, **given))
         return hidden_BLD
 
     @property
     def output_weight(self) -> Tensor:
-        after: Any = self.exit
-        weight: Tensor = after.output_weight
-        return weight
+        return self.after.output_weight
 
 
 def partial_model(whole: Any, first: int, last: int, depth: int) -> PartialModel:
@@ -161,11 +150,10 @@ def layers_in(stage: ModelStage) -> dict[str, nn.Module]:
     return dict(found.items())
 
 
-def _shared_by_ends(whole: Any) -> dict[int, Tensor]:
+def _shared_by_ends(whole: Any) -> set[int]:
     """Parameters both before the first layer and after the last: tied matrices."""
     before, after = (make_ends(whole, before=entry, after=not entry) for entry in (True, False))
-    there = {id(parameter) for parameter in after.parameters()}
-    return {id(parameter): parameter for parameter in before.parameters() if id(parameter) in there}
+    return set(map(id, before.parameters())) & set(map(id, after.parameters()))
 
 
 def _kept_buffers(whole: nn.Module, part: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:

@@ -1,15 +1,20 @@
-"""A model cut into stages, whether it is a transformer of Shoal's own or one of Hugging Face."""
+"""Stages of a language model, whether it is a transformer of Shoal's own or one of Hugging Face: a stage holds consecutive layers, and the
+ends hold everything before and after the layers.
+
+The parameters of a stage have the names that they have in the whole model, so a checkpoint is always that of the whole model. Hidden
+states pass from one stage to the next; token ids, a mask and a KV cache go beside them to every stage that needs them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.models.huggingface.stages import HuggingFaceEnds, HuggingFaceStage, layers_of
-from shoal.models.stages import ModelEnds, ModelStage, TrunkEnds, TrunkStage
 from shoal.models.trunk import Trunk
+
+ModelStage = Trunk | HuggingFaceStage
+ModelEnds = Trunk | HuggingFaceEnds
 
 
 def layer_count(model: Any) -> int:
@@ -27,7 +32,7 @@ def make_stage(model: Any, first: int, last: int) -> ModelStage:
     if not 0 <= first < last <= layer_count(model):
         raise ShoalError(f"a stage cannot have the layers {first} to {last - 1}: the model has {layer_count(model)}")
     if isinstance(model, Trunk):
-        return TrunkStage(model, first, last)
+        return model.only(first, last)
     return HuggingFaceStage(model, first, last)
 
 
@@ -35,18 +40,10 @@ def make_ends(model: Any, *, before: bool = True, after: bool = True) -> ModelEn
     """What stands before and after the layers of a model, or one of them, with the model's own parameters."""
     layer_count(model)  # raises for a model that cannot be cut
     if isinstance(model, Trunk):
-        return TrunkEnds(model, before, after)
+        return model.ends(before, after)
     return HuggingFaceEnds(model, before, after)
 
 
-def cut_into_stages(model: Any, bounds: Sequence[int]) -> list[ModelStage]:
-    """The model in stages: the first has the layers [bounds[0], bounds[1]), the next go on from there."""
-    if list(bounds[:1]) != [0] or bounds[-1] != layer_count(model):
-        raise ShoalError(f"stages must begin at layer 0 and end at {layer_count(model)}, and these have the bounds {list(bounds)}")
-    return [make_stage(model, first, last) for first, last in pairwise(bounds)]
-
-
 def layer_parameters(model: Any) -> list[int]:
-    """How many parameters each layer has."""
     layers: Any = model.blocks if isinstance(model, Trunk) else layers_of(model.inner)
     return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

@@ -58,8 +58,7 @@ class StepState(nn.Module):
         """Average the accumulated movement of processes that step independently. `mean` is over all of them."""
 
     def merge_layers(self, part: StepState, first: int, total: Callable[[Tensor], Tensor]) -> None:
-        """Pipeline stages: copy the statistics of `part`, whose layers start at number `first`, and sum over all stages with `total`.
-        Afterwards this object has the statistics of all layers."""
+        """Add the statistics of `part`, a stage whose first layer is number `first`, and sum over all stages with `total`."""
 
     def on_state_loaded(self) -> None:
         """Called after the coordinator's state was copied into `state()`."""

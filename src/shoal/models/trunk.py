@@ -28,8 +28,6 @@ from shoal.models.layers.rotary import Rotary
 INITIAL_STD = 0.02
 NEVER = 2**62
 """A position that no token reaches: marks context vectors that must not be read."""
-_ENDS = ("token_embedding", "position_embedding", "norm", "output")
-"""The modules before and after the layers."""
 SideOutputs = dict[str, Tensor]
 """Outputs of a part besides the residual stream, by name: auxiliary losses, and figures to record."""
 
@@ -146,6 +144,11 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """The language model: embeddings, blocks, a last normalisation, the output matrix."""
 
+    joins_rows = True
+    """Whether the caches of several requests can be joined into one."""
+    new_beside = SideChannel
+    """Makes a value for the argument `beside` of `forward` and `hidden`."""
+
     def __init__(
         self, settings: schema.Transformer, vocab_size: int, parts: Parts, initial_std: float = INITIAL_STD, reader: Any = None
     ) -> None:
@@ -159,8 +162,8 @@ class Trunk(nn.Module):
         self.checkpointing = False
         self.packed_output: Callable[[Tensor], Tensor] | None = None
         """A faster product with the output matrix: see `kernels/cpu_packing.py`."""
-        self.first_layer, self.share = 0, 1.0
-        """Number of the first layer in this process, and the share of all layers that it has: see `only`."""
+        self.first, self.last, self.share = 0, settings.num_layers, 1.0
+        """The layers [first, last) that this object has, and their share of all layers: see `only`."""
         self.loss_weights: dict[str, float] = {}
         """Weights of the side outputs that are losses; all others are figures."""
         self.token_embedding = TokenEmbedding(vocab_size, width)
@@ -172,16 +175,9 @@ class Trunk(nn.Module):
         self.output = None if settings.tied_embeddings else nn.Linear(width, vocab_size, bias=False)
         self._initialise(initial_std)
 
-    def forward(
-        self,
-        input_ids_BL: Tensor,
-        *,
-        cache: KeyValueCache | None = None,
-        attention_mask: Tensor | None = None,
-        beside: SideChannel | None = None,
-    ) -> Tensor:
-        """Logits [B, L, V]. `attention_mask` [B, S] is 0 at padding, on either side, the tokens in the cache counted."""
-        return self.project(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
+    def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
+        """Logits [B, L, V]. `given`: see `hidden`."""
+        return self.project(self.hidden(input_ids_BL, **given))
 
     def hidden(
         self,
@@ -191,7 +187,8 @@ class Trunk(nn.Module):
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
-        """Input of the output matrix: logits = hidden @ output_weight.T."""
+        """Input of the output matrix: logits = hidden @ output_weight.T. `attention_mask` [B, S] is 0 at padding, on either side, the
+        tokens in the cache counted. `beside` has further inputs, and collects the side outputs."""
         x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask, beside)
         hidden_BLD: Tensor = self.norm(self.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
         return hidden_BLD
@@ -205,7 +202,7 @@ class Trunk(nn.Module):
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
-        """Run the residual stream through the layers of this process."""
+        """The residual stream after these layers. Losses of a part of the layers are scaled by its share of all layers."""
         past, length = cache.length if cache else 0, input_ids_BL.shape[1]
         turns = self._turns(past, length, attention_mask if cache else None)
         inputs = _layer_inputs(input_ids_BL, turns, past, attention_mask)
@@ -225,19 +222,21 @@ class Trunk(nn.Module):
         return x_BLD
 
     def only(self, first: int, last: int) -> Self:
-        """The layers [first, last) alone, without embeddings, last normalisation and output matrix. Parameters are shared, and keep their
-        names."""
-        part = copy.copy(self)
-        # A shallow copy shares the tables of modules with the original
-        part._modules = {name: module for name, module in self._modules.items() if name == "rotary"}
+        """The layers [first, last) alone, without what stands before and after them. Parameters are shared, and keep their names."""
+        part = self._with("rotary")
         part.blocks = nn.ModuleDict({str(layer): self.blocks[layer] for layer in range(first, last)})
-        part.first_layer, part.share = first, (last - first) / len(self.blocks)
+        part.first, part.last, part.share = first, last, (last - first) / len(self.blocks)
         return part
 
-    def without_layers(self) -> Self:
-        """Embeddings, last normalisation and output matrix. Parameters are shared, and keep their names."""
+    def ends(self, before: bool, after: bool) -> Self:
+        """The embeddings (`before`), the last normalisation and the output matrix (`after`), as in `only`. A tied matrix is in both."""
+        names = ["token_embedding"] if before or self.output is None else []
+        return self._with(*names, *(["position_embedding"] if before else []), *(["norm", "output"] if after else []))
+
+    def _with(self, *names: str) -> Self:
+        """A copy that has only these modules. A plain shallow copy would share the table of modules with the original."""
         part = copy.copy(self)
-        part._modules = {name: module for name, module in self._modules.items() if name in _ENDS}
+        part._modules = {name: module for name, module in self._modules.items() if name in names}
         return part
 
     def _remember(self, layer: int, x_BLD: Tensor, inputs: LayerInputs, cache: KeyValueCache | None) -> LayerInputs:
@@ -274,7 +273,7 @@ class Trunk(nn.Module):
             values = [own[name] for own in outputs if name in own]
             if values:
                 beside.losses.append(AuxiliaryLoss(name, weight, self.share * torch.stack(values).mean()))
-        for layer, own in enumerate(outputs, self.first_layer):
+        for layer, own in enumerate(outputs, self.first):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
     def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
@@ -303,13 +302,13 @@ class Trunk(nn.Module):
             return self.rotary(past, length) if self.rotary is not None else None
         return self.rotary.turns_SP2[_positions(mask_BS)[:, past:]]
 
-    def new_beside(self, **given: Tensor) -> SideChannel:
-        """A value for the argument `beside` of `forward` and `hidden`: holds inputs, and afterwards the outputs."""
-        return SideChannel(**given)
-
     @property
     def output_weight(self) -> Tensor:
         return self.token_embedding.weight if self.output is None else self.output.weight
+
+    def logits(self, x_BLD: Tensor) -> Tensor:
+        """Logits [B, L, V] from the residual stream after the last layer."""
+        return self.project(self.norm(x_BLD))
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
@@ -320,7 +319,6 @@ class Trunk(nn.Module):
         self.checkpointing = enabled
 
     def new_cache(self, capacity: int) -> KeyValueCache:
-        """A KV cache for `capacity` tokens."""
         return KeyValueCache(len(self.blocks), capacity)
 
     def next_logits(

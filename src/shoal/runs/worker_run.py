@@ -195,7 +195,7 @@ class JoinedWorker:
         keeper: Any = share.checkpoints
         if meeting is not None:
             engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.checkpoints, batch_part(share.parts)[1])
-            feed_for = self.island.sit
+            feed_for = self.island.open_feed
         strategy = share.strategy
         return Worker(
             self.sender,

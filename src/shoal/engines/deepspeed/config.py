@@ -55,7 +55,6 @@ def library(device: torch.device) -> Any:
 
 
 def zero_config(run: Run, size: int, limit: float | None, disk: NvmeOffload | None = None) -> dict[str, Any]:
-    """The configuration that `deepspeed.initialize` takes."""
     engine, accumulation = run.engine, run.training.gradient_accumulation_steps
     assert isinstance(engine, DeepSpeed)
     batch_size = run.training.batch_size or 1

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
-from shoal.engines.base import Engine
+from shoal.engines.base import Engine, tensors_of
 from shoal.engines.deepspeed.config import library
 from shoal.engines.deepspeed.disk import check_disk_access
-from shoal.engines.deepspeed.network import ZeroNetwork
+from shoal.engines.deepspeed.network import TaskModule, ZeroNetwork
 from shoal.engines.fsdp import refuse_several
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -47,7 +47,7 @@ class DeepSpeedEngine(Engine):
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         self.optimizers = {name: network.optimizer for name, network in self.networks.items()}
         for name, network in self.networks.items():
-            task.players[name] = network.front
+            task.players[name] = TaskModule(network.zero, network.model, whole=network.stage < 3)
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -57,15 +57,6 @@ class DeepSpeedEngine(Engine):
 
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
         self.networks[player].backward(value, last)
-
-    def _gather(self, player: str) -> None:
-        pass
-
-    def _norm(self, player: str) -> Tensor:
-        return self.networks[player].norm()
-
-    def _shrink(self, player: str, factor: Tensor) -> None:
-        self.networks[player].shrink(factor)
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
         network = self.networks[player]
@@ -78,7 +69,7 @@ class DeepSpeedEngine(Engine):
         if limit is not None:
             norm = network.norm()
             self._note_norm(name, norm, metrics)
-            too_large_a_scale = self.settings.precision.kind == "fp16" and network.scale_was_too_large
+            too_large_a_scale = self.settings.precision.kind == "fp16" and bool(network.zero.optimizer.overflow)
             if self.health is not None and not too_large_a_scale:
                 self.healthy(float(norm))
 
@@ -115,7 +106,8 @@ class DeepSpeedEngine(Engine):
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         player, _, parameter = name.partition(".")
-        self.networks[player].load_weight(parameter, value)
+        network = self.networks[player]
+        network.replace(dict(tensors_of(network.model))[parameter], value)
 
     def forget_past(self) -> None:
         for network in self.networks.values():

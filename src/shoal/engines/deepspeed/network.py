@@ -56,15 +56,10 @@ class ZeroNetwork:
         zero, *_ = self.library.initialize(model=self.model, optimizer=optimizer, config=config, dist_init_required=False)
         return zero
 
-    @property
-    def front(self) -> TaskModule:
-        return TaskModule(self.zero, self.model, whole=self.stage < 3)
-
     # --- gradients ---------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Clear the gradients. DeepSpeed accumulates until its own step; if weights are stepped elsewhere, its accumulation has to be
-        reset here."""
+        """Clear the gradients, and DeepSpeed's accumulation, which otherwise ends only with its own step."""
         inner = self.zero.optimizer
         inner.zero_grad()
         inner.micro_step_id = 0 if self.stage == 3 else -1  # counts up to 0 when the gradients come
@@ -79,10 +74,6 @@ class ZeroNetwork:
 
     def norm(self) -> Tensor:
         return torch.tensor(float(self.zero.get_global_grad_norm()), device=self.device)
-
-    def shrink(self, factor: Tensor) -> None:
-        for name, parameter in self.trained.items():
-            self.set_gradient(parameter, self.whole_gradient(name) * factor)
 
     def whole_gradient(self, name: str) -> Tensor:
         """The whole gradient of a parameter. Every process must call this."""
@@ -108,11 +99,6 @@ class ZeroNetwork:
         self.window.close()
         self.zero.step()
 
-    @property
-    def scale_was_too_large(self) -> bool:
-        """Whether the last step was left out because the loss was scaled too high for half precision."""
-        return bool(self.zero.optimizer.overflow)
-
     # --- weights -----------------------------------------------------------------------------------
 
     def master(self, parameter: nn.Parameter) -> Tensor:
@@ -125,18 +111,12 @@ class ZeroNetwork:
             return parameter.detach().clone()
 
     def _part(self, whole: Tensor) -> Tensor:
-        if not whole.dim():
-            return whole
-        shard: Tensor = as_shard(part_of(whole, self.mesh).clone(), whole.shape, self.mesh)
-        return shard
+        return as_shard(part_of(whole, self.mesh).clone(), whole.shape, self.mesh) if whole.dim() else whole
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers; of parameters this process's part."""
         for name, value in tensors_of(self.model):
             yield name, self._part(self.master(value)) if isinstance(value, nn.Parameter) else value
-
-    def load_weight(self, name: str, value: Tensor) -> None:
-        self.replace(dict(tensors_of(self.model))[name], value)
 
     def replace(self, tensor: Tensor, value: Tensor) -> None:
         if self.stage < 3 or not isinstance(tensor, nn.Parameter):

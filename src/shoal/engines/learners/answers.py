@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from shoal.data import Feed, PassageFinder
-from shoal.engines.learners.apply import EngineLearner
+from shoal.engines.learners.apply import ApplyPolicy, EngineLearner
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.generation.batch_sampling import SampledAnswers, pad_prompts, received_answers, sample, tokens_to_send
@@ -58,7 +58,6 @@ class AnswerFeed(Feed):
     """Finds the passages that answers read; None: they read none."""
     figures: dict[str, float]
     batches_per_step: int
-    position: int
     eos_id: int | None
     pad_id: int
 
@@ -88,17 +87,9 @@ class AnswerFeed(Feed):
         """Drop the answers, which were learned from."""
 
 
-class CheckedAnswers(NamedTuple):
-    """Answers that passed the check."""
-
-    tokens_BT: Tensor
-    log_probs_BT: Tensor
-
-
 @dataclass(frozen=True)
-class RolloutStep:
-    """Apply policy of rollout runs: the coordinator learns from workers' answers with the run's own optimizer, in as many steps as the
-    settings say."""
+class RolloutStep(ApplyPolicy):
+    """The coordinator learns from workers' answers with the run's own optimizer, in as many steps as the settings say."""
 
     length: int
     """Tokens of the longest answer."""
@@ -107,7 +98,7 @@ class RolloutStep:
     most_lag: int
     inexact_share: float
     """Share of a worker's tokens that may differ from what the draws yield."""
-    computes: bool = True
+    computes = True
 
     def learner(self, engine: SingleEngine, spans: object, feed: Feed | None = None) -> AnswerLearner:
         assert isinstance(feed, AnswerFeed)
@@ -121,7 +112,7 @@ class AnswerLearner(EngineLearner):
         super().__init__(engine)
         if engine.buffers.numel():
             raise ShoalError("this model keeps statistics beside its weights, which answers do not tell: set strategy.kind to local")
-        self.policy, self.feed = policy, feed
+        self.policy, self.feed, self.intake = policy, feed, self
         self.network, self.model = engine.networks["model"], engine.task.players["model"]
         self.vocabulary = int(cast("Any", self.model).vocab_size)
         self.versions: dict[int, Tensor] = {}
@@ -130,20 +121,14 @@ class AnswerLearner(EngineLearner):
         """For each worker's last units: the number of tokens that differed from the draws, and the number of all tokens."""
 
     @property
-    def intake(self) -> AnswerLearner:
-        return self
-
-    @property
     def vector(self) -> Tensor:
         """The policy's weights: the value network is not sent to workers."""
-        vector = self.network.vector
-        return vector if vector.dtype == torch.float32 and vector.device.type == "cpu" else vector.float().cpu()
+        return self.network.vector.float().cpu()
 
     # --- units -------------------------------------------------------------------------------------
 
     def lease(self, first: int, prompts: int) -> dict[str, Any]:
-        """The content of a unit's lease: the number of its first prompt, the prompts with their contexts, the documents that they come
-        from, and the token that ends an answer."""
+        """The content of a unit's lease: its first prompt's number, prompts, their contexts and documents, and the end token."""
         numbers = range(first, first + prompts)
         told = {"first": first, "prompts": [self.feed.ids_of(number) for number in numbers], "end": self.feed.eos_id}
         beside = {"contexts": self.feed.contexts_of(numbers), "own": self.feed.documents_of(numbers)}
@@ -171,7 +156,7 @@ class AnswerLearner(EngineLearner):
         if base != version:
             now_BT, _ = self._retraced(ids, first, tokens_BT, None)
             log_probs_BT = torch.maximum(log_probs_BT, now_BT - math.log(_MOST_WEIGHT))
-        return CheckedAnswers(tokens_BT, log_probs_BT)
+        return tokens_BT, log_probs_BT
 
     def answer(self, first: int, prompts: int) -> tuple[Tensor, Tensor]:
         """Generate a unit's answers as a worker does. Returns them, and the distance of each draw from the nearest other token, as a
@@ -192,8 +177,7 @@ class AnswerLearner(EngineLearner):
 
     @torch.no_grad()
     def _retraced(self, ids: list[list[int]], first: int, tokens_BT: Tensor, base: int | None) -> tuple[Tensor, Tensor]:
-        """How probable each token was with the weights of a version, and the distance of its draw from it. `base` None: the current
-        weights."""
+        """How probable each token was with the weights of a version (None: the current ones), and its draw's distance from it."""
         draws, group = group_draws(self.policy.seed, first, ids, self.feed.group), self.feed.group
         rows = [one for one in ids for _ in range(group)]
         log_probs, gaps = [], []
@@ -246,8 +230,7 @@ class AnswerLearner(EngineLearner):
     # --- steps -------------------------------------------------------------------------------------
 
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
-        """Take the optimizer steps of one version. Each unit: the number of its first prompt, the number of prompts, and what `read`
-        returned for it."""
+        """Take the steps of one version. Each unit: its first prompt's number, the number of prompts, and what `read` returned."""
         units = sorted(units, key=lambda unit: unit[0])  # the result does not depend on the order of arrival
         numbers = [first + place for first, prompts, *_ in units for place in range(prompts)]
         rows = [self.feed.ids_of(number) for number in numbers for _ in range(self.feed.group)]
@@ -261,8 +244,7 @@ class AnswerLearner(EngineLearner):
         return figures
 
     def _steps(self, version: int) -> dict[str, float]:
-        """Take optimizer steps; the learning-rate schedule counts versions. Returns the means of their metrics and the metrics of the
-        answers."""
+        """Take the steps; the learning-rate schedule counts versions. Returns the means of their metrics, and the answers' metrics."""
         engine, feed, sums = self.engine, self.feed, dict[str, float]()
         taken = 0
         while not feed.at_epoch_end:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,32 +23,25 @@ from shoal.updates.fragments import Span
 ScheduleKind = Literal["constant", "cosine", "linear", "polynomial"]
 
 
-class ApplyPolicy(Protocol):
+class ApplyPolicy:
     """How updates move the weights."""
 
-    @property
-    def computes(self) -> bool:
-        """Whether the coordinator computes gradients like a worker, and so uses the device that the settings name for workers."""
-        ...
+    computes: ClassVar[bool] = False
+    """Whether the coordinator computes gradients like a worker, and so uses the device that the settings name for workers."""
 
     def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         """Build the learner. `spans`: fragments of the weights that rounds update in turn; empty: every round updates all weights.
         `feed`: the run's feed, for a learner that trains on the coordinator."""
-        ...
-
-
-@dataclass(frozen=True)
-class OptimizerStep:
-    """The run's optimizer takes one step along each update, as if the coordinator had computed that gradient."""
-
-    computes: bool = False
-
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         return EngineLearner(engine)
 
 
 @dataclass(frozen=True)
-class OuterStep:
+class OptimizerStep(ApplyPolicy):
+    """The run's optimizer takes one step along each update, as if the coordinator had computed that gradient."""
+
+
+@dataclass(frozen=True)
+class OuterStep(ApplyPolicy):
     """An outer optimizer steps along the pseudo-gradient. `averages`: the new weights are the mean of the workers' weights."""
 
     optimizer: OuterOptimizer
@@ -57,17 +50,14 @@ class OuterStep:
     clip_norm: float | None = None
     """Limit on the norm of the outer gradient."""
     averages: bool = False
-    computes: bool = False
 
     def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         return OuterLearner(engine, self, spans)
 
 
 @dataclass(frozen=True)
-class AdoptWeights:
+class AdoptWeights(ApplyPolicy):
     """The weights of another coordinator are adopted as it sends them: for relays."""
-
-    computes: bool = False
 
     def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Feed | None = None) -> EngineLearner:
         return AdoptingLearner(engine)
@@ -78,19 +68,16 @@ class EngineLearner:
 
     meaningless: tuple[str, ...] = ()
     """Metrics of the engine that have no meaning for this learner."""
+    intake: Any = None
+    """Handler for contributions that are rollouts; None in ordinary runs."""
 
     def __init__(self, engine: SingleEngine) -> None:
         self.engine = engine
 
     @property
-    def intake(self) -> Any:
-        """Handler for contributions that are rollouts; None in ordinary runs."""
-        return None
-
-    @property
     def vector(self) -> Tensor:
-        vector = self.engine.vector
-        return vector if vector.dtype == torch.float32 and vector.device.type == "cpu" else vector.float().cpu()
+        """The weights that are sent to workers, in main memory."""
+        return self.engine.vector.float().cpu()  # neither copies where it changes nothing
 
     @property
     def buffers(self) -> Tensor:
@@ -106,7 +93,7 @@ class EngineLearner:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return None
+        """Restore what `state_dict` returned."""
 
     def _step(self, update: Tensor, step: float, share: float) -> Mapping[str, float]:
         return {name: float(value) for name, value in self.engine.apply(update, step, share).items()}
@@ -123,7 +110,6 @@ class AdoptingLearner(EngineLearner):
         return {}
 
     def begin(self, weights: Tensor, buffers: Tensor) -> None:
-        """Set the weights and buffers."""
         self.engine.vector.copy_(weights)
         self.engine.changed()
         if buffers.numel():
@@ -179,8 +165,7 @@ class OuterLearner(EngineLearner):
                 optimizer.load_state_dict(state[name])
 
     def _point(self, update: Tensor, number: int) -> None:
-        """Set the gradient of the round's fragment and clear all others: an optimizer leaves parameters without gradient, and their
-        state, unchanged."""
+        """Set the gradient of the round's fragment alone: an optimizer leaves parameters without gradient, and their state, unchanged."""
         for part in self.parts:
             part.grad = None
         self.parts[number].grad = update
@@ -197,8 +182,7 @@ class OuterLearner(EngineLearner):
 
 
 def outer_keywords(outer: OuterOptimizer) -> dict[str, Any]:
-    """The outer optimizer's arguments besides its learning rate, with momentum if it takes one. Raises ShoalError for arguments it
-    refuses."""
+    """The outer optimizer's arguments besides its learning rate. Raises ShoalError for arguments that it refuses."""
     kind: Any = getattr(torch.optim, outer.name)
     taken = KEYWORDS[outer.name]
     keywords = {"momentum": outer.momentum} if "momentum" in taken else {}

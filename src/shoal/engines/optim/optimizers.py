@@ -44,7 +44,6 @@ def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 
 
 def make(settings: Optimizer, parameters: list[torch.Tensor] | list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer for these tensors."""
     return _make(settings.name, arguments(settings), list(parameters))
 
 
@@ -95,8 +94,7 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 
 
 def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
-    """The parameters that are stacks of matrices, one for each expert, and those matrices. They share the stack's memory, and that of its
-    gradient."""
+    """The parameters that are stacks of experts' matrices, and those matrices, which share the stack's and its gradient's memory."""
     names = stack_names(network.network)
     found: dict[int, list[nn.Parameter]] = {}
     for slot, slope, parameter in zip(network.layout.slots, network.slopes, network.masters, strict=True):

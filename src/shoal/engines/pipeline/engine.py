@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.config.schema.training import EMULATED
-from shoal.engines.base import tensors_of
+from shoal.engines.base import Engine, add_figures, tensors_of
 from shoal.engines.batch_weights import BatchWeights, SharedBatchWeights, length
 from shoal.engines.optim import optimizers
 from shoal.engines.pipeline.links import StageDirection, StageLinks
@@ -36,13 +36,6 @@ from shoal.updates.layout import ParameterLayout, Slot
 _PIECE = 1 << 22
 """Elements of one process that are broadcast at a time."""
 _WORDS = 1 << 48
-
-
-class ParameterRun(NamedTuple):
-    """Neighbouring parameters that one process has."""
-
-    owner: int
-    slots: list[Slot]
 
 
 class PipelineEngine(SingleEngine):
@@ -72,17 +65,14 @@ class PipelineEngine(SingleEngine):
         self._shapes = {f"model.{name}": value.shape for name, value in tensors_of(whole)}
         self.layouts = {"model": ParameterLayout((name, tuple(one.shape)) for name, one in whole.named_parameters() if one.requires_grad)}
         self._here = {slot.name: slot for slot in self.networks["model"].layout.slots}
-        self._pieces = list(_pieces(self.layouts["model"], self._owners()))
-        self._copied = next((name for name, one in whole.named_parameters() if one is model.tied), None)
+        owners = {name: rank for rank, names in enumerate(world.texts("\n".join(self._here))) for name in names.split("\n")}
+        self._pieces = list(_pieces(self.layouts["model"], owners))
+        self._tied_name = next((name for name, one in whole.named_parameters() if one is model.tied), "")
         self.links = StageLinks(world, device, run.engine.timeout_s, self._ranks)
         self._figures: list[str] = []
         model.travel.receive = lambda: self.links.receive(StageDirection.ON)
         model.travel.send = self.links.send_ahead
         model.travel.share = self._of_last
-
-    def _owners(self) -> dict[str, int]:
-        """Which process has which parameter."""
-        return {name: rank for rank, names in enumerate(self.world.texts("\n".join(self._here))) for name in names.split("\n")}
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -130,7 +120,6 @@ class PipelineEngine(SingleEngine):
 
     def _gather(self, player: str) -> None:
         self._add_up_tied()
-        super()._gather(player)
         self.networks[player].gather_gradients()
         if self.scaler.is_enabled() and self.world.any(not bool(self.networks[player].gradient.isfinite().all())):
             self.networks[player].gradient.fill_(torch.inf)  # a step is skipped by all or by none
@@ -147,16 +136,11 @@ class PipelineEngine(SingleEngine):
 
     # --- a matrix that the first and the last stage use -----------------------------------------------
 
-    @property
-    def _shares_tied(self) -> bool:
-        return self.world.size > 1 and self._copied is not None
-
     def _add_up_tied(self) -> None:
         """Add the last stage's gradient of the output matrix to the gradient of the first stage's embedding."""
-        if not self._shares_tied:
-            return
         tied = self.model.tied
-        assert tied is not None
+        if tied is None:
+            return
         here = torch.zeros_like(tied) if tied.grad is None else tied.grad
         if self.model.begins:
             tied.grad = here + self._from(self._ranks[-1], here)
@@ -166,10 +150,9 @@ class PipelineEngine(SingleEngine):
 
     def _hand_over_tied(self) -> None:
         """Send the tied matrix from the first stage, which stepped it, to the last stage."""
-        if not self._shares_tied:
-            return
         tied = self.model.tied
-        assert tied is not None
+        if tied is None:
+            return
         with torch.no_grad():
             if self.model.begins:
                 self._to(self._ranks[-1], tied.detach())
@@ -203,13 +186,9 @@ class PipelineEngine(SingleEngine):
 
     # --- the flat view -----------------------------------------------------------------------------
 
-    @property
-    def vector(self) -> Tensor:
-        return torch.cat([whole.flatten() for whole in self.wholes()])
-
-    @property
-    def gradient(self) -> Tensor:
-        return torch.cat([slope.flatten() for slope in self.slopes()])
+    # Those of all stages, not those of this process alone
+    vector = Engine.vector
+    gradient = Engine.gradient
 
     def wholes(self) -> Iterator[Tensor]:
         for _, value in self._handed_round(self.networks["model"].vector):
@@ -234,12 +213,12 @@ class PipelineEngine(SingleEngine):
 
     def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         own = dict(self.networks["model"].layout.views(self.networks["model"].vector))
+        if self.model.tied is not None:
+            own.setdefault(self._tied_name, self.model.tied)
         with torch.no_grad():
             for slot, value in zip(self.layouts["model"].slots, wholes, strict=True):
                 if slot.name in own:
                     own[slot.name].copy_(value)
-                elif slot.name == self._copied and self.model.tied is not None:
-                    self.model.tied.copy_(value)
 
     def apply(self, gradient: Tensor, step: float, share: float = 1.0) -> dict[str, Tensor]:
         network = self.networks["model"]
@@ -287,20 +266,16 @@ class PipelineEngine(SingleEngine):
         with torch.no_grad():
             for name, value in self.weights().items():
                 value.copy_(tensors[name])
-            if self.model.tied is not None and self._copied is not None:
-                self.model.tied.copy_(tensors[f"model.{self._copied}"])
+            if self.model.tied is not None:
+                self.model.tied.copy_(tensors[f"model.{self._tied_name}"])
 
     def _moments(self, player: str) -> dict[str, Any]:
         """The optimizer state of this process's parameters, with placeholders for those of other processes, which write them."""
         state = super()._moments(player)
         shapes = {name: {key: list(value.shape) for key, value in own.items()} for name, own in state["moments"].items()}
         every = {name: keys for text in self.world.texts(json.dumps(shapes)) for name, keys in json.loads(text).items()}
-        elsewhere = {
-            name: {key: torch.empty(shape, device="meta") for key, shape in keys.items()}
-            for name, keys in every.items()
-            if name not in shapes
-        }
-        there = state["moments"] | elsewhere
+        there = {name: {key: torch.empty(shape, device="meta") for key, shape in keys.items()} for name, keys in every.items()}
+        there |= state["moments"]
         state["moments"] = {slot.name: there[slot.name] for slot in self.layouts[player].slots}
         return state
 
@@ -385,9 +360,7 @@ class StagePasses:
     def _weighed(self, value: Tensor, figures: dict[str, Tensor], number: int) -> Tensor:
         """A loss as it counts in the step; its figures are noted."""
         share = self.weighing.share(number)
-        for name, figure in figures.items():
-            figure = figure.detach() * share
-            self.metrics[name] = self.metrics[name] + figure if name in self.metrics else figure
+        add_figures(self.metrics, figures.items(), share)
         scaled: Tensor = self.engine.scaler.scale(value * share)
         return scaled
 
@@ -418,13 +391,13 @@ def _check(run: Run, task: Task) -> None:
         raise ShoalError(f"training.precision.kind: a pipeline does not emulate {run.training.precision.kind}: take bf16, fp16 or fp32")
 
 
-def _pieces(layout: ParameterLayout, owners: Mapping[str, int]) -> Iterator[ParameterRun]:
-    """Neighbours of one owner, as many as make a piece."""
+def _pieces(layout: ParameterLayout, owners: Mapping[str, int]) -> Iterator[tuple[int, list[Slot]]]:
+    """A process, and neighbouring parameters that it has, as many as make a piece."""
     slots: list[Slot] = []
     for slot in layout.slots:
         if slots and (owners[slot.name] != owners[slots[0].name] or sum(one.size for one in slots) >= _PIECE):
-            yield ParameterRun(owners[slots[0].name], slots)
+            yield owners[slots[0].name], slots
             slots = []
         slots.append(slot)
     if slots:
-        yield ParameterRun(owners[slots[0].name], slots)
+        yield owners[slots[0].name], slots

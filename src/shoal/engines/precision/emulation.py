@@ -8,7 +8,7 @@ output matrix, no router, and under nvfp4 not the last blocks, as its authors fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.config.schema.training import Fp8, Nvfp4, Training
 from shoal.engines.blocks import blocks_of
 from shoal.engines.precision import fp8, nvfp4
-from shoal.engines.precision.fp8 import Fp8Linear, ScaleHistory
+from shoal.engines.precision.fp8 import Fp8Linear, LowPrecisionLinear, ScaleHistory
 from shoal.errors import ShoalError
 from shoal.models.compile_rules import not_compiled
 from shoal.models.layers.expert_layer import per_row
@@ -26,26 +26,6 @@ _LAST_SHARE = 0.15
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Rows sorted by expert, the experts' matrices, how many rows each has, and biases → each row times its expert's matrix."""
-
-
-class NumberFormat(Protocol):
-    """How the factors of the three products of a layer are rounded; `name` identifies the layer's weight."""
-
-    def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """For x @ weight.T."""
-        ...
-
-    def input_gradient(self, slope_NO: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """For slope @ weight."""
-        ...
-
-    def weight_gradient(self, slope_NO: Tensor, x_NI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """For slope.T @ x; rows may be mixed, in both alike."""
-        ...
-
-    def keep(self, name: str, weight: Tensor) -> None:
-        """Called once for every weight, in the beginning."""
-        ...
 
 
 class BlockScaledFormat:
@@ -64,6 +44,11 @@ class BlockScaledFormat:
 
     def keep(self, name: str, weight: Tensor) -> None:
         """It has no scales that outlast a step."""
+
+
+NumberFormat = BlockScaledFormat | ScaleHistory
+"""Rounds the factors of the three products of a layer: `forward` those of x @ weight.T, `input_gradient` those of slope @ weight,
+`weight_gradient` those of slope.T @ x. `keep` is called once for every weight, in the beginning; `name` identifies the weight."""
 
 
 class _RoundedProduct(torch.autograd.Function):
@@ -99,14 +84,8 @@ def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: NumberFormat, nam
     return product
 
 
-class EmulatedLinear(nn.Linear):
-    """A linear layer whose products are rounded. Its parameters are those of the layer it stands for, by the same names."""
-
-    def __init__(self, layer: nn.Linear, rounding: NumberFormat, name: str) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
-        self.rounding, self.name = rounding, name
+class EmulatedLinear(LowPrecisionLinear):
+    """A linear layer whose products are rounded."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -116,8 +95,9 @@ class EmulatedLinear(nn.Linear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
-def grouped(rounding: NumberFormat, name: str) -> GroupedProduct:
+def grouped(rounding: NumberFormat, name: str, weight_END: Tensor) -> GroupedProduct:
     """The products of experts, each of which is a layer of its own."""
+    rounding.keep(name, weight_END)
 
     def product(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
         sizes = sizes_E.tolist()
@@ -140,50 +120,20 @@ def lower(players: dict[str, nn.Module], settings: Training, device: torch.devic
     precision = settings.precision
     if isinstance(precision, Nvfp4):
         for name, player in players.items():
-            _exchange(name, player, _emulated(BlockScaledFormat()), "nvfp4")
+            _exchange(name, player, BlockScaledFormat(), "nvfp4", real=False)
     if not isinstance(precision, Fp8) or not (fp8.is_real(device) or settings.allow_emulation):
         return None
     rows = ScaleHistory(precision, device)
     if fp8.is_real(device):
         fp8.check_kernels(device)
     for name, player in players.items():
-        _exchange(name, player, _real(rows) if fp8.is_real(device) else _emulated(rows), "fp8")
+        _exchange(name, player, rows, "fp8", fp8.is_real(device))
     return rows
 
 
-class LayerFactories(NamedTuple):
-    """Who makes layers that stand in the place of those in bf16, and who tells layers of experts what to multiply with; by the names of
-    their weights."""
-
-    linear: Callable[[nn.Linear, str], nn.Linear]
-    experts: Callable[[Any, str], None]
-
-
-def _real(rows: ScaleHistory) -> LayerFactories:
-    def experts(layer: Any, name: str) -> None:
-        if layer.is_plain_swiglu:
-            layer.fused_swiglu = fp8.experts(rows, name, layer.up, layer.down)
-        else:
-            layer.grouped_products.update({key: fp8.grouped(rows, f"{name}.{key}", getattr(layer, key)) for key in layer.stacks})
-
-    return LayerFactories(lambda layer, name: Fp8Linear(layer, rows, name), experts)
-
-
-def _emulated(rounding: NumberFormat) -> LayerFactories:
-    def linear(layer: nn.Linear, name: str) -> nn.Linear:
-        rounding.keep(name, layer.weight)
-        return EmulatedLinear(layer, rounding, name)
-
-    def experts(layer: Any, name: str) -> None:
-        for key in layer.stacks:
-            rounding.keep(f"{name}.{key}", getattr(layer, key))
-            layer.grouped_products[key] = grouped(rounding, f"{name}.{key}")
-
-    return LayerFactories(linear, experts)
-
-
-def _exchange(name: str, player: nn.Module, makers: LayerFactories, kind: str) -> None:
+def _exchange(name: str, player: nn.Module, rounding: Any, kind: str, real: bool) -> None:
     """Put other layers in the place of linear ones, and other products into layers of experts."""
+    linear, products = (Fp8Linear, fp8.grouped) if real else (EmulatedLinear, grouped)
     blocks = blocks_of(player)
     kept = max(1, round(_LAST_SHARE * len(blocks))) if kind == "nvfp4" else 0
     rounded = blocks[: len(blocks) - kept]
@@ -192,10 +142,14 @@ def _exchange(name: str, player: nn.Module, makers: LayerFactories, kind: str) -
         why = f"its last block of {len(blocks)} stays in bf16" if blocks else "it has no blocks"
         raise ShoalError(f"training.precision.kind {kind}: the network `{name}` would have no product in {kind}, since {why}")
     for number, (parent, attribute, layer) in enumerate(found):
-        setattr(parent, attribute, makers.linear(layer, f"{name}.{number}"))
-    experts = [module for block in rounded for module in block.modules() if hasattr(module, "grouped_products")]
+        setattr(parent, attribute, linear(layer, rounding, f"{name}.{number}"))
+    experts: list[Any] = [module for block in rounded for module in block.modules() if hasattr(module, "grouped_products")]
     for number, module in enumerate(experts):
-        makers.experts(module, f"{name}.experts.{number}")
+        if real and module.is_plain_swiglu:
+            module.fused_swiglu = fp8.experts(rounding, f"{name}.experts.{number}", module.up, module.down)
+        else:
+            for key in module.stacks:
+                module.grouped_products[key] = products(rounding, f"{name}.experts.{number}.{key}", getattr(module, key))
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

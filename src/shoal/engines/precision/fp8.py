@@ -74,8 +74,7 @@ def _experts_plainly(x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, si
 
 
 class ScaleHistory:
-    """Rounding of the factors to fp8, and the scales of weights, which hold for `interval` steps. Scales leave `margin` powers of two
-    free."""
+    """Rounds factors to fp8. Scales of weights hold for `interval` steps and leave `margin` powers of two free."""
 
     def __init__(self, settings: Fp8, device: torch.device) -> None:
         self.head_room, self.interval = 2.0**settings.margin, settings.interval
@@ -230,20 +229,27 @@ def _owners(ends_E: Tensor, count: int) -> Tensor:
     return torch.searchsorted(ends_E, places_R, right=True).clamp(max=len(ends_E) - 1).int()
 
 
-class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in fp8. Its parameters are those of the layer it stands for, by the same names."""
+class LowPrecisionLinear(nn.Linear):
+    """A linear layer that takes the place of another. Its parameters are those of the other, by the same names."""
 
-    def __init__(self, layer: nn.Linear, rows: ScaleHistory, name: str) -> None:
+    def __init__(self, layer: nn.Linear, rounding: Any, name: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        self.rows, self.name = rows, name
-        _check_sizes(self.weight)
-        rows.keep(name, self.weight)
+        self.rounding, self.name = rounding, name
+        rounding.keep(name, self.weight)
+
+
+class Fp8Linear(LowPrecisionLinear):
+    """A linear layer that multiplies in fp8."""
+
+    def __init__(self, layer: nn.Linear, rows: ScaleHistory, name: str) -> None:
+        _check_sizes(layer.weight)
+        super().__init__(layer, rows, name)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            flat = product(self.rows, self.name, x.flatten(0, -2).to(torch.bfloat16), self.weight.to(torch.bfloat16), None)
+            flat = product(self.rounding, self.name, x.flatten(0, -2).to(torch.bfloat16), self.weight.to(torch.bfloat16), None)
             found = flat.view(*x.shape[:-1], self.out_features)
             return found if self.bias is None else found + self.bias.to(found.dtype)
 

@@ -46,17 +46,12 @@ class FixedLayerCache(LayerCache):
 
     def __init__(self, prompt: LayerCache, width: int, place_1: Tensor) -> None:
         super().__init__(width)
-        assert prompt.keys_BKSE is not None
-        assert prompt.values_BKSE is not None
-        self.keys_BKSE, self.values_BKSE = prompt.keys_BKSE[:, :, :width], prompt.values_BKSE[:, :, :width]
+        self.keys_and_values = [buffer[:, :, :width] for buffer in prompt.keys_and_values]
         self.length, self._place_1 = width - 1, place_1
 
     def append(self, keys_BKLE: Tensor, values_BKLE: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.keys_BKSE is not None
-        assert self.values_BKSE is not None
-        self.keys_BKSE.index_copy_(2, self._place_1, keys_BKLE)
-        self.values_BKSE.index_copy_(2, self._place_1, values_BKLE)
-        return self.keys_BKSE, self.values_BKSE
+        keys_BKSE, values_BKSE = self.keys_and_values
+        return keys_BKSE.index_copy_(2, self._place_1, keys_BKLE), values_BKSE.index_copy_(2, self._place_1, values_BKLE)
 
 
 class CudaGraphDecoder:
@@ -92,10 +87,9 @@ class CudaGraphDecoder:
         with evaluating(self.model):
             logits_BV = self.model.next_logits(self.prompt_BP, self.cache, **given)
         self._take(logits_BV, self.cache.value_B)
-        for layer in self.cache.layers:  # masked entries must be finite: 0 · NaN is NaN
-            assert layer.keys_BKSE is not None
-            assert layer.values_BKSE is not None
-            layer.keys_BKSE[:, :, self.prompt :], layer.values_BKSE[:, :, self.prompt :] = 0, 0
+        for layer in self.cache.layers:
+            for buffer in layer.keys_and_values:
+                buffer[:, :, self.prompt :] = 0  # masked entries must be finite: 0 · NaN is NaN
 
     def _set_draws(self, start: int, end: int) -> None:
         rows = [[one.at(step) for one in self.draws] for step in range(start, end)]

@@ -47,7 +47,6 @@ NO_PENALTIES = LogitPenalties()
 
 
 def warp_of(decoding: Decoding) -> Warp:
-    """The warp of the active decoding setting."""
     way = getattr(decoding, decoding.active)
     temperature = 0.0 if decoding.active == "greedy" else way.temperature
     return Warp(temperature, getattr(way, "k", None), getattr(way, "p", None))
@@ -70,8 +69,7 @@ class TokenDraws:
 
 
 def group_draws(seed: int, first: int, prompts: Sequence[Sequence[int]], group: int) -> list[TokenDraws]:
-    """The draws of `group` answers to each prompt, from the run's seed and the prompt's number in the run; `first` is the number of the
-    first prompt here."""
+    """The draws of `group` answers to each prompt, from the run's seed and the prompt's number; `first` is that of the first one."""
     seeds = [(seed % 2**62 << 64) + first + place for place in range(len(prompts))]
     return [TokenDraws(own, ids, choice) for own, ids in zip(seeds, prompts, strict=True) for choice in range(group)]
 

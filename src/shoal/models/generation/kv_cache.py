@@ -37,50 +37,41 @@ class LayerCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self.keys_BKSE: Tensor | None = None
-        self.values_BKSE: Tensor | None = None
+        self.keys_and_values: list[Tensor] = []
+        """Two buffers [B, K, S, E]; none before the first tokens."""
         self.context: tuple[Any, tuple[Tensor, Tensor]] | None = None
         """The cross-attention context, with its keys and values."""
 
     def append(self, keys_BKLE: Tensor, values_BKLE: Tensor) -> tuple[Tensor, Tensor]:
         """Views of all keys and values up to and with the new ones."""
-        if self.keys_BKSE is None or self.values_BKSE is None:
-            B, K, _, E = keys_BKLE.shape
-            self.keys_BKSE = keys_BKLE.new_empty(B, K, self.capacity, E)
-            self.values_BKSE = values_BKLE.new_empty(B, K, self.capacity, E)
-        start, self.length = self.length, self.length + keys_BKLE.shape[2]
+        (B, K, L, E), new = keys_BKLE.shape, (keys_BKLE, values_BKLE)
+        if not self.keys_and_values:
+            self.keys_and_values = [one.new_empty(B, K, self.capacity, E) for one in new]
+        start, self.length = self.length, self.length + L
         if self.length > self.capacity:
-            self._grow(max(self.length, self.capacity + _ROOM))
-        self.keys_BKSE[:, :, start : self.length] = keys_BKLE
-        self.values_BKSE[:, :, start : self.length] = values_BKLE
-        return self.keys_BKSE[:, :, : self.length], self.values_BKSE[:, :, : self.length]
-
-    def _grow(self, capacity: int) -> None:
-        assert self.keys_BKSE is not None
-        assert self.values_BKSE is not None
-        more = (0, 0, 0, capacity - self.capacity)
-        self.keys_BKSE, self.values_BKSE = (torch.nn.functional.pad(one, more) for one in (self.keys_BKSE, self.values_BKSE))
-        self.capacity = capacity
+            missing = max(self.length - self.capacity, _ROOM)
+            self.keys_and_values = [torch.nn.functional.pad(buffer, (0, 0, 0, missing)) for buffer in self.keys_and_values]
+            self.capacity += missing
+        for buffer, one in zip(self.keys_and_values, new, strict=True):
+            buffer[:, :, start : self.length] = one
+        keys_BKSE, values_BKSE = (buffer[:, :, : self.length] for buffer in self.keys_and_values)
+        return keys_BKSE, values_BKSE
 
     def row(self, i: int, length: int) -> LayerCache:
         """The last tokens of one row as a cache that shares this memory; `joined` copies it."""
-        assert self.keys_BKSE is not None
-        assert self.values_BKSE is not None
         part = LayerCache(length)
         part.length = length
-        part.keys_BKSE = self.keys_BKSE[i : i + 1, :, self.length - length : self.length]
-        part.values_BKSE = self.values_BKSE[i : i + 1, :, self.length - length : self.length]
+        part.keys_and_values = [buffer[i : i + 1, :, self.length - length : self.length] for buffer in self.keys_and_values]
         return part
 
     @classmethod
     def joined(cls, rows: Sequence[LayerCache]) -> LayerCache:
         """Several rows as one cache, padded on the left, with free capacity."""
-        whole = [row.row(0, row.length) for row in rows]
+        whole = [row.row(0, row.length).keys_and_values for row in rows]
         longest = max(row.length for row in rows)
         made = cls(longest + _ROOM)
         made.length = longest
-        made.keys_BKSE = padded_rows([row.keys_BKSE for row in whole if row.keys_BKSE is not None], _ROOM)
-        made.values_BKSE = padded_rows([row.values_BKSE for row in whole if row.values_BKSE is not None], _ROOM)
+        made.keys_and_values = [padded_rows(buffers, _ROOM) for buffers in zip(*whole, strict=True)]
         return made
 
 

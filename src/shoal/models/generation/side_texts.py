@@ -74,8 +74,7 @@ class SideTextReader:
         """Number of chunks of each row that have been searched for."""
 
     def after(self, new_BL: Tensor, mask_BL: Tensor | None = None) -> dict[str, Any]:
-        """Arguments for the model's next call: empty where its side texts are up to date. `mask_BL`: False at padding before the first
-        tokens."""
+        """Arguments for the model's next call; empty where nothing is new. `mask_BL`: False at padding before the first tokens."""
         if self.beside is None:
             return {}
         if not self.texts:

@@ -6,8 +6,9 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabular
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +20,29 @@ from shoal.errors import ShoalError
 from shoal.models.data_shapes import DataShapes
 from shoal.models.generation.kv_cache import padded_rows
 from shoal.models.huggingface import pretrained
-from shoal.models.huggingface.lora import with_lora
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The cache argument of attention models and of state-space models."""
 
 
 class HuggingFaceCache:
-    """The model's own cache object."""
+    """The model's own cache object, with the interface of `KeyValueCache`."""
 
     padded = True
-    """Joined rows are padded on the left: the model needs a mask."""
 
     def __init__(self, past: Any = None) -> None:
         self.past = past
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens. Rows must not be padded."""
         self.past.crop(length - self.past.get_seq_length())  # a negative number: tokens to remove
 
     def row(self, i: int, length: int) -> HuggingFaceCache:
-        """The last tokens of one row, as a cache of its own."""
         return HuggingFaceCache(
             _filled([(keys[i : i + 1, :, -length:], values[i : i + 1, :, -length:]) for keys, values in self._layers()])
         )
 
     @classmethod
     def joined(cls, rows: Sequence[HuggingFaceCache]) -> HuggingFaceCache:
-        """The caches of several rows as one."""
         layers = zip(*(row._layers() for row in rows), strict=True)
         return cls(_filled([(padded_rows([pair[0] for pair in row]), padded_rows([pair[1] for pair in row])) for row in layers]))
 
@@ -82,8 +78,7 @@ class HuggingFace(nn.Module):
         return self._logits(input_ids_BL, cache, attention_mask)
 
     def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None, **arguments: Any) -> Tensor:
-        if attention_mask is not None:
-            arguments |= self._masked(attention_mask, input_ids_BL.shape[1])
+        arguments |= mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
         if "use_cache" in self.accepts:
             arguments["use_cache"] = cache is not None
         if cache is not None and self.cache_name is not None:
@@ -107,37 +102,24 @@ class HuggingFace(nn.Module):
 
     def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
         """The last hidden states [B, L, D], which the output matrix reads."""
-        arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.accepts else {}
-        if attention_mask is not None:
-            arguments |= self._masked(attention_mask, input_ids_BL.shape[1])
-        output = self._whole().get_decoder()(input_ids=input_ids_BL, **arguments)
-        hidden_BLD: Tensor = output.last_hidden_state
+        arguments = mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
+        if "use_cache" in self.accepts:
+            arguments["use_cache"] = False
+        # Without the wrapper of peft; LoRA matrices are in the layers
+        whole = self.inner.get_base_model() if self.has_adapters else self.inner
+        hidden_BLD: Tensor = whole.get_decoder()(input_ids=input_ids_BL, **arguments).last_hidden_state
         return hidden_BLD
 
-    def _whole(self) -> Any:
-        """The model of transformers without the wrapper of peft; LoRA matrices are in its layers."""
-        return self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
-
-    def _masked(self, attention_mask: Tensor, length: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"attention_mask": attention_mask}
-        if "position_ids" in self.accepts:
-            # Counted from the first real token, so that padding on the left changes nothing
-            positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-            arguments["position_ids"] = positions_BS[:, -length:]
-        return arguments
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
+    def without_adapters(self) -> AbstractContextManager[None]:
         """Context: the model without its LoRA adapters."""
-        with self.inner.disable_adapter():
-            yield
+        context: AbstractContextManager[None] = self.inner.disable_adapter()
+        return context
 
     @property
     def has_adapters(self) -> bool:
         return hasattr(self.inner, "disable_adapter")
 
     def new_cache(self, capacity: int) -> HuggingFaceCache:
-        """A cache that grows as needed."""
         if self.cache_name is None:
             raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) keeps no cache that Shoal knows, so it cannot generate")
         return HuggingFaceCache()
@@ -157,13 +139,9 @@ class HuggingFace(nn.Module):
         except ValueError as error:
             raise ShoalError(f"training.gradient_checkpointing: {type(self.inner).__name__} (model.pretrained) does not have it") from error
 
-    def add_lora(self, lora: schema.Lora) -> None:
-        """Freeze the weights and add LoRA adapters."""
-        self.inner = with_lora(self.inner, lora)
-
     def save_adapters(self, folder: Path) -> None:
         """Save the LoRA adapters alone, for `peft.PeftModel.from_pretrained`."""
-        if not hasattr(self.inner, "merge_and_unload"):
+        if not self.has_adapters:
             raise ShoalError(
                 "the run trained all weights of the model (model.lora is null), so there are no adapters: export the whole model"
             )
@@ -171,16 +149,23 @@ class HuggingFace(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Save for `AutoModelForCausalLM.from_pretrained`, with LoRA adapters merged. The model must not be used afterwards."""
-        merge = getattr(self.inner, "merge_and_unload", None)
-        whole = merge() if merge is not None else self.inner
-        whole.save_pretrained(str(folder), safe_serialization=True)
+        self._merged().save_pretrained(str(folder), safe_serialization=True)
 
     def save_scored(self, folder: Path, head_1D: Tensor) -> None:
         """Save for `AutoModelForSequenceClassification.from_pretrained`, with one label. The model must not be used afterwards."""
-        merge = getattr(self.inner, "merge_and_unload", None)
-        pretrained.as_classifier(merge() if merge is not None else self.inner, head_1D).save_pretrained(
-            str(folder), safe_serialization=True
-        )
+        pretrained.as_classifier(self._merged(), head_1D).save_pretrained(str(folder), safe_serialization=True)
+
+    def _merged(self) -> Any:
+        return self.inner.merge_and_unload() if self.has_adapters else self.inner
+
+
+def mask_arguments(accepts: Container[str], length: int, attention_mask: Tensor | None) -> dict[str, Any]:
+    """The mask, and positions that count from the first real token: padding on the left changes nothing."""
+    if attention_mask is None:
+        return {}
+    positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    positions = {"position_ids": positions_BS[:, -length:]} if "position_ids" in accepts else {}
+    return {"attention_mask": attention_mask, **positions}
 
 
 def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
@@ -188,8 +173,38 @@ def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str
     network = HuggingFace(pretrained.load(model, token))
     _check_fit(network, model, run, shapes)
     if model.lora is not None:
-        network.add_lora(model.lora)
+        network.inner = _with_lora(network.inner, model.lora)
     return {"model": network}
+
+
+def _with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
+    """The model with frozen weights and trainable adapters."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ShoalError("model.lora needs peft: pip install peft") from error
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules) or None,
+    )
+    try:
+        with warnings.catch_warnings():
+            # GPT-2's matrices are transposed; peft handles that, and warns
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            adapted: nn.Module = peft.get_peft_model(inner, config)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ShoalError(f"model.lora.target_modules: {reason}; layers of this model: {', '.join(_layer_names(inner))}") from error
+    return adapted
+
+
+def _layer_names(inner: nn.Module) -> list[str]:
+    """The last name component of every linear layer."""
+    matrices = (name for name, parameter in inner.named_parameters() if parameter.dim() == 2 and name.endswith(".weight"))
+    return sorted({name.split(".")[-2] for name in matrices})
 
 
 def _check_fit(network: HuggingFace, model: schema.HuggingFace, run: Run, shapes: DataShapes) -> None:

@@ -14,23 +14,27 @@ from torch import Tensor, nn
 from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
+from shoal.models.data_shapes import misfit
 
 FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
     """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read."""
-    transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
-        config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
+        config = _transformers().AutoConfig.from_pretrained(model.pretrained, token=token)
     check_layers(model, config)
     if model.from_scratch or torch.get_default_device().type == "meta":
         with _explained("model.pretrained", model.pretrained):
-            scratch: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return scratch
-    if model.weights is not None:
-        return _with_weights("model.weights", model.weights, config, token)
-    return _with_weights("model.pretrained", model.pretrained, config, token)
+            return from_config(config)
+    setting = "model.pretrained" if model.weights is None else "model.weights"
+    return _with_weights(setting, model.weights or model.pretrained, config, token)
+
+
+def from_config(config: Any) -> nn.Module:
+    """A model with random weights."""
+    made: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return made
 
 
 def _transformers() -> Any:
@@ -72,10 +76,7 @@ def check_layers(model: schema.HuggingFace, config: Any) -> None:
     """Raises ShoalError where the model has another number of layers than the settings say."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if model.num_layers is not None and model.num_layers != layers:
-        raise ShoalError(
-            f"model.num_layers is {model.num_layers}, but {model.pretrained} (model.pretrained) has {layers} layers; "
-            f"set model.num_layers to {layers}, or to null"
-        )
+        raise misfit("model.num_layers", model.num_layers, f"{model.pretrained} (model.pretrained) has {layers} layers", str(layers))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
-from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache
-from shoal.models.stages import ModelEnds, ModelStage, without_weights
+from shoal.models.huggingface import pretrained
+from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache, mask_arguments
+from shoal.models.stages import without_weights
 from shoal.models.trunk import SideChannel
 
 _WIDTHS = {
@@ -39,11 +40,12 @@ _WIDTHS = {
 """Sizes of the small copy that is compared whole and in stages. Depth and per-layer settings stay as they are."""
 
 
-class HuggingFaceStage(ModelStage):
+class HuggingFaceStage(nn.Module):
     """Layers of a model of transformers."""
 
     def __init__(self, model: HuggingFace, first: int, last: int, seen: Anatomy | None = None) -> None:
-        super().__init__(first, last)
+        super().__init__()
+        self.first, self.last = first, last
         whole = _plain(model)
         if seen is None:
             check_anatomy(whole)
@@ -51,7 +53,7 @@ class HuggingFaceStage(ModelStage):
         own = layers_of(body)
         for layer, source in zip(own, layers_of(whole)[first:last], strict=True):
             _adopt(layer, source)
-        _hollow(body, place)
+        _empty_outside(body, place)
         # Not as a submodule: its layers are registered under their names in the whole model
         self.__dict__["body"], self.__dict__["decoder"] = body, body.get_decoder()
         _register(self, ["inner", *place.split(".")], {str(first + i): layer for i, layer in enumerate(own)})
@@ -63,29 +65,32 @@ class HuggingFaceStage(ModelStage):
     body: Any
     decoder: Any
 
-    def forward(
+    def through(
         self,
         x_BLD: Tensor,
         input_ids_BL: Tensor,
         *,
-        cache: Any = None,
+        cache: HuggingFaceCache | None = None,
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
     ) -> Tensor:
+        """The residual stream after these layers, as `Trunk.through`."""
         if self.checkpointing and cache is None and torch.is_grad_enabled():
             again: Tensor = checkpoint(self._through, x_BLD, None, attention_mask, use_reentrant=False)
             return again
         return self._through(x_BLD, cache, attention_mask)
 
     def _through(self, x_BLD: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None) -> Tensor:
-        arguments = _arguments(self.accepts, x_BLD.shape[1], attention_mask)
+        arguments = mask_arguments(self.accepts, x_BLD.shape[1], attention_mask)
         arguments["use_cache"] = cache is not None
         if cache is not None:
             arguments[CACHE_NAMES[0]] = cache.past
         layers, taken = layers_of(self.body), list[Tensor]()
         hooks = [
             layers[0].register_forward_pre_hook(_putting(x_BLD), with_kwargs=True),
-            layers[-1].register_forward_hook(lambda module, given, output: taken.append(_stream(output))),
+            layers[-1].register_forward_hook(
+                lambda module, given, output: taken.append(output[0] if isinstance(output, tuple) else output)
+            ),
         ]
         try:
             output = self.decoder(inputs_embeds=x_BLD.detach(), **arguments)
@@ -116,11 +121,11 @@ class HuggingFaceStage(ModelStage):
         return self
 
 
-class HuggingFaceEnds(ModelEnds):
+class HuggingFaceEnds(nn.Module):
     """Everything of a model of transformers but its layers."""
 
     def __init__(self, model: HuggingFace, entry: bool, after: bool, seen: Anatomy | None = None) -> None:
-        super().__init__(entry, after)
+        super().__init__()
         whole = _plain(model)
         seen = seen or check_anatomy(whole)
         self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
@@ -128,16 +133,13 @@ class HuggingFaceEnds(ModelEnds):
         place = _place(whole)
         self._stub = _Stub(layers_of(self.inner)[0], seen.returns_tuple)
         _adopt(self.inner, whole, but=place)
-        used = (seen.before if entry else frozenset()) | (seen.after if after else frozenset())
-        for name, module in _outside(self.inner, place):
-            if name not in used:
-                _empty(module)
+        _empty_outside(self.inner, place, (seen.before if entry else frozenset()) | (seen.after if after else frozenset()))
         self.train(whole.training)
 
     def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
         decoder = self.inner.get_decoder()
         accepts = inspect.signature(decoder.forward).parameters
-        arguments = _arguments(accepts, input_ids_BL.shape[1], attention_mask)
+        arguments = mask_arguments(accepts, input_ids_BL.shape[1], attention_mask)
         if past and attention_mask is None and "position_ids" in accepts:
             arguments["position_ids"] = torch.arange(past, past + input_ids_BL.shape[1], device=input_ids_BL.device).expand_as(input_ids_BL)
         self._stub.stops = True
@@ -213,14 +215,7 @@ def _plain(model: HuggingFace) -> Any:
 def _body(config: Any, first: int, last: int) -> Any:
     """The model's class with the layers [first, last), without weights."""
     with without_weights():
-        return _made(narrowed(config, first, last))
-
-
-def _made(config: Any) -> Any:
-    import transformers
-
-    makers: Any = transformers.AutoModelForCausalLM
-    return makers.from_config(config, dtype=torch.float32).eval()
+        return pretrained.from_config(narrowed(config, first, last)).eval()
 
 
 def narrowed(config: Any, first: int, last: int) -> Any:
@@ -244,22 +239,18 @@ def _adopt(target: nn.Module, source: nn.Module, but: str = "\0") -> None:
             own._buffers.update(module._buffers)
 
 
-def _hollow(body: nn.Module, place: str) -> None:
-    for _, module in _outside(body, place):
-        _empty(module)
-
-
 def _outside(body: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules outside the layers, with their names."""
     yield from ((name, module) for name, module in body.named_modules() if name != place and not name.startswith(f"{place}."))
 
 
-def _empty(module: nn.Module) -> None:
-    """Replace parameters with expanded zeros, which take no memory: results computed with them are not used."""
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            del module._parameters[name]
-            module.register_buffer(name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), persistent=False)
+def _empty_outside(body: nn.Module, place: str, used: frozenset[str] = frozenset()) -> None:
+    """Replace parameters outside the layers, and outside the modules that are used, with expanded zeros, which take no memory."""
+    for name, module in _outside(body, place):
+        for key, parameter in list(module._parameters.items()) if name not in used else ():
+            if parameter is not None:
+                del module._parameters[key]
+                module.register_buffer(key, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), persistent=False)
 
 
 def _register(owner: nn.Module, path: list[str], layers: dict[str, nn.Module]) -> None:
@@ -270,14 +261,6 @@ def _register(owner: nn.Module, path: list[str], layers: dict[str, nn.Module]) -
     owner.add_module(path[-1], nn.ModuleDict(layers))
 
 
-def _arguments(accepts: Container[str], length: int, attention_mask: Tensor | None) -> dict[str, Any]:
-    if attention_mask is None:
-        return {}
-    positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-    positions = {"position_ids": positions_BS[:, -length:]} if "position_ids" in accepts else {}
-    return {"attention_mask": attention_mask, **positions}
-
-
 def _putting(x_BLD: Tensor) -> Callable[..., Any]:
     """A pre-forward hook that replaces a layer's input."""
 
@@ -285,11 +268,6 @@ def _putting(x_BLD: Tensor) -> Callable[..., Any]:
         return ((x_BLD, *given[1:]), named) if given else (given, named | {"hidden_states": x_BLD})
 
     return put
-
-
-def _stream(output: Any) -> Tensor:
-    stream: Tensor = output[0] if isinstance(output, tuple) else output
-    return stream
 
 
 # --- tests with a small copy of the model ---------------------------------------------------------------
@@ -310,30 +288,23 @@ _KNOWN: dict[str, Anatomy] = {}
 
 def check_anatomy(inner: Any) -> Anatomy:
     """Compare a small copy of a model whole and in stages, once for each config. Raises ShoalError where they differ."""
-    config = inner.config
-    key = f"{type(inner).__name__} {config.to_json_string()}"
+    key = f"{type(inner).__name__} {inner.config.to_json_string()}"
     if key not in _KNOWN:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = small_copy(inner.config)
-            _KNOWN[key] = seen = _look(small)
+            seen, failure = _look(small), None
             try:
                 equal = _same_when_cut(HuggingFace(small), seen)
             except (ShoalError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-                equal = False
-                del _KNOWN[key]
-                raise _uncuttable(inner) from error
+                equal, failure = False, error
         if not equal:
-            del _KNOWN[key]
-            raise _uncuttable(inner)
+            raise ShoalError(
+                f"{type(inner).__name__} does not compute the same in pieces as whole, so its layers cannot be on several machines: "
+                "serve it from one (--nodes 1)"
+            ) from failure
+        _KNOWN[key] = seen
     return _KNOWN[key]
-
-
-def _uncuttable(inner: Any) -> ShoalError:
-    return ShoalError(
-        f"{type(inner).__name__} does not compute the same in pieces as whole, so its layers cannot be on several machines: "
-        "serve it from one (--nodes 1)"
-    )
 
 
 def small_copy(config: Any) -> Any:
@@ -348,7 +319,7 @@ def small_copy(config: Any) -> Any:
         text.num_key_value_heads = 2 if grouped else 4
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
-    small = _made(config)
+    small = pretrained.from_config(config).eval()
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -383,11 +354,11 @@ def _same_when_cut(model: HuggingFace, seen: Anatomy) -> bool:
         whole = model(piece, cache=whole_cache)
         x_BLD = ends.embed(piece, past)
         for stage, cache in zip(stages, caches, strict=True):
-            x_BLD = stage(x_BLD, piece, cache=cache)
+            x_BLD = stage.through(x_BLD, piece, cache=cache)
         if not torch.equal(whole, ends.logits(x_BLD)):
             return False
     mask_BS = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     x_BLD = ends.embed(ids_BL, 0, mask_BS)
     for stage in stages:
-        x_BLD = stage(x_BLD, ids_BL, attention_mask=mask_BS)
+        x_BLD = stage.through(x_BLD, ids_BL, attention_mask=mask_BS)
     return torch.equal(model(ids_BL, attention_mask=mask_BS), ends.logits(x_BLD))

@@ -43,9 +43,8 @@ class PackedProduct:
 
 @torch.inference_mode()
 def pack_matrices(model: nn.Module, room_bytes: float) -> bool:
-    """Pack those matrices of a model for which it is faster on this machine, if the copies take less than half of the free memory. Return
-    whether that was done."""
-    output: Any = model.output_weight if hasattr(model, "packed_output") else None
+    """Pack those matrices that it makes faster here, if the copies take less than half of the free memory. Returns whether it did."""
+    output: Any = getattr(model, "output_weight", None) if hasattr(model, "packed_output") else None  # a stage has no output matrix
     linear = [module for module in model.modules() if type(module) is nn.Linear and module.weight is not output]
     weights = [*(module.weight for module in linear), *([output] if output is not None else [])]
     quicker = {shape: _is_quicker(weight) for shape, weight in {weight.shape: weight for weight in weights if _can(weight)}.items()}

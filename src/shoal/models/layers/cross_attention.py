@@ -8,7 +8,7 @@ Shapes: B batch, L tokens, D width, H heads, E head size, P texts beside a seque
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,6 @@ from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.gpt import Attention, FeedForward
 from shoal.models.layers.rotary import Rotary
 from shoal.models.trunk import NEVER, Block, BlockPart, EncodedContext, LayerInputs, SideOutputs, norm
-
-
-class ContextTexts(NamedTuple):
-    """Tokens of texts beside the sequences of a batch."""
-
-    ids_BPM: Tensor
-    """−1 where there is no token."""
-    first_BP: Tensor
-    """The first position that may read each text."""
 
 
 class ContextEncoder(nn.Module):
@@ -70,14 +61,12 @@ class ContextEncoder(nn.Module):
         return EncodedContext(torch.cat(states, dim=1), torch.cat(first, dim=1))
 
 
-def context_texts(columns: dict[str, Tensor]) -> list[ContextTexts]:
-    """The texts in a batch's columns."""
-    texts = []
+def context_texts(columns: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The texts in a batch's columns: ids [B, P, M], −1 where there is no token, and the first position that may read each text [B, P]."""
     if "context_ids" in columns:
-        texts.append(ContextTexts(columns["context_ids"], torch.zeros_like(columns["context_ids"][..., 0])))
+        yield columns["context_ids"], torch.zeros_like(columns["context_ids"][..., 0])
     if "passage_ids" in columns:
-        texts.append(ContextTexts(columns["passage_ids"], columns["passage_from"]))
-    return texts
+        yield columns["passage_ids"], columns["passage_from"]
 
 
 class CrossAttention(nn.Module):

@@ -57,7 +57,6 @@ class ExpertLayer(BlockPart):
     """Parameters whose first dimension is the experts."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int, held: HeldExperts = None) -> None:
-        """`held`: the experts that this worker has; None: all of them."""
         super().__init__()
         experts = settings.experts
         self.dropout, self.count = settings.dropout, experts.count if held is None else len(held)
@@ -90,8 +89,9 @@ class ExpertLayer(BlockPart):
         x_TD, counted_T = x_BLD.flatten(0, 1), None if inputs.counted_BL is None else inputs.counted_BL.flatten()
         routes = self.router(x_TD, inputs.input_ids_BL.flatten())
         assignment = self.assign(routes, counted_T)
-        y_RD = self.experts(dispatch(x_TD, assignment), gather_gates(routes.gates_TK, assignment), assignment)
-        y_BLD = combine(y_RD, assignment).view_as(x_BLD).to(x_BLD.dtype)
+        x_RD = exchange(x_TD, assignment, back=False)
+        y_RD = self.experts(x_RD, gather_gates(routes.gates_TK, assignment), assignment)
+        y_BLD = exchange(y_RD, assignment, back=True).view_as(x_BLD).to(x_BLD.dtype)
         return F.dropout(y_BLD, self.dropout, self.training), self.statistics(routes, assignment, counted_T)
 
     # --- routing -----------------------------------------------------------------------------------
@@ -222,18 +222,11 @@ def _zeroed(x_RD: Tensor, real_R1: Tensor | None) -> Tensor:
     return x_RD if real_R1 is None else torch.where(real_R1, x_RD, 0.0)
 
 
-def dispatch(x_TD: Tensor, assignment: ExpertAssignment) -> Tensor:
-    """The input rows of the experts."""
+def exchange(x: Tensor, assignment: ExpertAssignment, back: bool) -> Tensor:
+    """The input rows of the experts from those of the tokens; `back`: the sum of each token's expert outputs."""
     index = (assignment.tokens_R, assignment.rows_TK, assignment.taken_TK, assignment.real_R1)
-    x_RD: Tensor = _Exchange.apply(x_TD, *index, False)  # type: ignore[no-untyped-call]
-    return x_RD
-
-
-def combine(y_RD: Tensor, assignment: ExpertAssignment) -> Tensor:
-    """The sum of each token's expert outputs."""
-    index = (assignment.tokens_R, assignment.rows_TK, assignment.taken_TK, assignment.real_R1)
-    y_TD: Tensor = _Exchange.apply(y_RD, *index, True)  # type: ignore[no-untyped-call]
-    return y_TD
+    rows: Tensor = _Exchange.apply(x, *index, back)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class _Pick(torch.autograd.Function):

@@ -24,7 +24,9 @@ class ScoreModel(nn.Module):
         self.trunk = trunk.requires_grad_(False) if head_only else trunk
         self.head = ScalarHead(width_of(trunk))
         if not head_only:
-            freeze_output(trunk)
+            output = getattr(trunk, "output", None)
+            if isinstance(output, nn.Linear):  # nothing uses it; a tied matrix stays trainable as the embedding
+                output.requires_grad_(False)
 
     def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
         """Scores [B, L] in float32. `given`: further arguments of the trunk."""
@@ -35,13 +37,9 @@ class ScoreModel(nn.Module):
         """Save as a sequence classifier with one label, for trunks of transformers. The model must not be used afterwards."""
         self.trunk.save_scored(folder, self.head.weight.detach())
 
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        """Whether the backward pass computes activations again instead of keeping them."""
-        self.trunk.gradient_checkpointing(enabled)
-
     def __getattr__(self, name: str) -> Any:
         """Attributes of the language model that callers need."""
-        if name in ("vocab_size", "max_seq_len", "new_beside"):
+        if name in ("vocab_size", "max_seq_len", "new_beside", "gradient_checkpointing"):
             return getattr(self.trunk, name)
         return super().__getattr__(name)
 
@@ -69,12 +67,4 @@ class ScalarHead(nn.Linear):
 
 
 def width_of(model: Any) -> int:
-    """The width of a model's hidden states."""
     return int(model.width if hasattr(model, "width") else model.output_weight.shape[1])
-
-
-def freeze_output(model: Any) -> None:
-    """Freeze an output matrix that nothing uses. A tied one stays trainable as the embedding."""
-    output = getattr(model, "output", None)
-    if isinstance(output, nn.Linear):
-        output.requires_grad_(False)

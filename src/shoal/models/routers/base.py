@@ -84,8 +84,7 @@ def top_experts(scores_TE: Tensor, count: int) -> Tensor:
 
 
 def gates_for(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Gates from the scores of the chosen experts: a single score stays as it is, so that the router gets a gradient; several are
-    normalised."""
+    """Gates from the scores of the chosen experts, normalised; a single score stays as it is, so that the router gets a gradient."""
     chosen_TK = scores_TE.gather(1, experts_TK)
     if chosen_TK.shape[1] == 1:
         return chosen_TK

@@ -177,7 +177,7 @@ class Recorder:
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         bad = [name for name, value in metrics.items() if name.endswith("loss") and value != value]
-        if bad and not self.engine.skips_bad_steps:
+        if bad and self.engine.health is None:
             saved = self.checkpoints.all()
             where = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
             raise ShoalError(

@@ -12,8 +12,8 @@ from torch import Tensor
 from shoal.engines.single import free_memory
 from shoal.errors import ShoalError
 from shoal.models.kernels.cpu_packing import pack_matrices
-from shoal.models.split_model import make_stage
-from shoal.models.stages import ModelStage, load_tensors, required_tensors
+from shoal.models.split_model import ModelStage, make_stage
+from shoal.models.stages import load_tensors, required_tensors
 from shoal.serve.batched_kv_caches import KvCaches
 
 _SHARE_OF_MEMORY = 0.8
@@ -120,12 +120,11 @@ class LayerHost:
         ids_BL = torch.tensor(token_batch.ids, device=self.device)
         if len(token_batch.requests) > 1 and loaded.caches.joins:
             cache, mask_BS = loaded.caches.of_several(token_batch.requests, ids_BL.shape[1])
-            joined: Tensor = loaded.stage(x_BLD, ids_BL, cache=cache, attention_mask=mask_BS)
-            return joined
+            return loaded.stage.through(x_BLD, ids_BL, cache=cache, attention_mask=mask_BS)
         rows = []
         for i, request in enumerate(token_batch.requests):
             cache = loaded.caches.of_one(request, ids_BL.shape[1])
-            rows.append(loaded.stage(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
+            rows.append(loaded.stage.through(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
         return torch.cat(rows)
 
     def measure(self, width: int, rows: int = 1) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import mask_of_rows
-from shoal.models.stages import ModelEnds
+from shoal.models.split_model import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
 from shoal.serve.batching import ForwardBatch, MachineStatus
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
