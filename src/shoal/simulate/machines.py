@@ -133,6 +133,6 @@ def _site_outages(span_s: float, rng: random.Random) -> tuple[TimeSpan, ...]:
     return ((start, start + rng.uniform(60.0, min(3600.0, max(61.0, 0.2 * span_s)))),)
 
 
-def weather_of(machines: Sequence[SimulatedMachine], cores: dict[str, float] | None = None) -> Weather:
+def weather_of(machines: Sequence[SimulatedMachine]) -> Weather:
     """The weather that consists of these machines, without outages."""
-    return Weather(tuple(machines), {}, dict(cores or {}))
+    return Weather(tuple(machines), {}, {})

@@ -189,8 +189,11 @@ class _Planner:
         price = sum(kind.count * kind.price_per_hour for kind in there.values())
         order = self._predictions[candidate].order if candidate in self._predictions else len(self._predictions)
         rate, each = _steady(report)
-        apart = _apart(report, agreed, len(machines)) * candidate.batch / (found.run.training.batch_size or 1)
-        samples = report.samples if report.finished else _batches_of(agreed) * candidate.batch
+        length = agreed.length
+        batches_apart = length.batches_per_contribution * (1 + report.mean_lag * report.accepted / max(1, report.versions) / len(machines))
+        apart = batches_apart * candidate.batch / (found.run.training.batch_size or 1)
+        batches = length.batches or length.steps * length.batches_per_step  # in the whole run
+        samples = report.samples if report.finished else batches * candidate.batch
         return Prediction(candidate, loaded, len(machines), rate, each, apart, samples, found.memory(run).gb, price, order)
 
 
@@ -267,17 +270,6 @@ def _steady(report: SimulationReport) -> tuple[float, float]:
         return report.samples_per_s, (report.received_bytes + report.sent_bytes) / report.samples
     learned = last.samples - first.samples
     return learned / (3600 * (last.hours - first.hours)), (last.bytes - first.bytes) / learned
-
-
-def _apart(report: SimulationReport, agreed: RunAgreement, workers: int) -> float:
-    each = agreed.length.batches_per_contribution
-    return each * (1 + report.mean_lag * report.accepted / max(1, report.versions) / workers)
-
-
-def _batches_of(agreed: RunAgreement) -> int:
-    """Batches in the whole run."""
-    length = agreed.length
-    return length.batches or length.steps * length.batches_per_step
 
 
 # --- the choice ---------------------------------------------------------------------------------------
