@@ -72,8 +72,7 @@ Rank = tuple[float, float, float, str]
 def rank_of(job: PendingTask) -> Rank:
     """Order in which machines prefer jobs, smallest first: by priority, by memory, by remaining work, then by name.
 
-    A task that needs much memory fits few machines, which should not spend their time on tasks that others could do; and a large task that
-    starts last delays the end of the run.
+    A task that needs much memory fits few machines, so these do it first; a large task that starts last delays the end of the run.
     """
     return (-job.priority, -job.memory_gb, -job.work, job.id)
 
@@ -96,13 +95,21 @@ def estimate_speeds(claimed: Mapping[str, float | None], measured: Mapping[str, 
 
 def priority(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
     """Each task, in the order of priority and then of the list, takes the first worker that it fits."""
-    room, match = [machine.capacity for machine in machines], Match()
-    for job in sorted(jobs, key=lambda job: -job.priority):
-        for index, machine in enumerate(machines):
-            if room[index] and fits(job, machine):
-                room[index] -= 1
-                match.setdefault(machine.name, []).append(job.id)
-                break
+    return _in_turn(sorted(jobs, key=lambda job: -job.priority), machines, lambda job, free: free[0])
+
+
+def _in_turn(
+    jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], choose: Callable[[PendingTask, Sequence[WorkerSpec]], WorkerSpec]
+) -> Match:
+    """Each task, in this order, takes the worker that `choose` names among the free ones that it fits."""
+    room, match = {machine.name: machine.capacity for machine in machines}, Match()
+    for job in jobs:
+        if free := [machine for machine in machines if room[machine.name] and fits(job, machine)]:
+            taken = choose(job, free).name
+            room[taken] -= 1
+            match.setdefault(taken, []).append(job.id)
+        elif not any(room.values()):
+            break
     return match
 
 
@@ -120,16 +127,11 @@ def capability(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> M
     """Each task, in the order of `rank_of`, takes the free worker with the best score for it."""
     fastest = max((machine.speed for machine in machines), default=0.0)
     widest = max((machine.bandwidth_mbps or 0.0 for machine in machines), default=0.0)
-    room, match = {machine.name: machine.capacity for machine in machines}, Match()
-    for job in sorted(jobs, key=rank_of):
-        free = [machine for machine in machines if room[machine.name] and fits(job, machine)]
-        if free:
-            best = max(free, key=lambda machine: score(job, machine, fastest, widest))
-            room[best.name] -= 1
-            match.setdefault(best.name, []).append(job.id)
-        elif not any(room.values()):
-            break
-    return match
+
+    def best(job: PendingTask, free: Sequence[WorkerSpec]) -> WorkerSpec:
+        return max(free, key=lambda machine: score(job, machine, fastest, widest))
+
+    return _in_turn(sorted(jobs, key=rank_of), machines, best)
 
 
 # --- gale-shapley -----------------------------------------------------------------------------------------

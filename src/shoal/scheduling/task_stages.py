@@ -44,8 +44,7 @@ def stage_shares(tasks: Sequence[ScheduledTask]) -> list[StageShare]:
 def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: float = 0.0, after: float = 0.0) -> list[int]:
     """The bounds of each stage's layers: every bound is where the cumulative size is nearest to the share; each stage has a layer.
 
-    `before` and `after`: additional size of the stages with the first and the last layer. Raises ShoalError where there are more stages
-    than layers.
+    `before` and `after`: additional size of the first and the last stage. Raises ShoalError where there are more stages than layers.
     """
     layers, stages = len(sizes), len(shares)
     if stages > layers:
