@@ -138,7 +138,7 @@ def _happen(happening: DemoEvent, scene: Scene, stage: DemoProcesses, began: flo
         stage.join(happening.who, known.get(happening.who, ()))
     else:
         stage.crash()
-        stage.come_back()
+        stage.open(resume=True)
         _say(began, "  it is back with the weights that it last confirmed; the workers reconnect")
 
 

@@ -17,13 +17,13 @@ from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch import EngineProcesses, LocalIsland
+    from shoal.launch.engine_processes import EngineProcesses, LocalIsland
     from shoal.launch.start_mode import StartPlan
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:
     """Start the engine's processes on this machine and wait for them."""
-    from shoal.launch import EngineProcesses, LocalRanks, RankLost
+    from shoal.launch.engine_processes import EngineProcesses, LocalRanks, RankLost
 
     crew = EngineProcesses.of(run, "train", _tell)
     assert crew is not None
@@ -79,7 +79,7 @@ def island(
     crew: EngineProcesses, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None], gone: Callable[[], None]
 ) -> LocalIsland:
     """The processes of a worker, each of which runs `shoal join`; the first of them joins under the worker's name."""
-    from shoal.launch import LocalIsland, LocalRanks
+    from shoal.launch.engine_processes import LocalIsland, LocalRanks
 
     arguments, secret = ["join", *argv, "--stdin", "--name", name], json.dumps(dict(invitation))
     return LocalIsland(lambda: LocalRanks(crew, arguments, secret), tell, gone)
@@ -96,7 +96,7 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
     """
     from shoal.engines.deepspeed.disk import leave_nothing
     from shoal.engines.world import is_process_lost
-    from shoal.launch import LOST
+    from shoal.launch.engine_processes import LOST
 
     if watch:
         _leave_with_standard_input(leave_nothing)

@@ -35,7 +35,7 @@ from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
-    from shoal.launch import EngineProcesses
+    from shoal.launch.engine_processes import EngineProcesses
     from shoal.runs.worker_run import JoinedWorker, JoinOptions
     from shoal.transports.netem import NetemProxy
 
@@ -93,7 +93,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; start the others if needed."""
-    from shoal.launch import EngineProcesses, place_in_engine
+    from shoal.launch.engine_processes import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import JoinedWorker
     from shoal.worker.session import SessionEndedError
@@ -217,7 +217,7 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProces
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
-    from shoal.launch import EngineProcesses
+    from shoal.launch.engine_processes import EngineProcesses
 
     crew = given.get("crew")
     return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(*crew) if crew else None

@@ -18,7 +18,8 @@ from typing import IO, Any
 from shoal.config import Run
 from shoal.config.schema.cluster import Host
 from shoal.errors import ShoalError
-from shoal.launch.local import LocalWorker, LocalWorkers
+from shoal.launch.forkserver import OpenedProcess
+from shoal.launch.local import LocalWorker, LocalWorkers, last_line
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
 from shoal.transports.database_address import is_address
@@ -77,12 +78,14 @@ class SshWorkers(LocalWorkers):
         python = self.settings.python
         done = self._run(worker.name, f"{_word(python)} -c {shlex.quote(_LOOK)}", _CHECK_S)
         if done.returncode == _LOST:
-            return f"ssh {self.target(worker.name)} does not work: {_last(done.stderr)}"
+            return f"ssh {self.target(worker.name)} does not work: {last_line(done.stderr)}"
         found = done.stdout.split()
         if done.returncode == 0 and len(found) == 3 and found[2] == __version__:
             self.pythons[worker.name] = python
             return ""
-        what = f"it has Shoal {found[2]}" if done.returncode == 0 and len(found) == 3 else f"{python} has no Shoal: {_last(done.stderr)}"
+        what = (
+            f"it has Shoal {found[2]}" if done.returncode == 0 and len(found) == 3 else f"{python} has no Shoal: {last_line(done.stderr)}"
+        )
         if self.settings.wheel is None:
             return f"{what}; this is {__version__}. Name its Python (launch.ssh.python), or a wheel to install (launch.ssh.wheel)"
         return self._install(worker, Path(self.settings.wheel))
@@ -99,7 +102,7 @@ class SshWorkers(LocalWorkers):
         )
         done = self._run(worker.name, command, _INSTALL_S, wheel.read_bytes())
         if done.returncode:
-            return f"{wheel.name} could not be installed: {_last(done.stderr)}"
+            return f"{wheel.name} could not be installed: {last_line(done.stderr)}"
         self.pythons[worker.name] = f"~/{place}/venv/bin/python"
         return ""
 
@@ -115,12 +118,12 @@ class SshWorkers(LocalWorkers):
 
     # --- what LocalWorkers asks ------------------------------------------------------------------------
 
-    def open(self, worker: LocalWorker, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def open(self, worker: LocalWorker, log: IO[bytes]) -> OpenedProcess:
         room = self.rooms[worker.name]
         join = shlex.join(["-m", "shoal", *self.command(worker, room)])
         command = f"mkdir -p {room} && exec {_word(self.pythons[worker.name])} {join}"
         alone: dict[str, Any] = {} if sys.platform == "win32" else {"start_new_session": True}  # Ctrl-C here is for the coordinator
-        return subprocess.Popen(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, **alone)
+        return OpenedProcess(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, **alone)
 
     def invitation_of(self, worker: LocalWorker) -> dict[str, Any]:
         """Each machine may reach the coordinator under an address of its own."""
@@ -142,7 +145,7 @@ class SshWorkers(LocalWorkers):
         fetched = self._run(worker.name, f"test ! -e {room}/{receipts} || cat {room}/{receipts}", _CHECK_S)
         if fetched.returncode:
             where = f"{self.target(worker.name)}:{room}"
-            self.notify(f"warning: the receipts of {worker.name} stay in {where}, and an audit lacks them: {_last(fetched.stderr)}")
+            self.notify(f"warning: the receipts of {worker.name} stay in {where}, and an audit lacks them: {last_line(fetched.stderr)}")
             return
         with (self.folder / f"{worker.name}.jsonl").open("a", encoding="utf-8") as kept:  # a resumed run has some from before
             kept.write(fetched.stdout)
@@ -152,8 +155,3 @@ class SshWorkers(LocalWorkers):
 def _word(path: str) -> str:
     """A path as one word of a shell, which still finds the home folder."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
-
-
-def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

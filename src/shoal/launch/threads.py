@@ -12,8 +12,7 @@ from shoal.runs.live_objects import LiveObjects
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
 _PATIENCE_S, _LEAVING_S = 60.0, 10.0
-"""How long a worker waits for an answer: on a busy machine, where many join at once, the coordinator takes its time. And how long one that
-is to leave is waited for."""
+"""How long a worker waits for an answer (the coordinator is slow when many join at once), and how long a leaving worker is waited for."""
 
 
 class WorkerThread:

@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.postgres.programs import Programs, psutil_module
+from shoal.launch.waiting import wait_until
 from shoal.transports.addresses import is_everywhere, is_loopback, resolve
 
 _SETTINGS = {
@@ -38,6 +38,7 @@ _BUFFERS_MB = (128, 1024)
 _LEFT_S = 5.0
 """How long the server of a killed owner may take to end by itself."""
 _STOP_S = 30.0
+_LOOK_S = 0.05
 
 
 def is_made(data: Path) -> bool:
@@ -155,16 +156,9 @@ def is_ready(data: Path, parent: int) -> bool:
 
 def end_leftover_server(data: Path) -> None:
     """The server of an owner that is dead ends by itself; where it does not, it is shut down. Its files are removed."""
-    pid = running_server(data)
-    until = time.monotonic() + _LEFT_S
-    while pid is not None and time.monotonic() < until:
-        time.sleep(0.05)
-        pid = running_server(data)
-    if pid is not None:
+    wait_until(lambda: running_server(data) is None, _LEFT_S, _LOOK_S)
+    if (pid := running_server(data)) is not None:
         os.kill(pid, signal.SIGINT)
-        until = time.monotonic() + _STOP_S
-        while running_server(data) is not None:
-            if time.monotonic() > until:
-                raise ShoalError(f"PostgreSQL process {pid} still serves {data} and does not end: end it by hand")
-            time.sleep(0.05)
+        if not wait_until(lambda: running_server(data) is None, _STOP_S, _LOOK_S):
+            raise ShoalError(f"PostgreSQL process {pid} still serves {data} and does not end: end it by hand")
     (data / "postmaster.pid").unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import ShoalError
+from shoal.launch.local import last_line
 from shoal.launch.postgres import supervisor
 from shoal.launch.postgres.certificate import Certificate, certificate_of
 from shoal.launch.postgres.connection_file import FILE, ConnectionFile, own_process, refuse_a_second_owner
@@ -34,10 +35,10 @@ from shoal.launch.postgres.data_folder import (
     is_made,
     is_ready,
     make,
-    processes_above,
     running_server,
 )
 from shoal.launch.postgres.programs import Programs, programs_for
+from shoal.launch.waiting import wait_or_kill, wait_until
 from shoal.transports import tls_proxy
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
 from shoal.transports.database_address import Access
@@ -46,6 +47,7 @@ _START_S = 120.0
 _STOP_S = 60.0
 _PASSING_S = 10.0
 _FRONT_S = 30.0
+_LOOK_S = 0.02
 MOST_OUTSIDE = 180
 """Connections that the front lets in at a time: the server's, less those that the run itself needs."""
 CLASS = "class"
@@ -85,20 +87,9 @@ class EmbeddedPostgres:
         return self._memory.access
 
     @property
-    def address(self) -> str:
-        """postgresql://user:password@host:port/database, for this machine."""
-        return self.access.address
-
-    conninfo = address
-
-    @property
     def pid(self) -> int | None:
         """The server's process, while it runs."""
         return running_server(self.data)
-
-    def processes_above(self, most_bytes: int) -> list[int]:
-        """The server's processes that use more memory of their own than this."""
-        return processes_above(self.data, most_bytes)
 
     def __enter__(self) -> Self:
         self.start()
@@ -204,25 +195,18 @@ class EmbeddedPostgres:
 
     def _wait_for_front(self) -> None:
         """Wait until other machines can reach the server. Raises ShoalError where the TLS proxy does not start."""
-        until = time.monotonic() + _FRONT_S
-        while self._certificate is not None:
-            host = resolve(self._memory.host)
-            here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-            if is_listening(here, self._memory.port):
-                return
-            if time.monotonic() > until:
-                raise ShoalError(
-                    f"the front of the run's PostgreSQL does not listen at {bracketed(host)}:{self._memory.port} (see {self.log})"
-                )
-            time.sleep(0.02)
+        host, port = resolve(self._memory.host), self._memory.port
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        if self._certificate is not None and not wait_until(lambda: is_listening(here, port), _FRONT_S, _LOOK_S):
+            raise ShoalError(f"the front of the run's PostgreSQL does not listen at {bracketed(host)}:{port} (see {self.log})")
 
     def _is_ready(self, until: float) -> bool:
         """Wait for the server; False if it ended, or takes too long."""
-        assert self._keeper is not None
-        while self._keeper.poll() is None and time.monotonic() < until:
-            if is_ready(self.data, self._keeper.pid):
-                return True
-            time.sleep(0.02)
+        keeper = self._keeper
+        assert keeper is not None
+        wait_until(lambda: keeper.poll() is not None or is_ready(self.data, keeper.pid), until - time.monotonic(), _LOOK_S)
+        if keeper.poll() is None and is_ready(self.data, keeper.pid):
+            return True
         self._let_go()
         return False
 
@@ -232,11 +216,7 @@ class EmbeddedPostgres:
             return
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        try:
-            self._keeper.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+        wait_or_kill(self._keeper, _STOP_S)
 
     def _open(self) -> None:
         """See that the password is the wanted one, and that there is a database."""
@@ -294,7 +274,6 @@ def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict
 
 def _complaint(log: Path, start: int) -> str:
     """Why a server did not start: the fatal error in its log since `start`, else the last line."""
-    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
-    fatal = [line for line in lines if "FATAL:" in line]
-    line = (fatal or lines or ["it said nothing"])[-1]
+    printed = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
+    line = last_line("\n".join(line for line in printed.splitlines() if "FATAL:" in line) or printed)
     return line.partition("FATAL:")[2].strip() or line

@@ -67,8 +67,7 @@ def identity(user: list[int] | None) -> dict[str, Any]:
 
 
 def _prepared() -> Callable[[], None]:
-    """Asks the kernel to shut the calling process down, fast, when its parent dies, and to bound the memory of it and of each of its
-    processes. All is loaded before: that process may read nothing."""
+    """Makes the kernel end the calling process when its parent dies, and bounds its memory. The call itself can load nothing."""
     import ctypes
     import resource
 
