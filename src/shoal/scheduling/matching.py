@@ -6,10 +6,10 @@ that it fits, and the match depends on the arguments alone.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _COMPUTE, _BANDWIDTH, _HEADROOM = 0.6, 0.25, 0.15
 """Weights of compute, bandwidth and free memory in a machine's score. Compute decides how long a task takes, so it counts most."""
@@ -150,28 +150,17 @@ def gale_shapley(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) ->
     capacity. With R fitting pairs there are at most R proposals.
     """
     chances = [iter(liked_by_job(job, machines)) for job in jobs]
-    kept: list[list[tuple[_Worst, int]]] = [[] for _ in machines]
+    kept: list[list[tuple[Rank, int]]] = [[] for _ in machines]  # by machine: its jobs, the one that it prefers first
     proposing = list(range(len(jobs) - 1, -1, -1))
     while proposing:
         job = proposing.pop()
         index = next(chances[job], None)
         if index is None:
             continue  # every machine that it fits has better jobs
-        heapq.heappush(kept[index], (_Worst(rank_of(jobs[job])), job))
+        bisect.insort(kept[index], (rank_of(jobs[job]), job))
         if len(kept[index]) > machines[index].capacity:
-            proposing.append(heapq.heappop(kept[index])[1])
-    return {
-        machine.name: [jobs[job].id for _, job in sorted(held, reverse=True)] for machine, held in zip(machines, kept, strict=True) if held
-    }
-
-
-class _Worst(NamedTuple):
-    """A job's rank in a heap whose first element is the worst."""
-
-    rank: Rank
-
-    def __lt__(self, other: tuple[Any, ...]) -> bool:
-        return bool(self.rank > other[0])
+            proposing.append(kept[index].pop()[1])
+    return {machine.name: [jobs[job].id for _, job in held] for machine, held in zip(machines, kept, strict=True) if held}
 
 
 KINDS: Mapping[str, Matching] = {"priority": priority, "capability": capability, "gale-shapley": gale_shapley}

@@ -92,8 +92,8 @@ class MetaModel(NamedTuple):
 
 
 def data_of(run: Run, count: int | None = None) -> data.Data:
-    """The data of a run, for a simulation of times: fake data of the same shapes unless it is local and `count` (of samples) is None.
-    Raises ShoalError where size or shapes are unknown."""
+    """The data of a run, for a simulation of times. Local data is read; other data, and all data if `count` gives the number of samples, is
+    replaced by fake data of the same size and shapes. Raises ShoalError where size or shapes are unknown."""
     return data_for(run, NO_LIVE_OBJECTS, lambda: data.load(run)) if is_read(run, count) else data.make_fake_data(run, count)
 
 
@@ -146,8 +146,7 @@ def with_sharded_engine(run: Run, devices: int) -> Run:
     """The run with the engine that uses the least memory per device."""
     if devices == 1:
         return run
-    made: Run = run.replace(engine=Fsdp(), launch=run.launch.replace(devices_per_node=devices))
-    return made
+    return run.replace(engine=Fsdp(), launch=run.launch.replace(devices_per_node=devices))
 
 
 def machines_that_fit(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> dict[str, MachineKind]:

@@ -82,6 +82,7 @@ class PipelinePlan(NamedTuple):
 
 
 Variant = Callable[[Mapping[str, Any]], LoadedConfig]
+"""Loads the run with some settings changed."""
 Chosen = Sequence[tuple[str, MachineKind]]
 
 

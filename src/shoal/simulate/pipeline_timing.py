@@ -35,8 +35,6 @@ class PlacedStage(NamedTuple):
 
 
 class PipelineStep(NamedTuple):
-    """One step of a pipeline."""
-
     seconds: float
     computing_s: list[float]
     """For each stage."""

@@ -86,11 +86,9 @@ def simulated(run: Run, asked: SimulationOptions, on_round: Callable[[int, Virtu
     heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
     rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
     hours = asked.hours or max(heartbeats_s, rounds_s) / 3600
-    scenario = scenario_of(run, agreed, asked.learns)
-    if asked.hours is None:
-        scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
-    weather = weather_for(run, asked, count, step_s, hours)
+    scenario, weather = scenario_of(run, agreed, asked.learns), weather_for(run, asked, count, step_s, hours)
     if asked.hours is None:  # a few heartbeats of workers that have started already
+        scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
         weather = weather._replace(machines=tuple(one._replace(start_s=0.0) for one in weather.machines))
     world = VirtualRun(scenario, weather, hours, asked.seed)
     if on_round is not None and asked.hours is None:

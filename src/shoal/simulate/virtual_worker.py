@@ -285,27 +285,20 @@ class VirtualWorker:
                 self._count_receipt(event)
             elif isinstance(event, RunNews):
                 self._apply_news(event, status)
-            elif isinstance(event, LeasedUnit):
-                self._accept_unit(event)
+            elif isinstance(event, SeatAssigned):
+                if not self._policies.feed.leased:
+                    self._seatings += 1
+                    self.updates.take_seat(*event)
+            elif event.version == self._version:
+                self.unit = event
             else:
-                self._take_seat(event)
+                self.session.give_back(event.number)
 
     def _count_receipt(self, receipt: ContributionReceipt) -> None:
         accepted = receipt.status == "accepted"
         self._report.outcomes[receipt.status] += 1
         self._report.work_s["useful" if accepted else "wasted"] += self._sent_s
         self._confirmed[self.machine.name] += accepted
-
-    def _take_seat(self, place: SeatAssigned) -> None:
-        if not self._policies.feed.leased:
-            self._seatings += 1
-            self.updates.take_seat(*place)
-
-    def _accept_unit(self, unit: LeasedUnit) -> None:
-        if unit.version == self._version:
-            self.unit = unit
-        else:
-            self.session.give_back(unit.number)
 
     def _apply_news(self, news: RunNews, status: str | None) -> None:
         header = news.header

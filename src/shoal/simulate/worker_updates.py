@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
-from shoal.data import Feed
 from shoal.protocol.messages import Contribute
 from shoal.runs.build_run import RunParts, feed_for_seat
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for, task_for
@@ -154,17 +153,12 @@ class _LearningWorker:
         )
         self.unit: LeasedUnit | None = None
         self.round, self.server_step = 0, 0.0
-        self._feed: Any = None
+        self.feed: Any = None
         self.producer = contribution.producer(self, NoWorkerCheckpoint(), common.spans)
         self.sync_delay = 0
         """A virtual worker computes all inner steps of an update at once, so answers are applied at their end."""
 
     # --- ProducerContext -------------------------------------------------------------------------------
-
-    @property
-    def feed(self) -> Feed:
-        feed: Feed = self._feed
-        return feed
 
     def await_answer(self) -> None: ...
     def repeat_number(self) -> None: ...
@@ -184,23 +178,23 @@ class _LearningWorker:
     def take_seat(self, seat: int, epoch: int, position: int) -> None:
         self.common.batched_steps.drop(self.own)
         if self.common.units is None:
-            self._feed = PrefetchedFeed(self.common.feed(seat, epoch, position))
+            self.feed = PrefetchedFeed(self.common.feed(seat, epoch, position))
 
     def position(self) -> tuple[int, int]:
         if self.unit is not None:
             return self.unit.epoch, self.unit.start + self.unit.batches
-        state = self._feed.state_dict()
+        state = self.feed.state_dict()
         return state["epoch"], state["position"]
 
     def begin(self) -> int:
         steps = self.producer.inner_steps
-        self.common.batched_steps.begin(self.own, self._feed, steps)
+        self.common.batched_steps.begin(self.own, self.feed, steps)
         return max(1, steps) * self.accumulation
 
     def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
         self.unit = unit
         if unit is not None:
-            self._feed = self.common.feed(0, unit.epoch, unit.start)
+            self.feed = self.common.feed(0, unit.epoch, unit.start)
         self.common.batched_steps.finish(self.own)
         made = self.producer.make()
         if made is None:
