@@ -97,11 +97,14 @@ def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) ->
         raise ShoalError(
             "launch.kind kubernetes: the coordinator's service needs a port that is known: transport.kind zmq, and transport.port"
         )
+    volume: dict[str, Any] = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": f"{settings.storage_gb}Gi"}}}
+    if settings.storage_class:
+        volume["storageClassName"] = settings.storage_class
     service = {"clusterIP": "None", "selector": {"shoal": name}, "ports": [{"name": "shoal", "port": port}]}
     made: list[dict[str, Any]] = [
         _object("v1", "ConfigMap", name, run, data={"config.yaml": config.read_text(encoding="utf-8")}),
         _object("v1", "Secret", name, run, type="Opaque", stringData={"token": new_token(), "key": keys.secret}),
-        _object("v1", "PersistentVolumeClaim", name, run, spec=_volume(settings.storage_gb, settings.storage_class)),
+        _object("v1", "PersistentVolumeClaim", name, run, spec=volume),
         _object("v1", "Service", name, run, spec=service),
         _coordinator(run, name, port),
         _workers(run, name, f"tcp://{name}:{port}", key_text(keys.public), workers),
@@ -114,11 +117,6 @@ def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) ->
 def _object(version: str, kind: str, name: str, run: Run, **rest: Any) -> dict[str, Any]:
     metadata = {"name": name, "namespace": run.launch.kubernetes.namespace}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
-
-
-def _volume(size_gb: int, kind: str | None) -> dict[str, Any]:
-    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": f"{size_gb}Gi"}}}
-    return spec | ({"storageClassName": kind} if kind else {})
 
 
 def _coordinator(run: Run, name: str, port: int) -> dict[str, Any]:

@@ -119,7 +119,6 @@ class DemoProcesses:
         process.wait()
 
     def seen(self) -> DemoProgress:
-        """How far the run has come."""
         found, path = DemoProgress(), self.run / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         figures: dict[str, float] = {}

@@ -32,7 +32,7 @@ _FOR_ALL = ("torch.distributed.checkpoint",)
 _LIBRARIES = {"fsdp": ("shoal.engines.fsdp", "torch._dynamo")}
 """What all engines of several processes load beside the rest, and what one of them does: seconds, which the processes on the CPU spend
 once, together. On GPUs each loads its own: no library may look for a GPU before a fork."""
-_ENDED = (0, 2, 130)
+ENDED = (0, 2, 130)
 """Exit codes of processes that finished, or that have reported themselves why they could not."""
 
 
@@ -179,8 +179,7 @@ class LocalRanks:
             process.stdin.close()
         wait_until(self._have_ended, _PATIENCE_S, _LOOK_S)
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.wait()
 
 
@@ -199,7 +198,7 @@ class LocalIsland:
         while True:
             self.ranks, started = self.make(), time.monotonic()
             try:
-                if (code := self.ranks.run()) in _ENDED or self.stopping:
+                if (code := self.ranks.run()) in ENDED or self.stopping:
                     return code
                 problem, failures = f"ended with code {code}", failures + 1
             except RankLost as error:

@@ -138,6 +138,8 @@ class MessageStream:
         self.line = line
         self.descriptors: list[int] = []
         self._unread = b""
+        self._arrived = select.poll()  # unlike select(), it takes descriptors of any number
+        self._arrived.register(line, select.POLLIN)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> bool:
         """Returns False where the other side is gone."""
@@ -149,9 +151,9 @@ class MessageStream:
             return False
         return True
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived, without waiting; None where the other side is gone."""
-        if not select.select([self.line], [], [], 0)[0]:
+    def receive(self, wait: bool = False) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None where the other side is gone."""
+        if not self._arrived.poll(None if wait else 0):
             return []
         try:
             received, descriptors, _, _ = socket.recv_fds(self.line, _MOST_BYTES, 16)
@@ -193,8 +195,7 @@ class ForkServerConnection:
             with self._lock:
                 self._alive = self.messages.send({"start": order}, [reading, *output])
                 while not self._pids and self._alive:
-                    select.select([self.messages.line], [], [])
-                    self._receive()
+                    self._receive(wait=True)
                 if self._pids:
                     return ForkedProcess(self, self._pids.pop(), stdin)
         finally:
@@ -218,15 +219,15 @@ class ForkServerConnection:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _receive(self) -> None:
-        """Read the messages that have arrived, without waiting."""
-        while self._alive and (received := self.messages.receive()) != []:
-            self._alive = received is not None
-            for message in received or ():
-                if "pid" in message:
-                    self._pids.append(message["pid"])
-                else:
-                    self._codes[message["ended"]] = message["code"]
+    def _receive(self, wait: bool = False) -> None:
+        """Read the messages that have arrived; `wait`: until there are some."""
+        received = self.messages.receive(wait) if self._alive else None
+        self._alive = received is not None
+        for message in received or ():
+            if "pid" in message:
+                self._pids.append(message["pid"])
+            else:
+                self._codes[message["ended"]] = message["code"]
 
 
 _own_connection: ForkServerConnection | None = None

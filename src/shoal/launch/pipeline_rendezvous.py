@@ -24,7 +24,7 @@ from shoal.config.plugins import needed_by
 from shoal.config.ranks import RankPlace, rank_environment
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.engine_processes import LOST
+from shoal.launch.engine_processes import ENDED, LOST
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.runs import stage_placement
 from shoal.runs.connections import TransportConnection
@@ -215,7 +215,7 @@ class PipelineHost:
         if (code := self.process.poll()) is None:
             return None
         self._end()
-        if code in (0, 2, 130):
+        if code in ENDED:
             return code
         self.gathering.lost(time.monotonic())
         self.tell(f"warning: a machine was lost: waiting {_GRACE_S:.0f} s for all to come back, then going on from the last checkpoint")
@@ -275,8 +275,7 @@ class PipelineHost:
     def _end(self) -> None:
         if self.process is not None:
             self.process.stdin.close()
-            if self.process.poll() is None:
-                self.process.kill()
+            self.process.kill()
             self.process.wait()
             self.process = None
 
@@ -389,4 +388,4 @@ class PipelineMember:
             code = self.process.wait()
             self.process.stdin.close()
         said = (folder / "log").read_text(encoding="utf-8", errors="replace").strip()
-        return (LOST if code not in (0, 2, 130) else code), said.rpartition("\n")[2].removeprefix("error: ")
+        return (LOST if code not in ENDED else code), said.rpartition("\n")[2].removeprefix("error: ")

@@ -92,7 +92,7 @@ def _let_students_in(server: EmbeddedPostgres) -> str:
 
 @contextmanager
 def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
-    """Restart a database that was killed, and end students' connections that use too much memory, in a thread that waits for neither."""
+    """Restart a killed database, and end students' connections that use too much memory, in a thread: the others wait for the database."""
     ending = threading.Event()
 
     def watch() -> None:

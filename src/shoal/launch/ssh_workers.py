@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +30,7 @@ _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAlive
 _CHECK_S, _INSTALL_S = 60.0, 1200.0
 _LOOK = "import sys, shoal; print(*sys.version_info[:2], shoal.__version__)"
 _AT_ONCE = 16
-_ROOM = ".shoal"
+_HOME_FOLDER = ".shoal"
 """The folder in the user's home there, which holds all that Shoal puts on a machine."""
 
 
@@ -45,7 +44,7 @@ class SshWorkers(LocalWorkers):
     ) -> None:
         super().__init__(folder, invitation._asdict(), workers)
         self.settings, self.hosts, self.notify = run.launch.ssh, run.cluster.hosts, notify
-        self.rooms = {name: f"{_ROOM}/{secrets.token_hex(6)}" for name in workers}
+        self.remote_folders = {name: f"{_HOME_FOLDER}/{secrets.token_hex(6)}" for name in workers}
         """Where each keeps what it needs while the run lasts; several may share a home folder."""
         self.pythons: dict[str, str] = {}
 
@@ -95,7 +94,7 @@ class SshWorkers(LocalWorkers):
         if not wheel.is_file() or f"-{__version__}-" not in wheel.name:
             return f"launch.ssh.wheel: {wheel} is no wheel of version {__version__} (`make dist` makes one)"
         self.notify(f"installing {wheel.name} on {worker.name} …")
-        place, python = f"{_ROOM}/{__version__}", self.settings.python
+        place, python = f"{_HOME_FOLDER}/{__version__}", self.settings.python
         command = (
             f"mkdir -p {place} && cat > {place}/{wheel.name} && {_word(python)} -m venv {place}/venv "
             f"&& {place}/venv/bin/python -m pip install --quiet {place}/{wheel.name}"
@@ -119,11 +118,11 @@ class SshWorkers(LocalWorkers):
     # --- what LocalWorkers asks ------------------------------------------------------------------------
 
     def open(self, worker: LocalWorker, log: IO[bytes]) -> OpenedProcess:
-        room = self.rooms[worker.name]
-        join = shlex.join(["-m", "shoal", *self.command(worker, room)])
-        command = f"mkdir -p {room} && exec {_word(self.pythons[worker.name])} {join}"
-        alone: dict[str, Any] = {} if sys.platform == "win32" else {"start_new_session": True}  # Ctrl-C here is for the coordinator
-        return OpenedProcess(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, **alone)
+        remote = self.remote_folders[worker.name]
+        join = shlex.join(["-m", "shoal", *self.command(worker, remote)])
+        command = f"mkdir -p {remote} && exec {_word(self.pythons[worker.name])} {join}"
+        # Ctrl-C here is for the coordinator; Windows ignores start_new_session
+        return OpenedProcess(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
 
     def invitation_of(self, worker: LocalWorker) -> dict[str, Any]:
         """Each machine may reach the coordinator under an address of its own."""
@@ -141,15 +140,15 @@ class SshWorkers(LocalWorkers):
 
     def _clear(self, worker: LocalWorker) -> None:
         """The receipts are here before they are deleted there; where they cannot be fetched, all stays as it is. An installation stays."""
-        room, receipts = self.rooms[worker.name], f"{shlex.quote(worker.name)}.jsonl"
-        fetched = self._run(worker.name, f"test ! -e {room}/{receipts} || cat {room}/{receipts}", _CHECK_S)
+        remote, receipts = self.remote_folders[worker.name], f"{shlex.quote(worker.name)}.jsonl"
+        fetched = self._run(worker.name, f"test ! -e {remote}/{receipts} || cat {remote}/{receipts}", _CHECK_S)
         if fetched.returncode:
-            where = f"{self.target(worker.name)}:{room}"
+            where = f"{self.target(worker.name)}:{remote}"
             self.notify(f"warning: the receipts of {worker.name} stay in {where}, and an audit lacks them: {last_line(fetched.stderr)}")
             return
         with (self.folder / f"{worker.name}.jsonl").open("a", encoding="utf-8") as kept:  # a resumed run has some from before
             kept.write(fetched.stdout)
-        self._run(worker.name, f"rm -rf {room}; rmdir {_ROOM} 2>/dev/null", _CHECK_S)
+        self._run(worker.name, f"rm -rf {remote}; rmdir {_HOME_FOLDER} 2>/dev/null", _CHECK_S)
 
 
 def _word(path: str) -> str:

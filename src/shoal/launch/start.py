@@ -122,6 +122,7 @@ def _built(
             resume=options.resume,
             reporters=reporters,
             progress=progress,
+            # a new run is divided for this number of workers
             workers=cluster.num_workers + plan.run.coordinator.trains if options.invite and cluster.num_workers else plan.workers,
             hosts=hosts,
             transport=location.transport,

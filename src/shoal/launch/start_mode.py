@@ -106,7 +106,9 @@ def plan_start(load: Load, options: StartOptions) -> StartPlan:
         more.append(Override("transport.kind", "in-process", f"{options.live[0]}=…"))
         loaded = _checked(load(more))
     use_passive_waiting()
-    here, count = rank_place(), options.workers or loaded.run.cluster.num_workers or _default_workers(loaded.run, options)
+    # all processes of the engine `collectives` are one worker; a resumed run has its own number of workers
+    default = 0 if options.resume else options.default_workers or int(loaded.run.engine.kind == "collectives")
+    here, count = rank_place(), options.workers or loaded.run.cluster.num_workers or default
     if derived := settings_from_start(loaded.run, here, count):
         loaded = _checked(load([*more, *derived]))
     if here is not None:
@@ -194,8 +196,3 @@ def _plan_torchrun(loaded: LoadedConfig, options: StartOptions, here: RankPlace)
     if (folder := group.run_begun_before()) is not None:
         options = options._replace(run_dir=folder, resume=True)
     return StartPlan(StartMode.COORDINATES, loaded, options, workers=group.workers, torchrun=group)
-
-
-def _default_workers(run: Run, options: StartOptions) -> int:
-    """Workers where no number is given. All processes of the engine `collectives` are one worker; a resumed run has its own number."""
-    return 0 if options.resume else options.default_workers or int(run.engine.kind == "collectives")

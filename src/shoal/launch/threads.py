@@ -18,20 +18,20 @@ _PATIENCE_S, _LEAVING_S = 60.0, 10.0
 class WorkerThread:
     """One worker, and what became of it."""
 
-    def __init__(self, way: JoinOptions, live: LiveObjects, tell: Callable[[str], None]) -> None:
-        self.way, self.live, self.tell = way, live, tell
+    def __init__(self, options: JoinOptions, live: LiveObjects, tell: Callable[[str], None]) -> None:
+        self.options, self.live, self.tell = options, live, tell
         self.joined: JoinedWorker | None = None
         self.problem: BaseException | None = None
         self.noticed = self.stopping = False
-        self.thread = threading.Thread(target=self._run, name=f"worker-{way.name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"worker-{options.name}", daemon=True)
 
     @property
     def name(self) -> str:
-        return self.way.name or "?"
+        return self.options.name or "?"
 
     def _run(self) -> None:
         try:
-            self.joined = JoinedWorker(self.way, self.tell)
+            self.joined = JoinedWorker(self.options, self.tell)
             self.joined.prepare(live=self.live)
             if self.stopping:
                 self.joined.stop()

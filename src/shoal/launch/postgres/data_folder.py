@@ -45,7 +45,7 @@ def is_made(data: Path) -> bool:
     return (data / "PG_VERSION").exists()
 
 
-def make(programs: Programs, memory: ConnectionFile) -> None:
+def make(programs: Programs, saved: ConnectionFile) -> None:
     """An empty cluster whose superuser is the run's user. It appears whole or not at all."""
     final = programs.data
     partial = final.with_name(f"{final.name}.partial")
@@ -57,9 +57,9 @@ def make(programs: Programs, memory: ConnectionFile) -> None:
         raise ShoalError(f"cannot make {partial} for the run's database: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # that user may be unable to enter the run's folder
         secret = Path(folder) / "password"
-        write_file(secret, memory.password + "\n", private=True, user=programs.user)
+        write_file(secret, saved.password + "\n", private=True, user=programs.user)
         programs.give(Path(folder))
-        options = ["--username", memory.user, "--pwfile", str(secret), "--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C"]
+        options = ["--username", saved.user, "--pwfile", str(secret), "--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C"]
         outcome = programs._replace(data=partial).run("initdb", *options, "--no-instructions")
     if outcome.returncode:
         shutil.rmtree(partial, ignore_errors=True)
@@ -78,22 +78,22 @@ def check_release(programs: Programs) -> None:
         )
 
 
-def configure(programs: Programs, memory: ConnectionFile) -> list[str]:
+def configure(programs: Programs, saved: ConnectionFile) -> list[str]:
     """Write down who is let in, and give the command that starts the server.
 
     Everybody needs a password. The run's own role, which may do anything, is let in from this machine only. Behind a front that speaks TLS
     the server listens on this machine only, and the front lets that role in from nowhere.
     """
-    rules = [f"host all {_quoted(memory.user)} samehost scram-sha-256", f"host all {_quoted(memory.user)} all reject"]
+    rules = [f"host all {_quoted(saved.user)} samehost scram-sha-256", f"host all {_quoted(saved.user)} all reject"]
     rules.append("host all all all scram-sha-256")
     write_file(programs.data / "pg_hba.conf", "\n".join(rules) + "\n", private=True, user=programs.user)
-    host = "127.0.0.1" if memory.inner_port else resolve(memory.host)
+    host = "127.0.0.1" if saved.inner_port else resolve(saved.host)
     own = [] if is_loopback(host) or (is_everywhere(host) and ":" not in host) else ["127.0.0.1"]
     least, most = _BUFFERS_MB
     buffers = min(most, max(least, psutil_module().virtual_memory().total // 16 >> 20))
     settings = {
         "listen_addresses": ",".join([host, *own]),
-        "port": str(memory.inner_port or memory.port),
+        "port": str(saved.inner_port or saved.port),
         "shared_buffers": f"{buffers}MB",
         **_SETTINGS,
     }

@@ -67,7 +67,7 @@ def identity(user: list[int] | None) -> dict[str, Any]:
 
 
 def _prepared() -> Callable[[], None]:
-    """Makes the kernel end the calling process when its parent dies, and bounds its memory. The call itself can load nothing."""
+    """A function for a new process: it ends with its parent, and the memory of it and its children is bounded. It must load nothing."""
     import ctypes
     import resource
 
