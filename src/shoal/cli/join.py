@@ -161,15 +161,14 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
 
 
 def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
-    """Refuse a run that names functions (it never sends code) which --factory does not allow."""
-    from shoal.runs.live_objects import factory_names
+    """Refuse a run that names functions which --factory does not allow."""
+    from shoal.runs.live_objects import refuse_unknown_functions
 
-    unknown = [name for name in factory_names(joined.run) if name not in trusted]
-    if unknown:
-        wanted = " ".join(f"--factory {name}" for name in unknown)
-        problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+    try:
+        refuse_unknown_functions(joined.run, trusted)
+    except ShoalError as problem:
         joined.refuse(problem)
-        raise problem
+        raise
 
 
 def _lead(

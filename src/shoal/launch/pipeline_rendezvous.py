@@ -30,7 +30,7 @@ from shoal.runs import stage_placement
 from shoal.runs.connections import TransportConnection
 from shoal.runs.folder.run_directory import settings_text
 from shoal.runs.invitation import Invitation, listen
-from shoal.runs.live_objects import factory_names
+from shoal.runs.live_objects import refuse_unknown_functions
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
 from shoal.transports.addresses import free_port, interface_of, parse
@@ -356,7 +356,7 @@ class PipelineMember:
         """Have a process be the stage, and wait for its end; its exit code. Raises ShoalError where it could not do its part."""
         self.last = int(place["start"])
         try:
-            self._check(place)
+            refuse_unknown_functions(configuration(dict(place), self.overrides), self.trusted)
             tell(f"this machine is stage {place['stage'] + 1} of {place['size']}")
             with tempfile.TemporaryDirectory(prefix="shoal-stage-") as folder:
                 code, said = self._run(Path(folder), place)
@@ -366,13 +366,6 @@ class PipelineMember:
             self._say(FAILED, reason=str(problem))
             raise
         return code
-
-    def _check(self, place: Mapping[str, Any]) -> None:
-        run = configuration(dict(place), self.overrides)
-        unknown = [name for name in factory_names(run) if name not in self.trusted]
-        if unknown:
-            wanted = " ".join(f"--factory {name}" for name in unknown)
-            raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
 
     def _run(self, folder: Path, place: Mapping[str, Any]) -> tuple[int, str]:
         (folder / "config.yaml").write_text(place["config"], encoding="utf-8")

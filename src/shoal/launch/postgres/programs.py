@@ -81,7 +81,8 @@ def programs_for(data: Path) -> Programs:
         return Programs(binaries, None, data)
     if not os.path.exists(_HERE):
         raise ShoalError("PostgreSQL does not run as root, and there is no /proc here: start Shoal as an ordinary user")
-    user = _owner(data) or _unprivileged()
+    owner = data.stat() if data.exists() else None  # only the owner of the data can go on with it
+    user = User(owner.st_uid, owner.st_gid) if owner is not None and owner.st_uid else _unprivileged()
     enterable = all(place.stat().st_mode & stat.S_IXOTH for place in (binaries, *binaries.parents))
     if not (enterable and (binaries / "postgres").stat().st_mode & stat.S_IROTH):
         binaries = _copied(installed) / "pginstall" / "bin"
@@ -93,14 +94,6 @@ def _installed() -> Path:
     if found is None or not found.submodule_search_locations:
         raise ShoalError(_MISSING)
     return Path(found.submodule_search_locations[0]).resolve()
-
-
-def _owner(data: Path) -> User | None:
-    """Who owns the data: only that user can go on with it."""
-    if not data.exists():
-        return None
-    owner = data.stat()
-    return User(owner.st_uid, owner.st_gid) if owner.st_uid else None
 
 
 def _unprivileged() -> User:
