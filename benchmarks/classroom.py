@@ -14,7 +14,7 @@ import classroom_latency
 from classroom_claims import JOBS, Peer, Queue, Setting, Units, rate, snapshot_held
 from run import Row
 
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.transports.database_address import Access
 
 MOST_MS = 100.0

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import peers
 from processes import Helper
 
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.transports import Message
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import LeaseClient, PostgresServer, schema

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from processes import Helper
 
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect

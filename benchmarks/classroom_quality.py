@@ -24,7 +24,7 @@ from shoal import data
 from shoal.config.fields import Secret
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.runs.coordinator_setup import prepare as prepare_class
 from shoal.runs.training.recorded_loop import RecordedLoop
 from shoal.runs.training.train_alone import prepare as prepare_alone

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.coordinator.units.cut import DataCut
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.postgres.reconnecting import ReconnectingConnection

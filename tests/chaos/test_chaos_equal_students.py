@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.worker_run import JoinedWorker
 from tests.support.classroom import School

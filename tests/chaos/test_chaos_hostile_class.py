@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.errors import ShoalError
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.runs.connections import DatabaseConnection
 from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.database_address import Access

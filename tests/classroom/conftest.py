@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.transports.postgres.access import create_database
 from tests.support.classroom import School
 from tests.support.processes import HANG_S

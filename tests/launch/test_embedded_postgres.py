@@ -125,7 +125,7 @@ def listening() -> socket.socket:
 
 def test_what_was_committed_survives_a_killed_server(tmp_path: Path) -> None:
     with EmbeddedPostgres(tmp_path) as server:
-        address, pid = server.address, server.pid
+        address, pid = server.access.address, server.pid
         with connect(server.access) as connection:
             connection.execute("CREATE TABLE kept (x int)")
             for number in range(100):
@@ -134,7 +134,7 @@ def test_what_was_committed_survives_a_killed_server(tmp_path: Path) -> None:
             assert pid
             os.kill(pid, signal.SIGKILL)
         eventually(server.ensure)
-        assert server.address == address
+        assert server.access.address == address
         assert server.pid != pid
         assert one(server.access, "SELECT count(*) FROM kept") == 100
     assert server.pid is None
@@ -142,9 +142,9 @@ def test_what_was_committed_survives_a_killed_server(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_same_address_and_password(tmp_path: Path) -> None:
     with EmbeddedPostgres(tmp_path) as first:
-        address = first.address
+        address = first.access.address
     with EmbeddedPostgres(tmp_path) as second:
-        assert second.address == address
+        assert second.access.address == address
         assert one(second.access, "SELECT 1") == 1
     with EmbeddedPostgres(tmp_path, password="chosen: by@hand/") as third:
         assert one(third.access, "SELECT 1") == 1

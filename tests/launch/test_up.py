@@ -114,14 +114,14 @@ def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path)
     said: list[str] = []
     made = ssh_workers.SshWorkers(run, by_ssh / "w", Invitation("tcp://h:1", "t", None), {"ann": (), "nobody": ()}, said.append)
     made.pythons = {"ann": "python3", "nobody": "python3"}
-    room = by_ssh / "homes" / "ann" / made.rooms["ann"]
+    room = by_ssh / "homes" / "ann" / made.remote_folders["ann"]
     room.mkdir(parents=True)
     (room / "ann.jsonl").write_text('["ann", 2]\n')
     (by_ssh / "w" / "ann.jsonl").write_text('["ann", 1]\n')
     made.close()
     assert (by_ssh / "w" / "ann.jsonl").read_text() == '["ann", 1]\n["ann", 2]\n', "those of before a resume stay"
     assert not room.parent.exists()
-    assert [line.startswith(f"warning: the receipts of nobody stay in nobody:{made.rooms['nobody']}") for line in said] == [True]
+    assert [line.startswith(f"warning: the receipts of nobody stay in nobody:{made.remote_folders['nobody']}") for line in said] == [True]
     assert said[0].endswith("ssh: no route")
 
 

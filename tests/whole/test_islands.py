@@ -148,7 +148,6 @@ def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(pro
 # --- collectives -----------------------------------------------------------------------------------------
 
 COLLECTIVES = ["--set", "engine.kind=collectives"]
-FORMERLY = ["--set", "transport.kind=collectives", "--set", "launch.devices_per_node=null", "--workers", "2"]
 
 
 def test_collectives_with_one_step_a_round_are_one_process_with_the_combined_batch(processes: Processes) -> None:
@@ -169,17 +168,6 @@ def over_collectives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tens
         weights = trained(processes, "whole", *DILOCO, *COLLECTIVES)
         assert summary_of(processes.folder / "whole")["samples"] == 12 * 6 * 2
         return weights
-
-
-@pytest.mark.long
-def test_a_command_that_calls_collectives_a_transport_still_trains_as_it_did(
-    processes: Processes, over_collectives: dict[str, Tensor]
-) -> None:
-    settings = ["--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
-    code, output = processes.run("train", "config.yaml", "--run-dir", "formerly", *settings, *FORMERLY)
-    assert code == 0, output
-    assert "`transport.kind: collectives` is now `engine.kind: collectives`" in output
-    assert_same(weights_of(processes.folder / "formerly"), over_collectives, 0.0)
 
 
 @pytest.mark.long

@@ -136,7 +136,7 @@ def _trigger(event: DemoEvent, scene: Scene, stage: DemoProcesses, began: float)
         stage.join(event.who, known.get(event.who, ()))
     else:
         stage.crash()
-        stage.come_back()
+        stage.open(resume=True)
         _say(began, "  it is back with the weights that it last confirmed; the workers reconnect")
 
 

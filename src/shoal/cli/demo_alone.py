@@ -13,8 +13,9 @@ from pathlib import Path
 from shoal.cli.demo_scenes import require
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.demo_processes import ENDS_WITH_PARENT, wait
+from shoal.launch.demo_processes import ENDS_WITH_PARENT
 from shoal.launch.local import last_line
+from shoal.launch.waiting import wait_or_kill
 
 _REWARD = '''\
 """A reward: answers with many vowels are better."""
@@ -93,7 +94,7 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
                 _tell(_scores(sign) if sign.exists() else [])
             time.sleep(_LOOK_S)
         process.send_signal(signal.SIGINT)
-        wait(process, _SAVE_S)
+        wait_or_kill(process, _SAVE_S)
     finally:
         if process.poll() is None:
             process.kill()
@@ -140,7 +141,7 @@ def chat(folder: Path, seconds: float) -> None:
         print("the page: docs/serving.md")
     finally:
         process.send_signal(signal.SIGTERM)
-        wait(process, _SAVE_S)
+        wait_or_kill(process, _SAVE_S)
 
 
 def _address(log: Path, process: forkserver.ChildProcess) -> str:

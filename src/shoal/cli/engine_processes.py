@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def start_ranks(run: Run, argv: list[str]) -> int:
     """Start the engine's processes on this machine and wait for them."""
-    from shoal.launch import EngineProcesses, LocalRanks, RankLost
+    from shoal.launch.engine_processes import EngineProcesses, LocalRanks, RankLost
 
     crew = EngineProcesses.of(run, "train", _tell)
     assert crew is not None
@@ -64,7 +64,7 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
     """
     from shoal.engines.deepspeed.disk import leave_nothing
     from shoal.engines.world import is_process_lost
-    from shoal.launch import LOST
+    from shoal.launch.engine_processes import LOST
 
     def leave(code: int) -> NoReturn:
         leave_nothing()

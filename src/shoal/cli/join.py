@@ -37,7 +37,7 @@ from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
-    from shoal.launch import EngineProcesses
+    from shoal.launch.engine_processes import EngineProcesses
     from shoal.runs.worker_run import JoinedWorker, JoinOptions
     from shoal.transports.netem import NetemProxy
 
@@ -89,7 +89,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; start the others if needed."""
-    from shoal.launch import EngineProcesses, place_in_engine
+    from shoal.launch.engine_processes import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import JoinedWorker
     from shoal.worker.session import SessionEndedError
@@ -157,22 +157,21 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
 
 
 def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
-    """Refuse a run that names functions (it never sends code) which --factory does not allow."""
-    from shoal.runs.live_objects import factory_names
+    """Refuse a run that names functions which --factory does not allow."""
+    from shoal.runs.live_objects import refuse_unknown_functions
 
-    unknown = [name for name in factory_names(joined.run) if name not in trusted]
-    if unknown:
-        wanted = " ".join(f"--factory {name}" for name in unknown)
-        problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+    try:
+        refuse_unknown_functions(joined.run, trusted)
+    except ShoalError as problem:
         joined.refuse(problem)
-        raise problem
+        raise
 
 
 def _lead(
     crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
 ) -> int:
     """Start the processes of a worker and restart them when they fail; their state is kept meanwhile, in --state or a temporary folder."""
-    from shoal.launch import LocalIsland, LocalRanks
+    from shoal.launch.engine_processes import LocalIsland, LocalRanks
     from shoal.runs.worker_run import report_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
@@ -213,7 +212,7 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProces
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
-    from shoal.launch import EngineProcesses
+    from shoal.launch.engine_processes import EngineProcesses
 
     crew = given.get("crew")
     return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(*crew) if crew else None

@@ -92,7 +92,7 @@ def _progress(number: int, count: int, text: str) -> None:
 
 def _this_machine(found: MetaModel, samples: int | None) -> dict[str, MachineKind]:
     """This machine, once for each expected worker; prints the measurement as a line for a machines file."""
-    from shoal.simulate import measured_step_s, to_be_timed
+    from shoal.simulate.simulation import measured_step_s, to_be_timed
 
     parts = to_be_timed(found, samples, "leave --samples out, or list your machines with --machines FILE")
     steps_per_s = float(f"{1 / measured_step_s(parts):.3g}")

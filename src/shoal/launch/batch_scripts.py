@@ -32,19 +32,22 @@ class BatchScript(NamedTuple):
 
 
 def slurm(run: Run, name: str, folder: Path, config: Path, workers: int) -> BatchScript:
-    """A batch script. Where a strategy has workers, the first node coordinates and every node works; where one engine spans all nodes,
-    torchrun starts its processes."""
+    """A batch script: the first node coordinates and every node works, or torchrun starts the processes of one engine on all nodes."""
     settings, name = run.launch.slurm, _plain(name)
-    head = ["#!/bin/bash", f"#SBATCH --job-name={name}", f"#SBATCH --nodes={workers}", "#SBATCH --ntasks-per-node=1", "#SBATCH --requeue"]
-    head += ["#SBATCH --open-mode=append", f"#SBATCH --output={folder}/slurm-%j.log"]
-    head += (
-        [f"#SBATCH --gpus-per-node={run.launch.devices_per_node}"] if run.launch.devices_per_node and run.training.device != "cpu" else []
-    )
-    head += [f"#SBATCH {option}" for option in settings.options]
-    body = _alone_on_slurm(run, folder, config, workers) if run.alone else _together_on_slurm(run, folder, config, workers)
-    text = "\n".join([*head, "", "set -euo pipefail", *settings.setup, *body]) + "\n"
+    options = [f"--job-name={name}", f"--nodes={workers}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+    options.append(f"--output={folder}/slurm-%j.log")
+    if gpus := _gpus(run):
+        options.append(f"--gpus-per-node={gpus}")
+    head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *settings.options))]
+    body = _alone_on_slurm(run, workers) if run.alone else _together_on_slurm(workers)
+    text = "\n".join([*head, "", "set -euo pipefail", *settings.setup, *_goes_on(folder, config), *body]) + "\n"
     path = folder / "job.sbatch"
     return BatchScript(path, text, f"sbatch {shlex.quote(str(path))}", f"scancel --name={name}")
+
+
+def _gpus(run: Run) -> int:
+    """GPUs of each worker; 0: none, or as many as its machine has."""
+    return 0 if run.training.device == "cpu" else run.launch.devices_per_node or 0
 
 
 def _goes_on(folder: Path, config: Path) -> list[str]:
@@ -53,21 +56,19 @@ def _goes_on(folder: Path, config: Path) -> list[str]:
     return [f"run={run}", f'if [ -e "$run/config.yaml" ]; then begin="--resume"; else begin={file}; fi']
 
 
-def _alone_on_slurm(run: Run, folder: Path, config: Path, nodes: int) -> list[str]:
+def _alone_on_slurm(run: Run, nodes: int) -> list[str]:
     if not uses_several_processes(run):
         raise ShoalError("one process on one machine trains (strategy.kind local, engine.kind single): that needs no launcher")
     each = run.launch.devices_per_node or "gpu"
     return [
-        *_goes_on(folder, config),
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         f"srun torchrun --nnodes={nodes} --nproc-per-node={each} --max-restarts=3 --rdzv-backend=c10d \\",
         f'    --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:{_TORCHRUN_PORT}" -m shoal train $begin --run-dir "$run"',
     ]
 
 
-def _together_on_slurm(run: Run, folder: Path, config: Path, workers: int) -> list[str]:
+def _together_on_slurm(workers: int) -> list[str]:
     return [
-        *_goes_on(folder, config),
         "# The coordinator is on the first node. The token goes to workers through their environment, never on a command line.",
         'shoal coordinate $begin --run-dir "$run" --workers 0 &',
         "coordinator=$!",
@@ -96,17 +97,17 @@ def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) ->
         raise ShoalError(
             "launch.kind kubernetes: the coordinator's service needs a port that is known: transport.kind zmq, and transport.port"
         )
+    volume: dict[str, Any] = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": f"{settings.storage_gb}Gi"}}}
+    if settings.storage_class:
+        volume["storageClassName"] = settings.storage_class
+    service = {"clusterIP": "None", "selector": {"shoal": name}, "ports": [{"name": "shoal", "port": port}]}
     made: list[dict[str, Any]] = [
         _object("v1", "ConfigMap", name, run, data={"config.yaml": config.read_text(encoding="utf-8")}),
         _object("v1", "Secret", name, run, type="Opaque", stringData={"token": new_token(), "key": keys.secret}),
-        _object("v1", "PersistentVolumeClaim", name, run, spec=_volume(settings.storage_gb, settings.storage_class)),
-        _object(
-            "v1", "Service", name, run, spec={"clusterIP": "None", "selector": {"shoal": name}, "ports": [{"name": "shoal", "port": port}]}
-        ),
-        _object("batch/v1", "Job", f"{name}-coordinator", run, spec=_coordinator(run, name, port)),
-        _object(
-            "batch/v1", "Job", f"{name}-workers", run, spec=_workers(run, name, f"tcp://{name}:{port}", key_text(keys.public), workers)
-        ),
+        _object("v1", "PersistentVolumeClaim", name, run, spec=volume),
+        _object("v1", "Service", name, run, spec=service),
+        _coordinator(run, name, port),
+        _workers(run, name, f"tcp://{name}:{port}", key_text(keys.public), workers),
     ]
     path = folder / "manifests.yaml"
     text = "".join(f"---\n{yaml.safe_dump(one, sort_keys=False)}" for one in made)
@@ -116,11 +117,6 @@ def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) ->
 def _object(version: str, kind: str, name: str, run: Run, **rest: Any) -> dict[str, Any]:
     metadata = {"name": name, "namespace": run.launch.kubernetes.namespace}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
-
-
-def _volume(size_gb: int, kind: str | None) -> dict[str, Any]:
-    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": f"{size_gb}Gi"}}}
-    return spec | ({"storageClassName": kind} if kind else {})
 
 
 def _coordinator(run: Run, name: str, port: int) -> dict[str, Any]:
@@ -134,8 +130,7 @@ def _coordinator(run: Run, name: str, port: int) -> dict[str, Any]:
         "volumeMounts": [{"name": "run", "mountPath": _FOLDER}, {"name": "config", "mountPath": "/config"}],
     }
     volumes = [{"name": "run", "persistentVolumeClaim": {"claimName": name}}, {"name": "config", "configMap": {"name": name}}]
-    pod = {"restartPolicy": "OnFailure", "containers": [container], "volumes": volumes}
-    return {"backoffLimit": 100, "template": {"metadata": {"labels": {"shoal": name}}, "spec": pod}}
+    return _job(f"{name}-coordinator", run, {"shoal": name}, {"containers": [container], "volumes": volumes}, {})
 
 
 def _workers(run: Run, name: str, address: str, key: str, workers: int) -> dict[str, Any]:
@@ -147,11 +142,15 @@ def _workers(run: Run, name: str, address: str, key: str, workers: int) -> dict[
         "command": ["sh", "-c", command],
         "env": [_secret("SHOAL_TOKEN", name, "token")],
     }
-    if run.launch.devices_per_node and run.training.device != "cpu":
-        container["resources"] = {"limits": {"nvidia.com/gpu": run.launch.devices_per_node}}
-    pod = {"restartPolicy": "OnFailure", "containers": [container]}
-    counts = {"completionMode": "Indexed", "completions": workers, "parallelism": workers, "backoffLimit": 100}
-    return {**counts, "template": {"metadata": {"labels": {"shoal-workers": name}}, "spec": pod}}
+    if gpus := _gpus(run):
+        container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+    counts = {"completionMode": "Indexed", "completions": workers, "parallelism": workers}
+    return _job(f"{name}-workers", run, {"shoal-workers": name}, {"containers": [container]}, counts)
+
+
+def _job(name: str, run: Run, labels: dict[str, str], pod: dict[str, Any], counts: dict[str, Any]) -> dict[str, Any]:
+    template = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "OnFailure", **pod}}
+    return _object("batch/v1", "Job", name, run, spec={**counts, "backoffLimit": 100, "template": template})
 
 
 def _secret(variable: str, name: str, key: str) -> dict[str, Any]:

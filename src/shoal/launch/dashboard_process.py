@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.launch.waiting import wait_or_kill
 
 _PARTING_S = 5.0
 
@@ -32,8 +33,4 @@ def dashboard(folder: Path) -> Iterator[str]:
         yield process.stdout.readline().strip() or "warning: the dashboard did not start"
     finally:
         process.terminate()
-        try:
-            process.wait(_PARTING_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        wait_or_kill(process, _PARTING_S)

@@ -9,16 +9,17 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.local import fair_threads, last_line
+from shoal.launch.local import last_line, shared_cores
+from shoal.launch.waiting import wait_or_kill
 from shoal.runs.invitation import Invitation
 from shoal.transports.database_address import is_address
 from shoal.transports.database_address import parse as parse_database
@@ -46,7 +47,7 @@ class DemoProcesses:
         """`arguments`: files and settings of `shoal coordinate`. `threads`: number of workers that share the cores."""
         self.folder, self.run, self.arguments = folder, folder / "run", list(arguments)
         self.log = folder / "coordinator.log"
-        self.environ = {**os.environ, "OMP_NUM_THREADS": str(fair_threads(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
+        self.environ = {**os.environ, **shared_cores(threads)}
         self.coordinator: forkserver.ChildProcess | None = None
         self.workers: dict[str, forkserver.ChildProcess] = {}
         self.invitation: Invitation | None = None
@@ -58,27 +59,24 @@ class DemoProcesses:
 
     def __exit__(self, *exception: object) -> None:
         for process in [*self.workers.values(), self.coordinator]:
-            if process is not None and process.poll() is None:
-                process.kill()
-                process.wait()
+            if process is not None:
+                self._end(process)
 
-    def open(self) -> None:
-        """Start the coordinator, and wait until it says how to join. Raises ShoalError where it does not."""
-        self._coordinate([*self.arguments])
-
-    def come_back(self) -> None:
-        """Start the coordinator again where it was killed."""
-        self._coordinate(["--resume"])
-
-    def _coordinate(self, arguments: list[str]) -> None:
-        spoken = self.log.stat().st_size if self.log.exists() else 0
+    def open(self, resume: bool = False) -> None:
+        """Start the coordinator, and wait until it prints how to join. Raises ShoalError. `resume`: it was killed and continues."""
+        spoken, arguments = self.log.stat().st_size if self.log.exists() else 0, ["--resume"] if resume else self.arguments
         command = ["-m", ENDS_WITH_PARENT, "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
         with self.log.open("ab") as log:
             self.coordinator = forkserver.start(command, stdout=log, stderr=log, env=self.environ)
-        self.invitation = self._invited(self._told(spoken, "  shoal join "))
+        words = shlex.split(self._printed_line(spoken, "  shoal join "))
+        if is_address(words[2]):
+            token = (self.run / "class_token").read_text(encoding="utf-8").strip()
+            self.invitation = Invitation(parse_database(words[2])._replace(password=token).address, "", None)
+        else:
+            self.invitation = Invitation(words[2], words[words.index("--token") + 1], None)
 
-    def _told(self, spoken: int, beginning: str) -> str:
-        """Wait for a line of the coordinator's."""
+    def _printed_line(self, spoken: int, beginning: str) -> str:
+        """Wait until the coordinator prints a line that begins like this."""
         until = time.monotonic() + _START_S
         while time.monotonic() < until:
             text = self.log.read_bytes()[spoken:].decode(errors="replace")
@@ -91,13 +89,6 @@ class DemoProcesses:
             time.sleep(_LOOK_S)
         raise ShoalError(f"the coordinator does not listen after {_START_S:.0f} s (see {self.log})")
 
-    def _invited(self, line: str) -> Invitation:
-        words = shlex.split(line)
-        if not is_address(words[2]):
-            return Invitation(words[2], words[words.index("--token") + 1], None)
-        token = (self.run / "class_token").read_text(encoding="utf-8").strip()
-        return Invitation(parse_database(words[2])._replace(password=token).address, "", None)
-
     def join(self, name: str, more: Sequence[str] = ()) -> None:
         """Start a worker, which leaves when this process ends, however it ends."""
         assert self.invitation is not None
@@ -106,8 +97,7 @@ class DemoProcesses:
         command = ["-m", "shoal", "join", "--stdin", "--name", name, "--receipts", str(kept / f"{name}.jsonl"), "--state", str(kept / name)]
         with (kept / f"{name}.log").open("ab") as log:
             process = forkserver.start([*command, *more], stdout=log, stderr=log, env=self.environ)
-        process.stdin.write(json.dumps(self.invitation._asdict()).encode() + b"\n")
-        process.stdin.flush()
+        forkserver.write_line(process, json.dumps(self.invitation._asdict()))
         self.workers[name] = process
 
     def kill(self, name: str) -> None:
@@ -129,11 +119,10 @@ class DemoProcesses:
         process.wait()
 
     def seen(self) -> DemoProgress:
-        """How far the run has come."""
         found, path = DemoProgress(), self.run / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         figures: dict[str, float] = {}
-        for record in _records(lines):
+        for record in _whole_records(lines):
             figures |= {name: record[name] for name in ("loss", "accuracy", "perplexity") if record["split"] == "eval" and name in record}
             found = DemoProgress(max(found.version, record["step"]), max(found.samples, record["samples"]), figures)
         return found
@@ -151,28 +140,15 @@ class DemoProcesses:
         assert self.coordinator is not None
         if self.coordinator.poll() is None:
             self.coordinator.send_signal(signal.SIGINT)
-        wait(self.coordinator, _STOP_S)
+        wait_or_kill(self.coordinator, _STOP_S)
         for process in self.workers.values():
             process.stdin.close()
         for process in self.workers.values():
-            wait(process, _STOP_S)
+            wait_or_kill(process, _STOP_S)
 
 
-def wait(process: forkserver.ChildProcess, seconds: float) -> None:
-    """Wait for a process to end, and kill it where it takes too long."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _records(lines: list[str]) -> list[dict[str, Any]]:
+def _whole_records(lines: list[str]) -> Iterator[dict[str, Any]]:
     """Records that are whole: the last line may just be written."""
-    found = []
     for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+        with suppress(ValueError):
+            yield json.loads(line)

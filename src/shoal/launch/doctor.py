@@ -21,7 +21,7 @@ _LEAST_FREE = 5 << 30
 _OLDEST = 1_700_000_000
 """No clock is right that shows a time before this program was written."""
 _PORTS = {"a coordinator": 65432, "the dashboard": 8650}
-_NOT_TOLD = ("dev", "all", "class")
+_NOT_TOLD = {"dev", "all", "class"}
 """Extras that repeat others, and the one for who works on Shoal itself."""
 _REQUIREMENT = re.compile(r"""^([A-Za-z0-9._-]+).*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
@@ -45,10 +45,14 @@ def examine(folder: Path) -> Iterator[Finding]:
             yield Finding(getattr(check, "__name__", "check").strip("_"), BAD, f"could not be looked at: {problem!r}"[:300])
 
 
+def _judged(what: str, fault: str, told: str, advice: str) -> Finding:
+    """A finding that is good, with no advice, where `fault` is empty."""
+    return Finding(what, fault or GOOD, told, advice if fault else "")
+
+
 def _python() -> Iterator[Finding]:
     told = f"{sys.version.split()[0]} on {sys.platform}, {os.cpu_count()} cores"
-    old = sys.version_info < (3, 11)
-    yield Finding("python", BAD if old else GOOD, told, "install Python 3.11 or newer" if old else "")
+    yield _judged("python", BAD if sys.version_info < (3, 11) else "", told, "install Python 3.11 or newer")
 
 
 def _torch() -> Iterator[Finding]:
@@ -70,53 +74,46 @@ def _gpus(torch: Any) -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         free, whole = torch.cuda.mem_get_info(number)
         told = f"{torch.cuda.get_device_name(number)}, {free >> 30} of {whole >> 30} GiB free"
-        full = free < whole // 2
-        yield Finding(f"gpu {number}", DOUBTFUL if full else GOOD, told, "another program uses it: see nvidia-smi" if full else "")
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    advice = "" if nccl else "several GPUs of one engine then talk over gloo, which is slower"
-    yield Finding("nccl", GOOD if nccl else DOUBTFUL, "is there" if nccl else "is missing in this torch", advice)
+        yield _judged(f"gpu {number}", DOUBTFUL if free < whole // 2 else "", told, "another program uses it: see nvidia-smi")
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        yield Finding("nccl", GOOD, "is there")
+    else:
+        yield Finding("nccl", DOUBTFUL, "is missing in this torch", "several GPUs of one engine then talk over gloo, which is slower")
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            writable = True
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError:
-        writable = False
-    told = f"{free / (1 << 30):.1f} GiB free in {folder}"
-    if not writable:
         yield Finding("disk", BAD, f"{folder} cannot be written", "go to another folder, or set output_dir")
-    elif free < _LEAST_FREE:
-        yield Finding("disk", DOUBTFUL, told, "checkpoints may fill it: set checkpoint.keep_last, or another output_dir")
-    else:
-        yield Finding("disk", GOOD, told)
+        return
+    advice = "checkpoints may fill it: set checkpoint.keep_last, or another output_dir"
+    yield _judged("disk", DOUBTFUL if free < _LEAST_FREE else "", f"{free / (1 << 30):.1f} GiB free in {folder}", advice)
 
 
 def _clock() -> Iterator[Finding]:
     """Only a clock that is absurdly wrong matters: to certificates, and to people who read times. Leases and rounds use no wall clock."""
     shown = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    wrong = time.time() < _OLDEST
-    yield Finding("clock", BAD if wrong else GOOD, shown, "set the clock: certificates would seem not to be valid yet" if wrong else "")
+    yield _judged("clock", BAD if time.time() < _OLDEST else "", shown, "set the clock: certificates would seem not to be valid yet")
 
 
 def _network() -> Iterator[Finding]:
     from shoal.transports.addresses import free_port, is_loopback, local_addresses
 
     found = local_addresses()
-    alone = all(map(is_loopback, found))
-    advice = "workers of other machines cannot reach it: connect it to a network" if alone else ""
-    yield Finding(
-        "network", DOUBTFUL if alone else GOOD, "no address but its own" if alone else f"reached at {', '.join(found[:3])}", advice
-    )
+    if all(map(is_loopback, found)):
+        yield Finding("network", DOUBTFUL, "no address but its own", "workers of other machines cannot reach it: connect it to a network")
+    else:
+        yield Finding("network", GOOD, f"reached at {', '.join(found[:3])}")
     for what, port in _PORTS.items():
         try:
             free = free_port("0.0.0.0", port)
         except ShoalError as problem:
-            yield Finding(f"port {port}", BAD, str(problem), "")
+            yield Finding(f"port {port}", BAD, str(problem))
             continue
-        advice = "" if free else f"another program listens there: take another port for {what} (--set transport.port=…, --port)"
-        yield Finding(f"port {port}", GOOD if free else DOUBTFUL, f"{'free' if free else 'taken'}, for {what}", advice)
+        advice = f"another program listens there: take another port for {what} (--set transport.port=…, --port)"
+        yield _judged(f"port {port}", "" if free else DOUBTFUL, f"{'free' if free else 'taken'}, for {what}", advice)
 
 
 def _database() -> Iterator[Finding]:
@@ -139,16 +136,7 @@ def _extras() -> Iterator[Finding]:
     for line in listed:
         if found := _REQUIREMENT.match(line):
             wanted.setdefault(found[2], []).append(found[1])
-    for extra, names in sorted(wanted.items()):
-        missing = [name for name in names if not _is_installed(name)]
-        if extra not in _NOT_TOLD:
-            told = f"without {', '.join(missing)}" if missing else ", ".join(names)
-            yield Finding(f"shoal[{extra}]", DOUBTFUL if missing else GOOD, told, f"pip install 'shoal[{extra}]'" if missing else "")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    for extra in sorted(wanted.keys() - _NOT_TOLD):
+        missing = [name for name in wanted[extra] if not any(importlib.metadata.distributions(name=name))]
+        told = f"without {', '.join(missing)}" if missing else ", ".join(wanted[extra])
+        yield _judged(f"shoal[{extra}]", DOUBTFUL if missing else "", told, f"pip install 'shoal[{extra}]'")

@@ -20,7 +20,8 @@ from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, rank_environment, rank_place, uses_several_processes
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
+from shoal.launch.local import MOST_FAILURES, last_line, pause_s, shared_cores
+from shoal.launch.waiting import wait_until
 from shoal.scheduling.task_stages import stage_shares
 
 LOST = 75
@@ -31,7 +32,7 @@ _FOR_ALL = ("torch.distributed.checkpoint",)
 _LIBRARIES = {"fsdp": ("shoal.engines.fsdp", "torch._dynamo")}
 """What all engines of several processes load beside the rest, and what one of them does: seconds, which the processes on the CPU spend
 once, together. On GPUs each loads its own: no library may look for a GPU before a fork."""
-_ENDED = (0, 2, 130)
+ENDED = (0, 2, 130)
 """Exit codes of processes that finished, or that have reported themselves why they could not."""
 
 
@@ -139,7 +140,7 @@ class LocalRanks:
         here = RankPlace(rank, self.count, rank, self.count, file=str(folder / "meeting"))
         environ = dict(os.environ) | rank_environment(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
         if "OMP_NUM_THREADS" not in environ:
-            environ |= {"OMP_NUM_THREADS": str(fair_threads(self.count)), "OMP_WAIT_POLICY": "PASSIVE"}
+            environ |= shared_cores(self.count)
         command = ["-m", "shoal", *self.arguments]
         with (folder / f"{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
@@ -147,8 +148,7 @@ class LocalRanks:
             process = forkserver.start(command, stdout=output, stderr=output, env=environ, start_new_session=True, loads=self.libraries)
         if rank == 0 and self.secret:
             with contextlib.suppress(OSError):  # the process has ended already
-                process.stdin.write(self.secret.encode() + b"\n")
-                process.stdin.flush()
+                forkserver.write_line(process, self.secret)
         return process
 
     def stop(self, number: int) -> None:
@@ -158,7 +158,7 @@ class LocalRanks:
 
     def _failed(self, folder: Path) -> int:
         """A process has failed: wait until the others notice, end them, and find the one that failed first."""
-        self._wait(_PATIENCE_S)
+        wait_until(self._have_ended, _PATIENCE_S, _LOOK_S)
         codes = [process.poll() for process in self.processes]
         guilty = [rank for rank, code in enumerate(codes) if code not in (None, 0, LOST)]
         rank = guilty[0] if guilty else next(rank for rank, code in enumerate(codes) if code)
@@ -171,18 +171,15 @@ class LocalRanks:
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}: {said}"
         raise RankLost(f"process {rank} of {self.count} {how}; the others were ended", killed=code < 0)
 
-    def _wait(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and any(process.poll() is None for process in self.processes):
-            time.sleep(_LOOK_S)
+    def _have_ended(self) -> bool:
+        return all(process.poll() is not None for process in self.processes)
 
     def _end(self) -> None:
         for process in self.processes:
             process.stdin.close()
-        self._wait(_PATIENCE_S)
+        wait_until(self._have_ended, _PATIENCE_S, _LOOK_S)
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.wait()
 
 
@@ -201,7 +198,7 @@ class LocalIsland:
         while True:
             self.ranks, started = self.make(), time.monotonic()
             try:
-                if (code := self.ranks.run()) in _ENDED or self.stopping:
+                if (code := self.ranks.run()) in ENDED or self.stopping:
                     return code
                 problem, failures = f"ended with code {code}", failures + 1
             except RankLost as error:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 from shoal.errors import ShoalError
 from shoal.process_exit import end_process
@@ -46,17 +46,10 @@ _LOOK_S = 0.01
 _MOST_BYTES = 1 << 20
 
 
-class ChildProcess(Protocol):
-    """A process that was started here: `subprocess.Popen` or `ForkedProcess`."""
+class OpenedProcess(subprocess.Popen[bytes]):
+    """A program with a pipe as its standard input."""
 
-    pid: int
-    returncode: Any
-    stdin: Any
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-    def send_signal(self, sig: int) -> None: ...
+    stdin: IO[bytes]
 
 
 def start(
@@ -74,7 +67,7 @@ def start(
     `loads`: modules that it will need, and that start no threads and touch no GPU: the fork server imports them once.
     """
     if sys.platform != "linux":
-        return subprocess.Popen(
+        return OpenedProcess(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=stdout,
@@ -90,7 +83,10 @@ def start(
         "session": start_new_session,
         "loads": list(loads),
     }
-    output = [_number(1, stdout), _number(2, stderr)]
+    output = [
+        number if stream is None else stream if isinstance(stream, int) else stream.fileno()
+        for number, stream in ((1, stdout), (2, stderr))
+    ]
     process = _connection().start(order, output) or _connection().start(order, output)  # the fork server may just have been killed
     if process is None:
         raise ShoalError("the process that starts others on this machine ends at once; its error is printed above")
@@ -101,10 +97,6 @@ def prepare() -> None:
     """Start the fork server, so that it has loaded its libraries when the first process is started."""
     if sys.platform == "linux":
         _connection()
-
-
-def _number(default: int, stream: IO[bytes] | int | None) -> int:
-    return default if stream is None else stream if isinstance(stream, int) else stream.fileno()
 
 
 class ForkedProcess:
@@ -135,14 +127,56 @@ class ForkedProcess:
             self.server.signal(self.pid, sig)
 
 
+ChildProcess = OpenedProcess | ForkedProcess
+"""A process that was started here."""
+
+
+class MessageStream:
+    """JSON messages over a local socket, one on each line, and the file descriptors that came with them."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
+        self.descriptors: list[int] = []
+        self._unread = b""
+        self._arrived = select.poll()  # unlike select(), it takes descriptors of any number
+        self._arrived.register(line, select.POLLIN)
+
+    def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> bool:
+        """Returns False where the other side is gone."""
+        text = json.dumps(message).encode() + b"\n"
+        try:
+            sent = socket.send_fds(self.line, [text], descriptors)
+            self.line.sendall(text[sent:])
+        except OSError:
+            return False
+        return True
+
+    def receive(self, wait: bool = False) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None where the other side is gone."""
+        if not self._arrived.poll(None if wait else 0):
+            return []
+        try:
+            received, descriptors, _, _ = socket.recv_fds(self.line, _MOST_BYTES, 16)
+        except OSError:
+            return None
+        self.descriptors += descriptors
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        return [json.loads(line) for line in lines] if received else None
+
+
+def write_line(process: ChildProcess, text: str) -> None:
+    """Send a line to a process, which reads it from its standard input."""
+    process.stdin.write(text.encode() + b"\n")
+    process.stdin.flush()
+
+
 class ForkServerConnection:
     """This process's connection to the fork server. Threads may share it."""
 
     def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         """`process`: the fork server, where this process started it."""
-        self.line, self.process = line, process
+        self.messages, self.process = MessageStream(line), process
         self._lock = threading.Lock()
-        self._unread = b""
         self._pids: list[int] = []
         self._codes: dict[int, int] = {}
         self._alive = True
@@ -159,10 +193,9 @@ class ForkServerConnection:
         stdin = os.fdopen(writing, "wb")
         try:
             with self._lock:
-                self._ask({"start": order}, [reading, *output])
+                self._alive = self.messages.send({"start": order}, [reading, *output])
                 while not self._pids and self._alive:
-                    select.select([self.line], [], [])
-                    self._receive()
+                    self._receive(wait=True)
                 if self._pids:
                     return ForkedProcess(self, self._pids.pop(), stdin)
         finally:
@@ -181,36 +214,20 @@ class ForkServerConnection:
     def signal(self, pid: int, number: int) -> None:
         """Send a signal through the fork server, which knows whether the pid still belongs to this process."""
         with self._lock:
-            if self._alive:
-                self._ask({"signal": [pid, number]}, [])
+            self._alive = self._alive and self.messages.send({"signal": [pid, number]})
         if not self._alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _ask(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        text = json.dumps(message).encode() + b"\n"
-        try:
-            sent = socket.send_fds(self.line, [text], descriptors)
-            self.line.sendall(text[sent:])
-        except OSError:
-            self._alive = False
-
-    def _receive(self) -> None:
-        """Read the messages that have arrived, without waiting."""
-        while self._alive:
-            try:
-                said = self.line.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError:
-                said = b""
-            self._alive = bool(said)
-            *lines, self._unread = (self._unread + said).split(b"\n")
-            for line in map(json.loads, lines):
-                if "pid" in line:
-                    self._pids.append(line["pid"])
-                else:
-                    self._codes[line["ended"]] = line["code"]
+    def _receive(self, wait: bool = False) -> None:
+        """Read the messages that have arrived; `wait`: until there are some."""
+        received = self.messages.receive(wait) if self._alive else None
+        self._alive = received is not None
+        for message in received or ():
+            if "pid" in message:
+                self._pids.append(message["pid"])
+            else:
+                self._codes[message["ended"]] = message["code"]
 
 
 _own_connection: ForkServerConnection | None = None
@@ -245,35 +262,12 @@ def _exists(pid: int) -> bool:
 # --- the fork server itself --------------------------------------------------------------------------
 
 
-class ForkClient:
-    """A connected process, and the part of its next message that has arrived."""
-
-    def __init__(self, line: socket.socket) -> None:
-        self.line = line
-        self.unread = b""
-        self.descriptors: list[int] = []
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None where the client is gone."""
-        try:
-            said, descriptors, _, _ = socket.recv_fds(self.line, _MOST_BYTES, 16)
-        except OSError:
-            return None
-        self.descriptors += descriptors
-        *lines, self.unread = (self.unread + said).split(b"\n")
-        return [json.loads(line) for line in lines] if said else None
-
-    def send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the client is gone
-            self.line.sendall(json.dumps(message).encode() + b"\n")
-
-
 class ForkServer:
     """The loop of the fork server. It returns in the processes that it forks."""
 
     def __init__(self, line: socket.socket) -> None:
-        self.clients = [ForkClient(line)]
-        self.parents: dict[int, ForkClient] = {}
+        self.clients = [MessageStream(line)]
+        self.parents: dict[int, MessageStream] = {}
         self.woken, self.waking = os.pipe()
         os.set_blocking(self.waking, False)
         os.set_blocking(self.woken, False)
@@ -299,7 +293,7 @@ class ForkServer:
                         return order
         return None
 
-    def _answer(self, client: ForkClient, question: dict[str, Any]) -> dict[str, Any] | None:
+    def _answer(self, client: MessageStream, question: dict[str, Any]) -> dict[str, Any] | None:
         if "signal" in question:
             pid, number = question["signal"]
             if pid in self.parents:
@@ -318,7 +312,7 @@ class ForkServer:
         theirs.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        self.clients.append(ForkClient(ours))
+        self.clients.append(MessageStream(ours))
         self.parents[pid] = client
         client.send({"pid": pid})
         return None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,8 @@ from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
+from shoal.launch.forkserver import write_line
+from shoal.launch.waiting import wait_or_kill
 
 MOST_FAILURES = 3
 """Failures in a row after which a worker is given up. A worker that was killed is always started again."""
@@ -31,6 +33,11 @@ def fair_threads(workers: int) -> int:
     from shoal.updates.parallel_blocks import usable_cores
 
     return max(1, usable_cores() // max(1, workers))
+
+
+def shared_cores(processes: int) -> dict[str, str]:
+    """Variables for processes that share the cores: with more threads than cores they would slow each other down."""
+    return {"OMP_NUM_THREADS": str(fair_threads(processes)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def pause_s(lasted_s: float) -> float:
@@ -111,15 +118,15 @@ class LocalWorkers:
         worker.started_at = time.monotonic()
         with self.log(worker).open("ab") as log:
             worker.process = self.open(worker, log)
-        try:
-            worker.process.stdin.write(json.dumps(self.invitation_of(worker)).encode() + b"\n")
-            worker.process.stdin.flush()
-        except OSError:  # the process has ended already, and `look_after` will notice
-            pass
+        with suppress(OSError):  # the process has ended already, and `look_after` will notice
+            write_line(worker.process, json.dumps(self.invitation_of(worker)))
 
     def open(self, worker: LocalWorker, log: IO[bytes]) -> forkserver.ChildProcess:
         """Start a worker's process, which reads its invitation from its standard input."""
-        environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
+        environ = dict(self.environ or os.environ) | self._devices(worker)
+        if "OMP_NUM_THREADS" not in os.environ:
+            size, *_ = self.invitation.get("crew") or (1,)
+            environ |= shared_cores(size * len(self.workers))
         return forkserver.start(["-m", "shoal", *self.command(worker, str(self.folder))], stdout=log, stderr=log, env=environ)
 
     def command(self, worker: LocalWorker, kept: str) -> list[str]:
@@ -131,13 +138,6 @@ class LocalWorkers:
     def invitation_of(self, worker: LocalWorker) -> dict[str, Any]:
         """What a worker needs to join."""
         return self.invitation
-
-    def _threads(self) -> dict[str, str]:
-        """The workers share the cores: with more threads than cores they would slow each other down."""
-        if "OMP_NUM_THREADS" in os.environ:
-            return {}
-        size, *_ = self.invitation.get("crew") or (1,)
-        return {"OMP_NUM_THREADS": str(fair_threads(size * len(self.workers))), "OMP_WAIT_POLICY": "PASSIVE"}
 
     def _devices(self, worker: LocalWorker) -> dict[str, str]:
         """The GPUs that a worker sees: some of its own, or a shared one if there are fewer GPUs than workers."""
@@ -156,14 +156,14 @@ class LocalWorkers:
         return all(worker.process is not None and worker.process.poll() == 0 for worker in self.workers)
 
     def look_after(self, notify: Callable[[str], None], lost: Callable[[str], None] = lambda name: None) -> None:
-        """Start workers again that died, and report it. A worker that says why it cannot work is not started again. Raises ShoalError when
-        none is left."""
+        """Restart workers that died, except those that have reported why they cannot work. Raises ShoalError when none is left."""
         for worker in self.workers:
-            if worker.process is None or worker.failed or worker.process.poll() in (None, 0):
+            code = worker.process.poll() if worker.process is not None else None
+            if worker.failed or not code:
                 continue
             if not worker.restart_at:
                 lost(worker.name)
-                self._ended(worker, worker.process.returncode, notify)
+                self._ended(worker, code, notify)
             if worker.restart_at and time.monotonic() >= worker.restart_at:
                 worker.restart_at = 0.0
                 self._start(worker)
@@ -190,16 +190,13 @@ class LocalWorkers:
                 worker.process.stdin.close()
         until = time.monotonic() + patience_s
         for worker in self.workers:
-            if worker.process is None:
-                continue
-            try:
-                worker.process.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+            if worker.process is not None:
+                wait_or_kill(worker.process, max(0.1, until - time.monotonic()))
 
 
-def last_line(path: Path) -> str:
-    """The last line that a process printed."""
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
+def last_line(printed: Path | str) -> str:
+    """The last line that a process printed: into a file, or as text."""
+    if isinstance(printed, Path):
+        printed = printed.read_text(encoding="utf-8", errors="replace") if printed.exists() else ""
+    lines = printed.strip().splitlines()
     return lines[-1] if lines else "it said nothing"

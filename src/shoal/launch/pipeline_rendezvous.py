@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from shoal.config import Run
 from shoal.config.load import Override
@@ -24,13 +24,13 @@ from shoal.config.plugins import needed_by
 from shoal.config.ranks import RankPlace, rank_environment
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.engine_processes import LOST
+from shoal.launch.engine_processes import ENDED, LOST
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.runs import stage_placement
 from shoal.runs.connections import TransportConnection
 from shoal.runs.folder.run_directory import settings_text
 from shoal.runs.invitation import Invitation, listen
-from shoal.runs.live_objects import factory_names
+from shoal.runs.live_objects import refuse_unknown_functions
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
 from shoal.transports.addresses import free_port, interface_of, parse
@@ -71,8 +71,7 @@ class PipelineRendezvous:
     """The machines that wait, and the ranks and stages of those that take part. It does no I/O; time is passed in."""
 
     def __init__(self, expected: int, listed: Sequence[str], choose: Choose | None = None) -> None:
-        """`expected`: machines besides the coordinator's; `listed`: their names, in the order of the stages, where they are known;
-        `choose`: where a scheduler places the stages."""
+        """`expected`: machines besides the coordinator's; `listed`: their names, as far as known, in the order of the stages."""
         self.expected, self.listed, self.choose = expected, list(listed), choose
         self.members: dict[str, WaitingMachine] = {}
         self.places: dict[str, int] = {}
@@ -176,7 +175,7 @@ class PipelineHost:
         self.port, self.group = 0, secrets.token_hex(8)
         self.over, self.failed = False, ""
         self._told: list[str] = []
-        self._told_missing: list[str] = []
+        self._told_missing = set[str]()
 
     def work(self) -> int:
         """Until the run is over; the exit code of the first stage. Raises ShoalError."""
@@ -200,7 +199,7 @@ class PipelineHost:
             self.over = True
 
     def _look(self) -> int | None:
-        """Answer, begin where it is time to, and look after the process; its exit code at the end."""
+        """Answer the machines, begin as soon as possible, and watch the process. Returns its exit code when the run is over."""
         for request in self.server.poll(_LOOK_S):
             self.server.reply(request, Message(self._answer(request)))
         if self.over or self.failed:
@@ -209,17 +208,14 @@ class PipelineHost:
             self._show_who_waits()
             if self.gathering.begin(time.monotonic()):
                 self._start()
-            self._show_what_is_missing()
+            elif (missing := self.gathering.missing) and missing not in self._told_missing:
+                self._told_missing.add(missing)
+                self.tell(f"{missing}; waiting for a machine that can have it")
             return None
-        return self._looked_after()
-
-    def _looked_after(self) -> int | None:
-        assert self.process is not None
-        code = self.process.poll()
-        if code is None:
+        if (code := self.process.poll()) is None:
             return None
         self._end()
-        if code in (0, 2, 130):
+        if code in ENDED:
             return code
         self.gathering.lost(time.monotonic())
         self.tell(f"warning: a machine was lost: waiting {_GRACE_S:.0f} s for all to come back, then going on from the last checkpoint")
@@ -231,26 +227,17 @@ class PipelineHost:
         order = sorted(gathering.stages, key=lambda instance: gathering.stages[instance])
         self.tell(f"{gathering.size} stages begin: {', '.join(names[instance] for instance in order)}")
         self.port = free_port("0.0.0.0") or 0
-        here = self._place("127.0.0.1")
+        group, stage = f"{self.group}-{gathering.start}", gathering.stages[HERE]
+        here = RankPlace(0, gathering.size, 0, 1, address="127.0.0.1", port=self.port, group=group, apart=True, stage=stage)
         environ = dict(os.environ) | rank_environment(here) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
         environ |= _speaking_at(parse(self.invitation.address).host)
         self.process = forkserver.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
-
-    def _place(self, address: str) -> RankPlace:
-        """The rank of this machine's process."""
-        group, stage = f"{self.group}-{self.gathering.start}", self.gathering.stages[HERE]
-        return RankPlace(0, self.gathering.size, 0, 1, address=address, port=self.port, group=group, apart=True, stage=stage)
 
     def _show_who_waits(self) -> None:
         names = [one.name for one in self.gathering.present(time.monotonic())]
         if names != self._told and len(names) < self.gathering.expected:
             self.tell(f"{len(names)} of {self.gathering.expected} machines are here{': ' if names else ''}{', '.join(names)}")
         self._told = names
-
-    def _show_what_is_missing(self) -> None:
-        if self.gathering.missing and self.gathering.missing not in self._told_missing:
-            self._told_missing.append(self.gathering.missing)
-            self.tell(f"{self.gathering.missing}; waiting for a machine that can have it")
 
     def _answer(self, request: Request) -> dict[str, Any]:
         header = request.message.header
@@ -262,10 +249,10 @@ class PipelineHost:
             return {"kind": "refused", "reason": "malformed", "detail": "that is nothing that a machine of this run says"}
         if header.get("protocol") != PROTOCOL:
             return {"kind": "refused", "reason": "protocol", "detail": f"this coordinator speaks version {PROTOCOL} of the protocol"}
-        assert isinstance(name, str)
-        assert isinstance(instance, str)
         if kind == FAILED:
-            return self._heard_of_failure(name, instance, str(header.get("reason", ""))[:LONGEST_REASON])
+            if instance in self.gathering.places:  # reports of machines without a stage are ignored
+                self.failed = f"{name} cannot take part: {str(header.get('reason', ''))[:LONGEST_REASON]}"
+            return {"kind": "noted"}
         if self.over or self.failed:
             return {"kind": "over", "reason": self.failed}
         rank = self.gathering.ask(name, instance, last, time.monotonic())
@@ -275,12 +262,6 @@ class PipelineHost:
         place = {"rank": rank, "size": self.gathering.size, "port": self.port, "group": self.group, "start": self.gathering.start}
         place["stage"] = self.gathering.stages[instance]
         return {"kind": "place", "config": self.text, "digest": digest, "plugins": needed_by(self.run)} | place
-
-    def _heard_of_failure(self, name: str, instance: str, reason: str) -> dict[str, Any]:
-        """A machine with a stage has failed, so the run fails. Reports of other machines are ignored."""
-        if instance in self.gathering.places:
-            self.failed = f"{name} cannot take part: {reason}"
-        return {"kind": "noted"}
 
     def _say_goodbye(self) -> None:
         """Answer that the run is over, until all machines have asked or the time is up."""
@@ -294,13 +275,12 @@ class PipelineHost:
     def _end(self) -> None:
         if self.process is not None:
             self.process.stdin.close()
-            if self.process.poll() is None:
-                self.process.kill()
+            self.process.kill()
             self.process.wait()
             self.process = None
 
 
-def _is_word(value: Any) -> bool:
+def _is_word(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()
 
 
@@ -376,7 +356,7 @@ class PipelineMember:
         """Have a process be the stage, and wait for its end; its exit code. Raises ShoalError where it could not do its part."""
         self.last = int(place["start"])
         try:
-            self._check(place)
+            refuse_unknown_functions(configuration(dict(place), self.overrides), self.trusted)
             tell(f"this machine is stage {place['stage'] + 1} of {place['size']}")
             with tempfile.TemporaryDirectory(prefix="shoal-stage-") as folder:
                 code, said = self._run(Path(folder), place)
@@ -386,13 +366,6 @@ class PipelineMember:
             self._say(FAILED, reason=str(problem))
             raise
         return code
-
-    def _check(self, place: Mapping[str, Any]) -> None:
-        run = configuration(dict(place), self.overrides)
-        unknown = [name for name in factory_names(run) if name not in self.trusted]
-        if unknown:
-            wanted = " ".join(f"--factory {name}" for name in unknown)
-            raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
 
     def _run(self, folder: Path, place: Mapping[str, Any]) -> tuple[int, str]:
         (folder / "config.yaml").write_text(place["config"], encoding="utf-8")
@@ -408,4 +381,4 @@ class PipelineMember:
             code = self.process.wait()
             self.process.stdin.close()
         said = (folder / "log").read_text(encoding="utf-8", errors="replace").strip()
-        return (LOST if code not in (0, 2, 130) else code), said.rpartition("\n")[2].removeprefix("error: ")
+        return (LOST if code not in ENDED else code), said.rpartition("\n")[2].removeprefix("error: ")

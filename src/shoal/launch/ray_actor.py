@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from shoal.launch.forkserver import OpenedProcess, write_line
+
 
 class RayWorkerActor:
     """One worker on a node of Ray's. The worker ends with the actor."""
@@ -19,13 +21,11 @@ class RayWorkerActor:
         kept = ["--receipts", str(self.receipts), "--state", str(self.folder / "state")]
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", name, *kept, *arguments]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            self.process = OpenedProcess(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
     def work(self, invitation: str) -> tuple[int, str]:
         """Work until the end; the exit code, and what was said since it was last asked for."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(invitation.encode() + b"\n")
-        self.process.stdin.flush()
+        write_line(self.process, invitation)
         return self.process.wait(), self.said()
 
     def said(self) -> str:
@@ -36,7 +36,6 @@ class RayWorkerActor:
 
     def stop(self) -> None:
         """Ask the worker to leave."""
-        assert self.process.stdin is not None
         self.process.stdin.close()
 
     def end(self) -> str:

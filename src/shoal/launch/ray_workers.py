@@ -18,7 +18,7 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
-from shoal.launch.local import pause_s
+from shoal.launch.local import last_line, pause_s
 from shoal.launch.ray_actor import RayWorkerActor
 from shoal.protocol.identities import Identity
 from shoal.runs.invitation import Invitation
@@ -125,11 +125,11 @@ class RayWorkers:
             return
         lost(worker.name)
         if code == _USER_ERROR:
-            worker.failed = f"{worker.name}: {said.strip().splitlines()[-1] if said.strip() else 'it said nothing'}"
+            worker.failed = f"{worker.name}: {last_line(said)}"
             notify(f"warning: {worker.failed}")
             return
         worker.restart_at = time.monotonic() + pause_s(time.monotonic() - worker.started_at)
-        notify(f"warning: {worker.name} ended: {said.strip().splitlines()[-1] if said.strip() else code}; starting it again")
+        notify(f"warning: {worker.name} ended: {last_line(said) if said.strip() else code}; starting it again")
 
     def _collect_log(self, worker: RayWorker) -> None:
         """Fetch what a worker has printed, without waiting for it."""

@@ -92,21 +92,16 @@ def _of_pairs(task: str, learned: TrainedReward | FineTune, path: str) -> Iterat
 
 def _refuse_large(run: Run, command: str) -> None:
     """Raises ShoalError where the base would take long to train: the user must decide that."""
-    size = rough_size(run)
+    model = run.model
+    width, layers = getattr(model, "hidden_size", 0), getattr(model, "num_layers", 0)
+    inner = getattr(model, "intermediate_size", None) or 4 * width
+    experts = getattr(getattr(model, "experts", None), "count", 1)
+    size = layers * width * (4 * width + 3 * inner * experts)  # roughly: the parameters in its blocks
     if size > _SMALL:
         raise ShoalError(
             f"rlhf.policy: there is no model to start from, and one of about {size / 1e6:,.0f} million parameters is not trained on the "
             f"side. Train it first: {command} --run-dir base; then add --set rlhf.policy=base"
         )
-
-
-def rough_size(run: Run) -> int:
-    """Parameters in the blocks of a model of Shoal's own, roughly."""
-    model = run.model
-    width, layers = getattr(model, "hidden_size", 0), getattr(model, "num_layers", 0)
-    inner = getattr(model, "intermediate_size", None) or 4 * width
-    experts = getattr(getattr(model, "experts", None), "count", 1)
-    return int(layers * width * (4 * width + 3 * inner * experts))
 
 
 def is_done(folder: Path) -> bool:

@@ -6,7 +6,6 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from shoal.config import Run
@@ -14,6 +13,7 @@ from shoal.config.fields import Secret
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
 from shoal.files import write_file
+from shoal.launch.postgres.data_folder import processes_above
 from shoal.launch.postgres.server import CLASS, EmbeddedPostgres
 from shoal.runs.build_run import find_run_to_resume
 from shoal.runs.folder.run_directory import RunDirectory
@@ -48,42 +48,31 @@ def run_location(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, 
     if settings.kind == "in-process":
         yield RunLocation(run_dir, settings)
     elif not isinstance(settings, Postgres):
-        yield RunLocation(run_dir, _near(settings, invite, invite and hosts != ("0.0.0.0",)))
+        # addresses that were asked for count more than the configuration, and workers of this machine need no particular port
+        given = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
+        yield RunLocation(run_dir, settings if invite and hosts == ("0.0.0.0",) else given)
     elif settings.host != "embedded":
         yield RunLocation(run_dir, settings, role="STUDENT")
     else:
-        with _embedded(run, settings, run_dir, resume, hosts[0]) as ground:
-            yield ground
-
-
-def _near(settings: Transport, invite: bool, hosts: bool) -> Transport:
-    """Where to listen: addresses that were asked for count more than the configuration, and workers of this machine need no
-    particular port."""
-    if invite and not hosts:
-        return settings
-    changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
-    return changed
+        with _embedded(run, settings, run_dir, resume, hosts[0]) as location:
+            yield location
 
 
 @contextmanager
 def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, host: str) -> Iterator[RunLocation]:
     """A PostgreSQL of the run's own, in its folder, with a role for those who join."""
     directory = find_run_to_resume(run, run_dir, lambda text: None)[0] if resume else RunDirectory.create(run, run_dir)
-    with directory.kept_if_begun(), _served(settings, directory.path, host) as ground:
-        yield ground._replace(fresh=directory.fresh)
-
-
-@contextmanager
-def _served(settings: Postgres, folder: Path, host: str) -> Iterator[RunLocation]:
     password = settings.password.reveal() if settings.password else None
-    with EmbeddedPostgres(
-        folder, host=host, port=settings.port or 0, database=settings.database, user=settings.user, password=password
-    ) as server:
+    server = EmbeddedPostgres(
+        directory.path, host=host, port=settings.port or 0, database=settings.database, user=settings.user, password=password
+    )
+    with directory.kept_if_begun(), server:
         here = settings.replace(host=server.access.host, port=server.access.port, password=Secret(server.access.password or ""))
         token = _let_students_in(server)
         near, far = (where._replace(user=CLASS, password=token) for where in (server.access, server.access_from(to_tell(host))))
+        invitations = Invitation(near.address, "", None), Invitation(far.address, "", None)
         with _kept_alive(server):
-            yield RunLocation(str(folder), here, Invitation(near.address, "", None), Invitation(far.address, "", None))
+            yield RunLocation(str(directory.path), here, *invitations, fresh=directory.fresh)
 
 
 def _let_students_in(server: EmbeddedPostgres) -> str:
@@ -103,13 +92,12 @@ def _let_students_in(server: EmbeddedPostgres) -> str:
 
 @contextmanager
 def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
-    """Restart a database that was killed, and end students' connections that use too much memory. It runs in its own thread, since all
-    others wait for the database then."""
+    """Restart a killed database, and end students' connections that use too much memory, in a thread: the others wait for the database."""
     ending = threading.Event()
 
     def watch() -> None:
         while not ending.wait(_CHECK_S):
-            with suppress(ShoalError):  # the run tells, when its patience is at an end
+            with suppress(ShoalError):  # the run reports it when it gives up
                 server.ensure()
                 _end_greedy(server)
 
@@ -124,8 +112,7 @@ def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
 
 def _end_greedy(server: EmbeddedPostgres) -> None:
     """PostgreSQL lets any role use any amount of memory. The database knows whose connections these are: only students' are ended."""
-    greedy = server.processes_above(_MOST_BYTES)
-    if greedy:
+    if greedy := processes_above(server.data, _MOST_BYTES):
         from shoal.transports.postgres import schema
         from shoal.transports.postgres.access import connect
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import IO, Any
 from shoal.config import Run
 from shoal.config.schema.cluster import Host
 from shoal.errors import ShoalError
-from shoal.launch.local import LocalWorker, LocalWorkers
+from shoal.launch.forkserver import OpenedProcess
+from shoal.launch.local import LocalWorker, LocalWorkers, last_line
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
 from shoal.transports.database_address import is_address
@@ -30,7 +30,7 @@ _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAlive
 _CHECK_S, _INSTALL_S = 60.0, 1200.0
 _LOOK = "import sys, shoal; print(*sys.version_info[:2], shoal.__version__)"
 _AT_ONCE = 16
-_ROOM = ".shoal"
+_HOME_FOLDER = ".shoal"
 """The folder in the user's home there, which holds all that Shoal puts on a machine."""
 
 
@@ -44,7 +44,7 @@ class SshWorkers(LocalWorkers):
     ) -> None:
         super().__init__(folder, invitation._asdict(), workers)
         self.settings, self.hosts, self.notify = run.launch.ssh, run.cluster.hosts, notify
-        self.rooms = {name: f"{_ROOM}/{secrets.token_hex(6)}" for name in workers}
+        self.remote_folders = {name: f"{_HOME_FOLDER}/{secrets.token_hex(6)}" for name in workers}
         """Where each keeps what it needs while the run lasts; several may share a home folder."""
         self.pythons: dict[str, str] = {}
 
@@ -77,12 +77,14 @@ class SshWorkers(LocalWorkers):
         python = self.settings.python
         done = self._run(worker.name, f"{_word(python)} -c {shlex.quote(_LOOK)}", _CHECK_S)
         if done.returncode == _LOST:
-            return f"ssh {self.target(worker.name)} does not work: {_last(done.stderr)}"
+            return f"ssh {self.target(worker.name)} does not work: {last_line(done.stderr)}"
         found = done.stdout.split()
         if done.returncode == 0 and len(found) == 3 and found[2] == __version__:
             self.pythons[worker.name] = python
             return ""
-        what = f"it has Shoal {found[2]}" if done.returncode == 0 and len(found) == 3 else f"{python} has no Shoal: {_last(done.stderr)}"
+        what = (
+            f"it has Shoal {found[2]}" if done.returncode == 0 and len(found) == 3 else f"{python} has no Shoal: {last_line(done.stderr)}"
+        )
         if self.settings.wheel is None:
             return f"{what}; this is {__version__}. Name its Python (launch.ssh.python), or a wheel to install (launch.ssh.wheel)"
         return self._install(worker, Path(self.settings.wheel))
@@ -92,14 +94,14 @@ class SshWorkers(LocalWorkers):
         if not wheel.is_file() or f"-{__version__}-" not in wheel.name:
             return f"launch.ssh.wheel: {wheel} is no wheel of version {__version__} (`make dist` makes one)"
         self.notify(f"installing {wheel.name} on {worker.name} …")
-        place, python = f"{_ROOM}/{__version__}", self.settings.python
+        place, python = f"{_HOME_FOLDER}/{__version__}", self.settings.python
         command = (
             f"mkdir -p {place} && cat > {place}/{wheel.name} && {_word(python)} -m venv {place}/venv "
             f"&& {place}/venv/bin/python -m pip install --quiet {place}/{wheel.name}"
         )
         done = self._run(worker.name, command, _INSTALL_S, wheel.read_bytes())
         if done.returncode:
-            return f"{wheel.name} could not be installed: {_last(done.stderr)}"
+            return f"{wheel.name} could not be installed: {last_line(done.stderr)}"
         self.pythons[worker.name] = f"~/{place}/venv/bin/python"
         return ""
 
@@ -115,12 +117,12 @@ class SshWorkers(LocalWorkers):
 
     # --- what LocalWorkers asks ------------------------------------------------------------------------
 
-    def open(self, worker: LocalWorker, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        room = self.rooms[worker.name]
-        join = shlex.join(["-m", "shoal", *self.command(worker, room)])
-        command = f"mkdir -p {room} && exec {_word(self.pythons[worker.name])} {join}"
-        alone: dict[str, Any] = {} if sys.platform == "win32" else {"start_new_session": True}  # Ctrl-C here is for the coordinator
-        return subprocess.Popen(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, **alone)
+    def open(self, worker: LocalWorker, log: IO[bytes]) -> OpenedProcess:
+        remote = self.remote_folders[worker.name]
+        join = shlex.join(["-m", "shoal", *self.command(worker, remote)])
+        command = f"mkdir -p {remote} && exec {_word(self.pythons[worker.name])} {join}"
+        # Ctrl-C here is for the coordinator; Windows ignores start_new_session
+        return OpenedProcess(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
 
     def invitation_of(self, worker: LocalWorker) -> dict[str, Any]:
         """Each machine may reach the coordinator under an address of its own."""
@@ -138,22 +140,17 @@ class SshWorkers(LocalWorkers):
 
     def _clear(self, worker: LocalWorker) -> None:
         """The receipts are here before they are deleted there; where they cannot be fetched, all stays as it is. An installation stays."""
-        room, receipts = self.rooms[worker.name], f"{shlex.quote(worker.name)}.jsonl"
-        fetched = self._run(worker.name, f"test ! -e {room}/{receipts} || cat {room}/{receipts}", _CHECK_S)
+        remote, receipts = self.remote_folders[worker.name], f"{shlex.quote(worker.name)}.jsonl"
+        fetched = self._run(worker.name, f"test ! -e {remote}/{receipts} || cat {remote}/{receipts}", _CHECK_S)
         if fetched.returncode:
-            where = f"{self.target(worker.name)}:{room}"
-            self.notify(f"warning: the receipts of {worker.name} stay in {where}, and an audit lacks them: {_last(fetched.stderr)}")
+            where = f"{self.target(worker.name)}:{remote}"
+            self.notify(f"warning: the receipts of {worker.name} stay in {where}, and an audit lacks them: {last_line(fetched.stderr)}")
             return
         with (self.folder / f"{worker.name}.jsonl").open("a", encoding="utf-8") as kept:  # a resumed run has some from before
             kept.write(fetched.stdout)
-        self._run(worker.name, f"rm -rf {room}; rmdir {_ROOM} 2>/dev/null", _CHECK_S)
+        self._run(worker.name, f"rm -rf {remote}; rmdir {_HOME_FOLDER} 2>/dev/null", _CHECK_S)
 
 
 def _word(path: str) -> str:
     """A path as one word of a shell, which still finds the home folder."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
-
-
-def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

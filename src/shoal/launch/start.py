@@ -112,7 +112,7 @@ def _built(
     from shoal.launch.run_database import run_location
 
     preload_libraries(plan)
-    options, hosts = plan.options, _listen_addresses(plan)
+    options, hosts, cluster = plan.options, _listen_addresses(plan), plan.run.cluster
     with run_location(plan.run, options.run_dir, options.resume, hosts, options.invite) as location:
         from shoal.runs.coordinator_setup import prepare
 
@@ -122,7 +122,8 @@ def _built(
             resume=options.resume,
             reporters=reporters,
             progress=progress,
-            workers=_expected_workers(plan),
+            # a new run is divided for this number of workers
+            workers=cluster.num_workers + plan.run.coordinator.trains if options.invite and cluster.num_workers else plan.workers,
             hosts=hosts,
             transport=location.transport,
             live=live,
@@ -231,12 +232,6 @@ def _torch_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _expected_workers(plan: StartPlan) -> int:
-    """Number of workers that a new run is divided for."""
-    cluster = plan.run.cluster
-    return cluster.num_workers + plan.run.coordinator.trains if plan.options.invite and cluster.num_workers else plan.workers
-
-
 def _worker_names(plan: StartPlan, ready: ReadyCoordinator) -> list[str]:
     """Names of the workers that this process starts. A resumed run has as many as it began with."""
     cluster, workers = plan.run.cluster, plan.workers
@@ -257,8 +252,7 @@ def pipeline_host(plan: StartPlan, arguments: Sequence[str], tell: Callable[[str
 
 
 def address_of_first(run: Run, option: str, spelling: Callable[[str], str] = lambda path: path) -> tuple[str, ...]:
-    """The server's address in its own entry of cluster.hosts; empty where the settings give none. `option`: the argument that overrides
-    it. Raises ShoalError where it is no address of this machine."""
+    """The server's address in its own entry of cluster.hosts, if any; `option` overrides it. Raises ShoalError if it is not here."""
     name = run.cluster.server or ""
     server = run.cluster.hosts.get(name)
     if server is None or not server.server_address or getattr(run.transport, "host", None) is not None:

@@ -106,12 +106,18 @@ def plan_start(load: Load, options: StartOptions) -> StartPlan:
         more.append(Override("transport.kind", "in-process", f"{options.live[0]}=…"))
         loaded = _checked(load(more))
     use_passive_waiting()
-    here, count = rank_place(), options.workers or loaded.run.cluster.num_workers or _default_workers(loaded.run, options)
+    # all processes of the engine `collectives` are one worker; a resumed run has its own number of workers
+    default = 0 if options.resume else options.default_workers or int(loaded.run.engine.kind == "collectives")
+    here, count = rank_place(), options.workers or loaded.run.cluster.num_workers or default
     if derived := settings_from_start(loaded.run, here, count):
         loaded = _checked(load([*more, *derived]))
     if here is not None:
         return _plan_torchrun(loaded, options, here)
-    return StartPlan(StartMode.COORDINATES, loaded, options, workers=_workers_here(loaded.run, options, count), note=note)
+    if not count and not options.resume:
+        kind = loaded.run.strategy.kind
+        raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({kind})")
+    own = bool(count and loaded.run.coordinator.trains and not options.workers)  # a worker for the coordinator's machine
+    return StartPlan(StartMode.COORDINATES, loaded, options, workers=count + own, note=note)
 
 
 def _checked(loaded: LoadedConfig) -> LoadedConfig:
@@ -190,15 +196,3 @@ def _plan_torchrun(loaded: LoadedConfig, options: StartOptions, here: RankPlace)
     if (folder := group.run_begun_before()) is not None:
         options = options._replace(run_dir=folder, resume=True)
     return StartPlan(StartMode.COORDINATES, loaded, options, workers=group.workers, torchrun=group)
-
-
-def _default_workers(run: Run, options: StartOptions) -> int:
-    """Workers where no number is given. All processes of the engine `collectives` are one worker; a resumed run has its own number."""
-    return 0 if options.resume else options.default_workers or int(run.engine.kind == "collectives")
-
-
-def _workers_here(run: Run, options: StartOptions, count: int) -> int:
-    """Workers to start on this machine, with one for the coordinator's machine where it trains too."""
-    if not count and not options.resume:
-        raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({run.strategy.kind})")
-    return count + bool(count and run.coordinator.trains and not options.workers)

@@ -12,27 +12,26 @@ from shoal.runs.live_objects import LiveObjects
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
 
 _PATIENCE_S, _LEAVING_S = 60.0, 10.0
-"""How long a worker waits for an answer: on a busy machine, where many join at once, the coordinator takes its time. And how long one that
-is to leave is waited for."""
+"""How long a worker waits for an answer (the coordinator is slow when many join at once), and how long a leaving worker is waited for."""
 
 
 class WorkerThread:
     """One worker, and what became of it."""
 
-    def __init__(self, way: JoinOptions, live: LiveObjects, tell: Callable[[str], None]) -> None:
-        self.way, self.live, self.tell = way, live, tell
+    def __init__(self, options: JoinOptions, live: LiveObjects, tell: Callable[[str], None]) -> None:
+        self.options, self.live, self.tell = options, live, tell
         self.joined: JoinedWorker | None = None
         self.problem: BaseException | None = None
         self.noticed = self.stopping = False
-        self.thread = threading.Thread(target=self._run, name=f"worker-{way.name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"worker-{options.name}", daemon=True)
 
     @property
     def name(self) -> str:
-        return self.way.name or "?"
+        return self.options.name or "?"
 
     def _run(self) -> None:
         try:
-            self.joined = JoinedWorker(self.way, self.tell)
+            self.joined = JoinedWorker(self.options, self.tell)
             self.joined.prepare(live=self.live)
             if self.stopping:
                 self.joined.stop()

@@ -25,6 +25,7 @@ from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Rendezvous
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, factory_arguments, gpus_for, worker_names
+from shoal.launch.waiting import wait_until
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
 
@@ -32,8 +33,7 @@ _PATIENCE_S = 1800.0
 """How long the others wait for the first one to begin and to end: it may load data and a model, and evaluate for long."""
 _GOODBYE_S = 30.0
 _LEAVE_S = 5.0
-"""How long a worker may go on when the run is over. One that has not found the coordinator would look for it much longer: a run that
-torchrun starts again may have come to its end before."""
+"""How long a worker may go on when the run is over: one that never found the coordinator would look for it much longer."""
 _LOOK_S = 0.1
 _RUNS = itertools.count()
 """A program may train more than once, in all its processes alike."""
@@ -115,15 +115,13 @@ class TorchrunGroup:
     def announce_end(self, summary: dict[str, Any]) -> None:
         """Publish the run's summary, and wait until the other processes have read it."""
         self.meeting.say(f"summary {self.start}", json.dumps(summary))
-        until = time.monotonic() + _GOODBYE_S
-        while time.monotonic() < until and any(self.meeting.word(f"told {self.start} {rank}") is None for rank in range(1, self.here.size)):
-            time.sleep(_LOOK_S)
+        others = range(1, self.here.size)
+        wait_until(lambda: all(self.meeting.word(f"told {self.start} {rank}") is not None for rank in others), _GOODBYE_S, _LOOK_S)
 
     # --- the others --------------------------------------------------------------------------------
 
     def work(self, notify: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-        """Keep this process's worker running until the run is over; the run's folder and summary. Raises ShoalError if the worker cannot
-        go on, or the first process does not answer."""
+        """Keep this process's worker running until the run is over; the run's folder and summary. Raises ShoalError."""
         asked = self.ask()
         while True:
             invitation, folder = self.answer_to(asked)

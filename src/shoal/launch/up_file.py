@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.files import JsonFormat
+from shoal.launch.waiting import wait_until
 
 _FILE = "up.json"
 _FORMAT = JsonFormat("process file", 1, ("pid", "began"), private=True)
@@ -49,11 +49,8 @@ def take_down(folder: Path, patience_s: float) -> bool:
     if pid is None:
         raise ShoalError(f"nothing is up in {folder}: `shoal up` starts a fleet, and a run that was completed has ended by itself")
     os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until:
-        if running_process(folder) is None:
-            return True
-        time.sleep(_LOOK_S)
+    if wait_until(lambda: running_process(folder) is None, patience_s, _LOOK_S):
+        return True
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)  # its workers leave when they notice that it is gone
     (folder / _FILE).unlink(missing_ok=True)

@@ -115,6 +115,14 @@ def factory_names(run: Run) -> list[str]:
     return [name for name in named_ones if name]
 
 
+def refuse_unknown_functions(run: Run, trusted: Sequence[str]) -> None:
+    """Raises ShoalError where a run names functions that the user of this machine does not allow. A run never sends code."""
+    unknown = [name for name in factory_names(run) if name not in trusted]
+    if unknown:
+        wanted = " ".join(f"--factory {name}" for name in unknown)
+        raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+
+
 def call_factory(name: str) -> Any:
     """Call a function named `module:function`, and return its result."""
     return import_function(name)()

@@ -11,8 +11,6 @@ from shoal.errors import ShoalError
 
 
 class MachineSpec(NamedTuple):
-    """Speed and memory of one machine."""
-
     speed: float
     """Layer cost per second."""
     room: float = math.inf

@@ -6,10 +6,10 @@ that it fits, and the match depends on the arguments alone.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _COMPUTE, _BANDWIDTH, _HEADROOM = 0.6, 0.25, 0.15
 """Weights of compute, bandwidth and free memory in a machine's score. Compute decides how long a task takes, so it counts most."""
@@ -72,8 +72,7 @@ Rank = tuple[float, float, float, str]
 def rank_of(job: PendingTask) -> Rank:
     """Order in which machines prefer jobs, smallest first: by priority, by memory, by remaining work, then by name.
 
-    A task that needs much memory fits few machines, which should not spend their time on tasks that others could do; and a large task that
-    starts last delays the end of the run.
+    A task that needs much memory fits few machines, so these do it first; a large task that starts last delays the end of the run.
     """
     return (-job.priority, -job.memory_gb, -job.work, job.id)
 
@@ -96,13 +95,21 @@ def estimate_speeds(claimed: Mapping[str, float | None], measured: Mapping[str, 
 
 def priority(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> Match:
     """Each task, in the order of priority and then of the list, takes the first worker that it fits."""
-    room, match = [machine.capacity for machine in machines], Match()
-    for job in sorted(jobs, key=lambda job: -job.priority):
-        for index, machine in enumerate(machines):
-            if room[index] and fits(job, machine):
-                room[index] -= 1
-                match.setdefault(machine.name, []).append(job.id)
-                break
+    return _in_turn(sorted(jobs, key=lambda job: -job.priority), machines, lambda job, free: free[0])
+
+
+def _in_turn(
+    jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], choose: Callable[[PendingTask, Sequence[WorkerSpec]], WorkerSpec]
+) -> Match:
+    """Each task, in this order, takes the worker that `choose` names among the free ones that it fits."""
+    room, match = {machine.name: machine.capacity for machine in machines}, Match()
+    for job in jobs:
+        if free := [machine for machine in machines if room[machine.name] and fits(job, machine)]:
+            taken = choose(job, free).name
+            room[taken] -= 1
+            match.setdefault(taken, []).append(job.id)
+        elif not any(room.values()):
+            break
     return match
 
 
@@ -120,16 +127,11 @@ def capability(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) -> M
     """Each task, in the order of `rank_of`, takes the free worker with the best score for it."""
     fastest = max((machine.speed for machine in machines), default=0.0)
     widest = max((machine.bandwidth_mbps or 0.0 for machine in machines), default=0.0)
-    room, match = {machine.name: machine.capacity for machine in machines}, Match()
-    for job in sorted(jobs, key=rank_of):
-        free = [machine for machine in machines if room[machine.name] and fits(job, machine)]
-        if free:
-            best = max(free, key=lambda machine: score(job, machine, fastest, widest))
-            room[best.name] -= 1
-            match.setdefault(best.name, []).append(job.id)
-        elif not any(room.values()):
-            break
-    return match
+
+    def best(job: PendingTask, free: Sequence[WorkerSpec]) -> WorkerSpec:
+        return max(free, key=lambda machine: score(job, machine, fastest, widest))
+
+    return _in_turn(sorted(jobs, key=rank_of), machines, best)
 
 
 # --- gale-shapley -----------------------------------------------------------------------------------------
@@ -148,28 +150,17 @@ def gale_shapley(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec]) ->
     capacity. With R fitting pairs there are at most R proposals.
     """
     chances = [iter(liked_by_job(job, machines)) for job in jobs]
-    kept: list[list[tuple[_Worst, int]]] = [[] for _ in machines]
+    kept: list[list[tuple[Rank, int]]] = [[] for _ in machines]  # by machine: its jobs, the one that it prefers first
     proposing = list(range(len(jobs) - 1, -1, -1))
     while proposing:
         job = proposing.pop()
         index = next(chances[job], None)
         if index is None:
             continue  # every machine that it fits has better jobs
-        heapq.heappush(kept[index], (_Worst(rank_of(jobs[job])), job))
+        bisect.insort(kept[index], (rank_of(jobs[job]), job))
         if len(kept[index]) > machines[index].capacity:
-            proposing.append(heapq.heappop(kept[index])[1])
-    return {
-        machine.name: [jobs[job].id for _, job in sorted(held, reverse=True)] for machine, held in zip(machines, kept, strict=True) if held
-    }
-
-
-class _Worst(NamedTuple):
-    """A job's rank in a heap whose first element is the worst."""
-
-    rank: Rank
-
-    def __lt__(self, other: tuple[Any, ...]) -> bool:
-        return bool(self.rank > other[0])
+            proposing.append(kept[index].pop()[1])
+    return {machine.name: [jobs[job].id for _, job in held] for machine, held in zip(machines, kept, strict=True) if held}
 
 
 KINDS: Mapping[str, Matching] = {"priority": priority, "capability": capability, "gale-shapley": gale_shapley}

@@ -44,8 +44,7 @@ def stage_shares(tasks: Sequence[ScheduledTask]) -> list[StageShare]:
 def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: float = 0.0, after: float = 0.0) -> list[int]:
     """The bounds of each stage's layers: every bound is where the cumulative size is nearest to the share; each stage has a layer.
 
-    `before` and `after`: additional size of the stages with the first and the last layer. Raises ShoalError where there are more stages
-    than layers.
+    `before` and `after`: additional size of the first and the last stage. Raises ShoalError where there are more stages than layers.
     """
     layers, stages = len(sizes), len(shares)
     if stages > layers:
@@ -77,26 +76,22 @@ def match_stages(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], ma
 
 def _completed(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matching: Matching) -> dict[str, str]:
     """The scheduler's match, completed by augmenting paths where it leaves a stage without a machine."""
-    chosen = matching(jobs, [machine._replace(capacity=1) for machine in machines])
-    found = {ids[0]: name for name, ids in chosen.items()}
+    chosen, by_id = matching(jobs, [machine._replace(capacity=1) for machine in machines]), {job.id: job for job in jobs}
+    placed = {name: by_id[ids[0]] for name, ids in chosen.items()}
     for job in jobs:
-        if job.id not in found and not _make_room(job, jobs, machines, found, set()):
+        if job not in placed.values() and not _make_room(job, machines, placed, set()):
             raise ShoalError(_without_machine(job, jobs, machines))
-    return found
+    return {job.id: name for name, job in placed.items()}
 
 
-def _make_room(
-    job: PendingTask, jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], found: dict[str, str], asked: set[str]
-) -> bool:
-    """Give a stage a machine; the stage that was there is moved to another machine (augmenting path)."""
-    holders = {name: one for one, name in found.items()}
+def _make_room(job: PendingTask, machines: Sequence[WorkerSpec], placed: dict[str, PendingTask], asked: set[str]) -> bool:
+    """Give a stage a machine; the stage that was there is moved to another machine (augmenting path). `placed`: by machine."""
     for machine in machines:
         if machine.name in asked or not fits(job, machine):
             continue
         asked.add(machine.name)
-        holder = next((one for one in jobs if one.id == holders.get(machine.name)), None)
-        if holder is None or _make_room(holder, jobs, machines, found, asked):
-            found[job.id] = machine.name
+        if machine.name not in placed or _make_room(placed[machine.name], machines, placed, asked):
+            placed[machine.name] = job
             return True
     return False
 

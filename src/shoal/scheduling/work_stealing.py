@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 
 class RemainingWork(NamedTuple):
-    """The remaining work of a worker."""
-
     job: str
     left: int
     """Pieces that are not done; a piece cannot be split."""

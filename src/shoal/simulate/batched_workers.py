@@ -26,8 +26,7 @@ from shoal.tasks import Batch, Task
 _MOST_BYTES = 1e9
 """Memory limit of one call, for all its workers."""
 _TOLERANCE = 1e-3
-"""Largest allowed error of a batched gradient, relative to the norm of the same gradient computed alone. A larger one means that the model
-cannot be mapped."""
+"""Largest error of a batched gradient, relative to the same gradient computed alone, at which the model counts as mappable."""
 
 _VMAP_FALLBACK = "There is a performance drop"
 """Beginning of torch's warning that vmap falls back to a loop, which is no faster than separate calls."""

@@ -13,8 +13,7 @@ from shoal.transports.netem.streams import PACKET_BYTES, LinkDirection
 
 
 class Link:
-    """A worker's link to the coordinator, with the model of the `--netem` proxy: bytes are delayed and never reordered. A lost packet
-    stalls the connection, and sometimes resets it."""
+    """A worker's link to the coordinator, as the `--netem` proxy models it: no reordering; a lost packet stalls or resets a connection."""
 
     def __init__(self, profile: LinkProfile, rng: random.Random, after_outage: Callable[[float], float]) -> None:
         """`after_outage(moment)`: the moment itself, or the end of the outage of the worker's site at that moment."""

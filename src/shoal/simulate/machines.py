@@ -80,12 +80,11 @@ def weather_named(name: str, count: int, step_s: float, hours: float, seed: int,
     rng = random.Random(f"{seed} {name} {count}")
     if name == "mixed":
         machines, outages = _mixed(count, step_s, hours, rng)
-    elif name == "straggler":
-        slow = [step_s * (10.0 if number == 0 else 1.0) for number in range(count)]
-        machines, outages = [SimulatedMachine(f"w{number + 1}", one, PROFILES["good"]) for number, one in enumerate(slow)], {}
     else:
-        link = CALM if name == "calm" else _profile(name)
+        link = CALM if name == "calm" else _profile("good" if name == "straggler" else name)
         machines, outages = [SimulatedMachine(f"w{number + 1}", step_s, link) for number in range(count)], {}
+        if name == "straggler":
+            machines[0] = machines[0]._replace(step_s=10 * step_s)
     for number in rng.sample(range(count), round(false_share * count)):
         machines[number] = machines[number]._replace(false=True)
     return Weather(tuple(machines), outages, {})
@@ -133,6 +132,6 @@ def _site_outages(span_s: float, rng: random.Random) -> tuple[TimeSpan, ...]:
     return ((start, start + rng.uniform(60.0, min(3600.0, max(61.0, 0.2 * span_s)))),)
 
 
-def weather_of(machines: Sequence[SimulatedMachine], cores: dict[str, float] | None = None) -> Weather:
+def weather_of(machines: Sequence[SimulatedMachine]) -> Weather:
     """The weather that consists of these machines, without outages."""
-    return Weather(tuple(machines), {}, dict(cores or {}))
+    return Weather(tuple(machines), {}, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from shoal.config import Run
 from shoal.config.machines import MachineKind
 from shoal.config.schema.engine import Ddp, Fsdp
 from shoal.engines import SingleEngine
-from shoal.engines.pipeline.split import numbers_used
+from shoal.engines.pipeline.split import LayerSizes, layers_of, numbers_used
 from shoal.errors import ShoalError
 from shoal.runs.build_run import RunParts, feed_for_seat
 from shoal.runs.coordinator_run import RunAgreement
@@ -20,6 +21,7 @@ from shoal.runs.live_objects import NO_LIVE_OBJECTS, data_for, players_for, task
 from shoal.runs.run_size import data_extent, ranks_per_worker
 from shoal.scheduling import memory_estimate as memory
 from shoal.simulate.machines import CALM, SimulatedMachine
+from shoal.transports.netem.profiles import LinkProfile
 
 APART, SHARING = Ddp().kind, Fsdp().kind
 """Engines for a worker of several devices: each device has all weights, or the weights are sharded."""
@@ -39,6 +41,15 @@ class MetaModel(NamedTuple):
     def parameters(self) -> int:
         return self.parts.single.vector.numel()
 
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary; 0: the data is no text."""
+        return self.parts.data.info.vocab_size or 0
+
+    @property
+    def layers(self) -> LayerSizes:
+        return layers_of(self.parts.engine.task.players["model"])
+
     def agreed(self, run: Run, workers: int) -> RunAgreement:
         """The run's agreement with this number of workers. Raises ShoalError where the settings and the data do not fit."""
         samples = self.parts.data
@@ -49,7 +60,7 @@ class MetaModel(NamedTuple):
 
     def memory(self, run: Run) -> memory.MemoryEstimate:
         """Memory of a worker, or of each of its devices."""
-        whole = memory.training_memory(run, self.parameters, self.parts.data.info.vocab_size or 0, self.parts.frozen)
+        whole = memory.training_memory(run, self.parameters, self.vocabulary, self.parts.frozen)
         return whole.shared(ranks_per_worker(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
@@ -98,8 +109,7 @@ def shards_of(run: Run, samples: object, workers: int) -> int:
 
 
 def build_meta_model(run: Run, samples: data.Data | None = None) -> MetaModel:
-    """Build the networks on the meta device, so that a model larger than this machine's memory can be planned, too. `samples`: the run's
-    data; None: read it."""
+    """Build the networks on the meta device: they may be larger than this machine's memory. `samples`: the run's data; None: read it."""
     samples = samples or data_of(run)
     shaped = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan", "huggingface")  # user models cannot be built on the meta device
     players = models.build(run, samples.info, "meta") if shaped else players_for(run, NO_LIVE_OBJECTS, samples.info)
@@ -111,12 +121,16 @@ def build_meta_model(run: Run, samples: data.Data | None = None) -> MetaModel:
 
 def machines_of(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> list[SimulatedMachine]:
     """The machines of these kinds, one by one, present from the beginning."""
-    made = []
-    for name, kind in kinds.items():
-        link = CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps)
-        names = [name] if kind.count == 1 else [f"{name}-{number + 1}" for number in range(kind.count)]
-        made += [SimulatedMachine(one, found.worker_step_s(run, kind), link, start_s=0.0) for one in names]
-    return made
+    return [SimulatedMachine(name, found.worker_step_s(run, kind), link_of(kind), start_s=0.0) for name, kind in one_by_one(kinds)]
+
+
+def one_by_one(kinds: Mapping[str, MachineKind]) -> list[tuple[str, MachineKind]]:
+    """Every machine of these kinds, with a name of its own."""
+    return [(name if kind.count == 1 else f"{name}-{number + 1}", kind) for name, kind in kinds.items() for number in range(kind.count)]
+
+
+def link_of(kind: MachineKind) -> LinkProfile:
+    return CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps)
 
 
 def devices_of(kinds: dict[str, MachineKind]) -> int:
@@ -132,8 +146,7 @@ def with_sharded_engine(run: Run, devices: int) -> Run:
     """The run with the engine that uses the least memory per device."""
     if devices == 1:
         return run
-    made: Run = run.replace(engine=Fsdp(), launch=run.launch.replace(devices_per_node=devices))
-    return made
+    return run.replace(engine=Fsdp(), launch=run.launch.replace(devices_per_node=devices))
 
 
 def machines_that_fit(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> dict[str, MachineKind]:

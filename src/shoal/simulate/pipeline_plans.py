@@ -15,13 +15,13 @@ from shoal.config.problems import errors
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
-from shoal.engines.pipeline.split import LayerSizes, layers_of
+from shoal.engines.pipeline.split import LayerSizes
 from shoal.errors import ShoalError
 from shoal.runs.build_run import feed_for_seat
 from shoal.runs.stage_placement import PipelineStage, stage_of_layers, stages_between
 from shoal.scheduling.layer_split import MachineSpec, split
-from shoal.simulate.machines import CALM, SimulatedMachine
-from shoal.simulate.meta_model import MetaModel
+from shoal.simulate.machines import SimulatedMachine
+from shoal.simulate.meta_model import MetaModel, link_of, one_by_one
 from shoal.simulate.pipeline_timing import PipelineStep, stages_on, time_step
 from shoal.strategies import run_length
 
@@ -82,6 +82,7 @@ class PipelinePlan(NamedTuple):
 
 
 Variant = Callable[[Mapping[str, Any]], LoadedConfig]
+"""Loads the run with some settings changed."""
 Chosen = Sequence[tuple[str, MachineKind]]
 
 
@@ -90,7 +91,7 @@ def pipeline_plans(found: MetaModel, kinds: Mapping[str, MachineKind], variant: 
     machines with several devices. Raises ShoalError with the reason where the machines have too little memory, or all plans are refused."""
     if found.run.model.kind not in CUT_INTO_STAGES or any(kind.devices > 1 for kind in kinds.values()):
         return []
-    layers = layers_of(found.parts.engine.task.players["model"])
+    layers = found.layers
     best, reason, plans = dict[int, _Tried](), "", list[PipelinePlan]()
     for chosen, engine in itertools.product(_orders(kinds, len(layers.sizes)), _ENGINES):
         try:
@@ -111,9 +112,8 @@ def pipeline_plans(found: MetaModel, kinds: Mapping[str, MachineKind], variant: 
 
 
 def _orders(kinds: Mapping[str, MachineKind], layers: int) -> Iterator[Chosen]:
-    """Machines in the order of their stages: the fastest ones, or those with the most memory. Those with the most memory come first, since
-    the first stages have the most micro-batches in flight."""
-    every = [(name if kind.count == 1 else f"{name}-{number + 1}", kind) for name, kind in kinds.items() for number in range(kind.count)]
+    """The fastest machines, or those with the most memory; most memory first, as the first stages have most micro-batches in flight."""
+    every = one_by_one(kinds)
     for count in range(2, min(len(every), layers, _MAX_STAGES) + 1):
         orders = [tuple(sorted(sorted(every, key=key)[:count], key=_by_memory)) for key in (_by_speed, _by_memory)]
         yield from {tuple(name for name, _ in order): order for order in orders}.values()
@@ -137,8 +137,8 @@ class _Tried(NamedTuple):
 def _try(found: MetaModel, layers: LayerSizes, chosen: Chosen, engine: Pipeline) -> _Tried:
     """Time a step on machines in this order. Raises ShoalError where they cannot hold the model."""
     run = found.run.replace(engine=engine)
-    stages = stages_between(run, layers, _vocabulary(found), _bounds(found, run, layers, chosen))
-    machines = [_machine(found, run, name, kind) for name, kind in chosen]
+    stages = stages_between(run, layers, found.vocabulary, _bounds(found, run, layers, chosen))
+    machines = [SimulatedMachine(name, found.step_s(run, kind), link_of(kind)) for name, kind in chosen]
     return _Tried(chosen, engine, stages, time_step(run, layers, stages_on(run, layers, stages, machines)))
 
 
@@ -158,14 +158,6 @@ def _plan(found: MetaModel, tried: _Tried, variant: Variant) -> PipelinePlan:
     return PipelinePlan(candidate, loaded, tried.stages, tried.step, each / tried.step.seconds, steps * each, price)
 
 
-def _vocabulary(found: MetaModel) -> int:
-    return found.parts.data.info.vocab_size or 0
-
-
-def _machine(found: MetaModel, run: Run, name: str, kind: MachineKind) -> SimulatedMachine:
-    return SimulatedMachine(name, found.step_s(run, kind), CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps))
-
-
 def _host_entry(found: MetaModel, kind: MachineKind) -> dict[str, float]:
     """A machine's entry of `cluster.hosts`."""
     speed = {"flops": float(f"{found.operations(found.run) / found.step_s(found.run, kind):.3g}"), "bandwidth_mbps": kind.bandwidth_mbps}
@@ -174,11 +166,10 @@ def _host_entry(found: MetaModel, kind: MachineKind) -> dict[str, float]:
 
 def _bounds(found: MetaModel, run: Run, layers: LayerSizes, chosen: Chosen) -> list[int]:
     """The split of the layers that minimizes the time of the slowest machine, within each machine's memory."""
-    vocabulary = _vocabulary(found)
 
     def holds(number: int, first: int, last: int) -> bool:
-        memory_gb = chosen[number][1].memory_gb
-        return memory_gb is None or stage_of_layers(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
+        memory_gb, place = chosen[number][1].memory_gb, (number, len(chosen))
+        return memory_gb is None or stage_of_layers(run, layers, found.vocabulary, place, (first, last)).memory.gb <= memory_gb
 
     whole = sum(layers.work) + layers.work_after
     machines = [MachineSpec(whole / found.step_s(run, kind)) for _, kind in chosen]
@@ -186,13 +177,12 @@ def _bounds(found: MetaModel, run: Run, layers: LayerSizes, chosen: Chosen) -> l
 
 
 def machines_needed(found: MetaModel, run: Run, memory_gb: float) -> tuple[int, int] | None:
-    """The smallest number of machines of this memory that can train the model, and the number of micro-batches; None: a layer does not fit
-    into one machine."""
+    """The least number of machines of this memory that train the model, and the micro-batches; None: a layer does not fit into one."""
     if run.model.kind not in CUT_INTO_STAGES:
         return None
     parts = min(_ENGINES[-1].micro_batches, run.training.batch_size or 1)
     staged, kind = run.replace(engine=Pipeline(micro_batches=parts)), MachineKind(memory_gb=memory_gb, steps_per_s=1.0)
-    layers = layers_of(found.parts.engine.task.players["model"])
+    layers = found.layers
     for count in range(2, len(layers.sizes) + 1):
         try:
             _bounds(found, staged, layers, [("", kind)] * count)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.pipeline.split import LayerSizes, layers_of
+from shoal.engines.pipeline.split import LayerSizes
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.scheduling.layer_split import MachineSpec, split
@@ -65,14 +65,16 @@ def pipelined(run: Run, asked: SimulationOptions) -> PipelineReport:
     if asked.learns or asked.false_share or asked.cores is not None:
         raise ShoalError("of a pipeline times and bytes are simulated: leave --learn, --false-workers and --cores out")
     found = build_meta_model(run, data_of(run, asked.samples))
-    layers, vocabulary = layers_of(found.parts.engine.task.players["model"]), found.parts.data.info.vocab_size or 0
+    layers, vocabulary = found.layers, found.vocabulary
     step_s = asked.step_s or _batch_s(found, asked)
     stages = stage_placement.stages_of(run, layers, vocabulary) if run.placed else None
     machines = _machines(run, asked, len(stages) if stages else None, step_s)
     if stages is None:
         stages = stage_placement.stages_between(run, layers, vocabulary, _bounds(run, layers, machines))
     else:
-        machines = _placed(run, stages, machines)
+        by_name = {machine.name: machine for machine in machines}
+        found_places = stage_placement.place_stages(run, stages, {name: name for name in by_name})
+        machines = [by_name[found_places[stage.id]] for stage in stages]
     held = stages_on(run, layers, stages, machines)
     samples = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
     steps = run_length.alone(run, found.parts.feed.batches_per_epoch, 1)
@@ -94,13 +96,6 @@ def _machines(run: Run, asked: SimulationOptions, stages: int | None, step_s: fl
     count = asked.workers or len(names) or stages or (run.cluster.num_workers or 1) + 1
     named = run.replace(cluster=run.cluster.replace(workers=tuple(names)))
     return list(weather_for(named, asked, count, step_s, asked.hours or 1.0).machines)
-
-
-def _placed(run: Run, stages: Sequence[stage_placement.PipelineStage], machines: Sequence[SimulatedMachine]) -> list[SimulatedMachine]:
-    """The machine of each stage."""
-    by_name = {machine.name: machine for machine in machines}
-    found = stage_placement.place_stages(run, stages, {name: name for name in by_name})
-    return [by_name[found[stage.id]] for stage in stages]
 
 
 def _bounds(run: Run, layers: LayerSizes, machines: Sequence[SimulatedMachine]) -> list[int]:

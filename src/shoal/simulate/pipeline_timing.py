@@ -35,8 +35,6 @@ class PlacedStage(NamedTuple):
 
 
 class PipelineStep(NamedTuple):
-    """One step of a pipeline."""
-
     seconds: float
     computing_s: list[float]
     """For each stage."""
@@ -72,8 +70,7 @@ def time_step(run: Run, layers: LayerSizes, held: Sequence[PlacedStage]) -> Pipe
 
 
 def _hop(one: SimulatedMachine, other: SimulatedMachine) -> tuple[float, float]:
-    """Latency in seconds and rate in bytes per second between two machines. Half of each machine's link lies between it and the core of the
-    network."""
+    """Latency in seconds and rate in bytes per second between two machines, whose links meet in the core of the network."""
     rates = [machine.link.mbit_per_s * 1e6 / 8 for machine in (one, other) if machine.link.mbit_per_s]
     return (one.link.round_trip_ms + other.link.round_trip_ms) / 4e3, min(rates, default=float("inf"))
 

@@ -6,7 +6,7 @@ A coarse pass simulates every strategy for a short time; a fine pass simulates t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from shoal.config import Run
@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 from shoal.runs.coordinator_run import RunAgreement
 from shoal.simulate.machines import SimulatedMachine, weather_of
 from shoal.simulate.meta_model import APART, SHARING, MetaModel, devices_of, machines_of, machines_that_fit, with_sharded_engine
-from shoal.simulate.pipeline_plans import PipelineCandidate, pipeline_plans
+from shoal.simulate.pipeline_plans import PipelineCandidate, Variant, pipeline_plans
 from shoal.simulate.report import SimulationReport
 from shoal.simulate.simulation import scenario_of
 from shoal.simulate.virtual_run import VirtualRun
@@ -37,8 +37,6 @@ _CONTRIBUTIONS = {"coarse": 120, "fine": 400}
 """Contributions per simulation, or more until the slowest machine has sent three."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 
-Settings = Mapping[str, Any]
-Variant = Callable[[Settings], LoadedConfig]
 Progress = Callable[[int, int, str], None]
 
 
@@ -98,8 +96,6 @@ class Prediction(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The result of planning."""
-
     predictions: list[Prediction]
     """In the order of throughput, the fastest first."""
     first: Prediction
@@ -129,11 +125,9 @@ def plan(found: MetaModel, kinds: dict[str, MachineKind], variant: Variant, prog
 
 def _alone(found: MetaModel, kinds: dict[str, MachineKind]) -> tuple[str, float]:
     run = _with_batch(found, _largest_batch(found, kinds, 1))
-    rates = {
-        name: (run.training.batch_size or 1) / found.worker_step_s(run, kind) for name, kind in machines_that_fit(found, run, kinds).items()
-    }
-    name = max(rates, key=lambda one: rates[one])
-    return name, rates[name]
+    batch, fitting = run.training.batch_size or 1, machines_that_fit(found, run, kinds)
+    rates = {name: batch / found.worker_step_s(run, kind) for name, kind in fitting.items()}
+    return max(rates.items(), key=lambda one: one[1])
 
 
 class _Planner:
@@ -189,8 +183,11 @@ class _Planner:
         price = sum(kind.count * kind.price_per_hour for kind in there.values())
         order = self._predictions[candidate].order if candidate in self._predictions else len(self._predictions)
         rate, each = _steady(report)
-        apart = _apart(report, agreed, len(machines)) * candidate.batch / (found.run.training.batch_size or 1)
-        samples = report.samples if report.finished else _batches_of(agreed) * candidate.batch
+        length = agreed.length
+        batches_apart = length.batches_per_contribution * (1 + report.mean_lag * report.accepted / max(1, report.versions) / len(machines))
+        apart = batches_apart * candidate.batch / (found.run.training.batch_size or 1)
+        batches = length.batches or length.steps * length.batches_per_step  # in the whole run
+        samples = report.samples if report.finished else batches * candidate.batch
         return Prediction(candidate, loaded, len(machines), rate, each, apart, samples, found.memory(run).gb, price, order)
 
 
@@ -242,8 +239,7 @@ def _largest_batch(found: MetaModel, kinds: dict[str, MachineKind], least: int) 
 
 
 def _with_batch(found: MetaModel, batch: int) -> Run:
-    run: Run = found.run.replace(training=found.run.training.replace(batch_size=batch))
-    return run
+    return found.run.replace(training=found.run.training.replace(batch_size=batch))
 
 
 # --- results of a simulation -------------------------------------------------------------------------
@@ -267,17 +263,6 @@ def _steady(report: SimulationReport) -> tuple[float, float]:
         return report.samples_per_s, (report.received_bytes + report.sent_bytes) / report.samples
     learned = last.samples - first.samples
     return learned / (3600 * (last.hours - first.hours)), (last.bytes - first.bytes) / learned
-
-
-def _apart(report: SimulationReport, agreed: RunAgreement, workers: int) -> float:
-    each = agreed.length.batches_per_contribution
-    return each * (1 + report.mean_lag * report.accepted / max(1, report.versions) / workers)
-
-
-def _batches_of(agreed: RunAgreement) -> int:
-    """Batches in the whole run."""
-    length = agreed.length
-    return length.batches or length.steps * length.batches_per_step
 
 
 # --- the choice ---------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ class SimulationReport:
     gradients: str = ""
     """In learning simulations: how many gradients were computed per call, or why each was computed alone."""
     finished: bool = False
-    """Whether the run reached its end."""
     versions: int = 0
     samples: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)

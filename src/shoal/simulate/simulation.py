@@ -12,6 +12,7 @@ import torch
 
 from shoal import data
 from shoal.config import Run
+from shoal.config.schema.cluster import Host
 from shoal.errors import ShoalError
 from shoal.runs.build_run import RunParts, assemble
 from shoal.runs.coordinator_run import RunAgreement
@@ -85,11 +86,9 @@ def simulated(run: Run, asked: SimulationOptions, on_round: Callable[[int, Virtu
     heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
     rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
     hours = asked.hours or max(heartbeats_s, rounds_s) / 3600
-    scenario = scenario_of(run, agreed, asked.learns)
-    if asked.hours is None:
-        scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
-    weather = weather_for(run, asked, count, step_s, hours)
+    scenario, weather = scenario_of(run, agreed, asked.learns), weather_for(run, asked, count, step_s, hours)
     if asked.hours is None:  # a few heartbeats of workers that have started already
+        scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
         weather = weather._replace(machines=tuple(one._replace(start_s=0.0) for one in weather.machines))
     world = VirtualRun(scenario, weather, hours, asked.seed)
     if on_round is not None and asked.hours is None:
@@ -105,8 +104,15 @@ def _reported(world: VirtualRun, agreed: RunAgreement) -> SimulationReport:
 
 
 def weather_for(run: Run, asked: SimulationOptions, count: int, step_s: float, hours: float) -> Weather:
-    """The machines that the options ask for. Raises ShoalError for the name of an unknown worker."""
-    return _on_one_machine(_weather(run, asked, count, step_s, hours), asked)
+    """The machines that the options ask for, with slowdowns and shared cores. Raises ShoalError for the name of an unknown worker."""
+    weather = _weather(run, asked, count, step_s, hours)
+    names = [one.name for one in weather.machines]
+    for name in asked.slowdown:
+        if name not in names:
+            raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names[:_MOST_NAMED])}")
+    host = _HERE if asked.cores is not None else ""
+    machines = tuple(one._replace(slowdown=asked.slowdown.get(one.name, 1.0), host=host) for one in weather.machines)
+    return weather._replace(machines=machines, cores={} if asked.cores is None else {_HERE: asked.cores}, others=asked.others)
 
 
 def _weather(run: Run, asked: SimulationOptions, count: int, step_s: float, hours: float) -> Weather:
@@ -119,28 +125,14 @@ def _weather(run: Run, asked: SimulationOptions, count: int, step_s: float, hour
     usual = statistics.median(flops) if flops else 1.0
     found = []
     for name in names:
-        host = run.cluster.hosts.get(name)
-        speed = host.flops / usual if host is not None and host.flops else 1.0
-        link = CALM._replace(mbit_per_s=host.bandwidth_mbps) if host is not None and host.bandwidth_mbps else CALM
-        found.append(SimulatedMachine(name, step_s / speed, link))
+        host = run.cluster.hosts.get(name, Host())
+        link = CALM._replace(mbit_per_s=host.bandwidth_mbps) if host.bandwidth_mbps else CALM
+        found.append(SimulatedMachine(name, step_s / ((host.flops or usual) / usual), link))
     return weather_of(found)
 
 
-def _on_one_machine(weather: Weather, asked: SimulationOptions) -> Weather:
-    """The same machines with the options' slowdowns, and on shared cores if `cores` is given. Raises ShoalError for the name of an unknown
-    worker."""
-    names = [one.name for one in weather.machines]
-    for name in asked.slowdown:
-        if name not in names:
-            raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names[:_MOST_NAMED])}")
-    host = _HERE if asked.cores is not None else ""
-    machines = tuple(one._replace(slowdown=asked.slowdown.get(one.name, 1.0), host=host) for one in weather.machines)
-    return weather._replace(machines=machines, cores={} if asked.cores is None else {_HERE: asked.cores}, others=asked.others)
-
-
 def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> RunAgreement:
-    """The agreement of a run with this number of workers; `learns`: with real networks, else on the meta device. Raises ShoalError for a
-    run that cannot be simulated."""
+    """The agreement of a run with this number of workers; `learns`: with real networks. Raises ShoalError if it cannot be simulated."""
     if run.alone:
         raise ShoalError("this run trains alone and has no workers to simulate: choose another strategy, as in --set strategy.kind=async")
     if run.strategy.gives_answers:

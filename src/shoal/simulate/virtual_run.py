@@ -33,8 +33,7 @@ _MAX_FAREWELL_S = 60.0
 """Virtual time after the end of the run in which workers may still receive the answer that it is over."""
 _OBJECTS_PER_COLLECTION, _OLD_COLLECTIONS = 200_000, 100
 _TICKS_PER_CONTRIBUTION, _LONGEST_TICK_S = 100, 2.0
-"""Coordinator ticks in the time of the quickest worker's contribution, and the longest tick. Where rounds take hours, the real driver's
-tick of a tenth of a second would only cost time."""
+"""Coordinator ticks in the time of the quickest worker's contribution, and the longest tick: ticks of 0.1 s slow long rounds down."""
 
 
 class Scenario(NamedTuple):

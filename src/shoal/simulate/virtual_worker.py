@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from shoal.protocol.messages import EMPTY, PROTOCOL, Contribute, Message
+from shoal.protocol.messages import EMPTY, PROTOCOL, Message
 from shoal.simulate.coordinator_service import CoordinatorService
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Cores, Link
@@ -111,11 +111,9 @@ class VirtualWorker:
         if self.gone or self.finished:
             return
         if self.session.session:
-            self._service.heartbeat(self.session.heartbeat(COMPUTING if self.computing else "waiting", EMPTY), self._on_heartbeat_answer)
+            asked = self.session.heartbeat(COMPUTING if self.computing else "waiting", EMPTY)
+            self._service.heartbeat(asked, lambda message: self.session.on_heartbeat_answer(message.header))
         self._schedule_heartbeat()
-
-    def _on_heartbeat_answer(self, message: Message) -> None:
-        self.session.on_heartbeat_answer(message.header)
 
     # --- requests and answers -------------------------------------------------------------------------
 
@@ -261,18 +259,17 @@ class VirtualWorker:
         seating = self._seatings
         self._apply_answers()
         assert self._unsent is not None
-        (update, took_s), self._unsent, unit, self.unit = self._unsent, None, self.unit, None
+        ((contribution, frames), took_s), self._unsent, unit, self.unit = self._unsent, None, self.unit, None
         if seating != self._seatings or self.session.done:
             self._count_wasted(took_s)
             self._begin()
             return
         self._contributions += 1
         self._sent_s = took_s
-        epoch, position = self.updates.position()
         pulls = unit is None and self._contributions % self._policies.pull.every == 0
-        self.session.contribute(_contribution(update, epoch, position, unit), update.frames, pulls)
+        self.session.contribute(contribution, frames, pulls)
         pace = WorkerPace(self._round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
-        shard_done = self.session.until is not None and position >= self.session.until  # the coordinator decides what follows
+        shard_done = self.session.until is not None and contribution.position >= self.session.until  # the coordinator decides what follows
         overlaps = not shard_done and may_overlap(self._policies, self.updates.sync_delay, pace)
         self._send_requests()
         if overlaps and self.awaiting_answer and not self.computing:
@@ -288,27 +285,20 @@ class VirtualWorker:
                 self._count_receipt(event)
             elif isinstance(event, RunNews):
                 self._apply_news(event, status)
-            elif isinstance(event, LeasedUnit):
-                self._accept_unit(event)
+            elif isinstance(event, SeatAssigned):
+                if not self._policies.feed.leased:
+                    self._seatings += 1
+                    self.updates.take_seat(*event)
+            elif event.version == self._version:
+                self.unit = event
             else:
-                self._take_seat(event)
+                self.session.give_back(event.number)
 
     def _count_receipt(self, receipt: ContributionReceipt) -> None:
         accepted = receipt.status == "accepted"
         self._report.outcomes[receipt.status] += 1
         self._report.work_s["useful" if accepted else "wasted"] += self._sent_s
         self._confirmed[self.machine.name] += accepted
-
-    def _take_seat(self, place: SeatAssigned) -> None:
-        if not self._policies.feed.leased:
-            self._seatings += 1
-            self.updates.take_seat(*place)
-
-    def _accept_unit(self, unit: LeasedUnit) -> None:
-        if unit.version == self._version:
-            self.unit = unit
-        else:
-            self.session.give_back(unit.number)
 
     def _apply_news(self, news: RunNews, status: str | None) -> None:
         header = news.header
@@ -319,8 +309,3 @@ class VirtualWorker:
         if "weights" in header:
             self._version = header["version"]
         self.updates.on_answer(news, status)
-
-
-def _contribution(update: EncodedUpdate, epoch: int, position: int, unit: LeasedUnit | None) -> Contribute:
-    number = -1 if unit is None else unit.number
-    return Contribute("", 0, 0, update.base, 0, update.weight, update.samples, epoch, position, update.batches, -1, update.metrics, number)

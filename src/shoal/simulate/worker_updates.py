@@ -7,13 +7,13 @@ updates that were encoded once. `LearnedUpdates` gives every worker its own engi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
-from shoal.data import Feed
+from shoal.protocol.messages import Contribute
 from shoal.runs.build_run import RunParts, feed_for_seat
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for, task_for
 from shoal.runs.worker_run import unit_pieces
@@ -34,16 +34,8 @@ _FALSE = -10.0
 """Factor of a false worker's updates."""
 
 
-class EncodedUpdate(NamedTuple):
-    """An update as it is sent."""
-
-    frames: Frames
-    weight: float
-    samples: int
-    base: int
-    """Version of the weights that it was computed on."""
-    batches: int
-    metrics: Mapping[str, float]
+EncodedUpdate = tuple[Contribute, Frames]
+"""An update as it is sent. The session adds its numbers."""
 
 
 class PlainDescent:
@@ -97,10 +89,11 @@ class _TimedWorker:
 
     def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate:
         common, self._made = self.common, self._made + 1
-        batches = self._steps * common.batches if unit is None else unit.batches
+        batches, number = (self._steps * common.batches, -1) if unit is None else (unit.batches, unit.number)
         self._advance(batches, unit)
         samples = batches * common.samples_per_batch
-        return EncodedUpdate(self._frames[self._made % _POOL], float(samples), samples, have, batches, {})
+        update = Contribute("", 0, 0, have, 0, float(samples), samples, *self.position(), batches, -1, {}, number)
+        return update, self._frames[self._made % _POOL]
 
     def _advance(self, batches: int, unit: LeasedUnit | None) -> None:
         shard = self.common.shard
@@ -160,17 +153,12 @@ class _LearningWorker:
         )
         self.unit: LeasedUnit | None = None
         self.round, self.server_step = 0, 0.0
-        self._feed: Any = None
+        self.feed: Any = None
         self.producer = contribution.producer(self, NoWorkerCheckpoint(), common.spans)
         self.sync_delay = 0
         """A virtual worker computes all inner steps of an update at once, so answers are applied at their end."""
 
     # --- ProducerContext -------------------------------------------------------------------------------
-
-    @property
-    def feed(self) -> Feed:
-        feed: Feed = self._feed
-        return feed
 
     def await_answer(self) -> None: ...
     def repeat_number(self) -> None: ...
@@ -190,23 +178,23 @@ class _LearningWorker:
     def take_seat(self, seat: int, epoch: int, position: int) -> None:
         self.common.batched_steps.drop(self.own)
         if self.common.units is None:
-            self._feed = PrefetchedFeed(self.common.feed(seat, epoch, position))
+            self.feed = PrefetchedFeed(self.common.feed(seat, epoch, position))
 
     def position(self) -> tuple[int, int]:
         if self.unit is not None:
             return self.unit.epoch, self.unit.start + self.unit.batches
-        state = self._feed.state_dict()
+        state = self.feed.state_dict()
         return state["epoch"], state["position"]
 
     def begin(self) -> int:
         steps = self.producer.inner_steps
-        self.common.batched_steps.begin(self.own, self._feed, steps)
+        self.common.batched_steps.begin(self.own, self.feed, steps)
         return max(1, steps) * self.accumulation
 
     def make(self, have: int, unit: LeasedUnit | None) -> EncodedUpdate | None:
         self.unit = unit
         if unit is not None:
-            self._feed = self.common.feed(0, unit.epoch, unit.start)
+            self.feed = self.common.feed(0, unit.epoch, unit.start)
         self.common.batched_steps.finish(self.own)
         made = self.producer.make()
         if made is None:
@@ -214,8 +202,9 @@ class _LearningWorker:
         if self.false:
             made.vector.mul_(_FALSE)
         frames = tuple(bytes(frame) for frame in self.encoder.frames(made.vector, made.samples, made.span))
-        metrics = {name: float(value) for name, value in made.metrics.items()}
-        return EncodedUpdate(frames, float(made.weight), made.samples, made.base, made.batches, metrics)
+        metrics, number = {name: float(value) for name, value in made.metrics.items()}, -1 if unit is None else unit.number
+        weight, place = float(made.weight), self.position()
+        return Contribute("", 0, 0, made.base, 0, weight, made.samples, *place, made.batches, -1, metrics, number), frames
 
     def on_answer(self, news: RunNews, status: str | None) -> None:
         self.server_step, self.round = news.header["step"], news.header["version"]

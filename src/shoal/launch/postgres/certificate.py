@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from shoal.errors import ShoalError
 from shoal.files import write_file
@@ -26,26 +30,17 @@ def certificate_of(folder: Path) -> Certificate:
     from shoal.transports.postgres.certificate_pin import digest  # asks for a driver that others do without
 
     certificate, key = folder / "postgres.crt", folder / "postgres.key"
-    try:
-        x509: Any = import_module("cryptography.x509")
-        serialization: Any = import_module("cryptography.hazmat.primitives.serialization")
-    except ImportError:
-        raise ShoalError(
-            "a class's server makes a certificate with the Python package cryptography: pip install 'shoal[classroom]'"
-        ) from None
     if not (certificate.exists() and key.exists()):
-        _make(x509, serialization, certificate, key)
+        _make(certificate, key)
     try:
         loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
     except (OSError, ValueError) as error:
         raise ShoalError(f"{certificate} cannot be read: {error}. Remove it and {key.name}, and tell students the new line") from None
-    return Certificate(certificate, key, digest(loaded.public_bytes(serialization.Encoding.DER)))
+    return Certificate(certificate, key, digest(loaded.public_bytes(Encoding.DER)))
 
 
-def _make(x509: Any, serialization: Any, certificate: Path, key: Path) -> None:
-    curves: Any = import_module("cryptography.hazmat.primitives.asymmetric.ec")
-    hashes: Any = import_module("cryptography.hazmat.primitives.hashes")
-    secret = curves.generate_private_key(curves.SECP256R1())
+def _make(certificate: Path, key: Path) -> None:
+    secret = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "Shoal class")])
     now = datetime.datetime.now(datetime.UTC)
     made = (
@@ -59,7 +54,5 @@ def _make(x509: Any, serialization: Any, certificate: Path, key: Path) -> None:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(secret, hashes.SHA256())
     )
-    encoding = serialization.Encoding.PEM
-    private = secret.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    write_file(key, private.decode(), private=True)
-    write_file(certificate, made.public_bytes(encoding).decode(), private=True)
+    write_file(key, secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode(), private=True)
+    write_file(certificate, made.public_bytes(Encoding.PEM).decode(), private=True)

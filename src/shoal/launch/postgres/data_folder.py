@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.postgres.programs import Programs, psutil_module
+from shoal.launch.waiting import wait_until
 from shoal.transports.addresses import is_everywhere, is_loopback, resolve
 
 _SETTINGS = {
@@ -38,13 +38,14 @@ _BUFFERS_MB = (128, 1024)
 _LEFT_S = 5.0
 """How long the server of a killed owner may take to end by itself."""
 _STOP_S = 30.0
+_LOOK_S = 0.05
 
 
 def is_made(data: Path) -> bool:
     return (data / "PG_VERSION").exists()
 
 
-def make(programs: Programs, memory: ConnectionFile) -> None:
+def make(programs: Programs, saved: ConnectionFile) -> None:
     """An empty cluster whose superuser is the run's user. It appears whole or not at all."""
     final = programs.data
     partial = final.with_name(f"{final.name}.partial")
@@ -56,9 +57,9 @@ def make(programs: Programs, memory: ConnectionFile) -> None:
         raise ShoalError(f"cannot make {partial} for the run's database: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # that user may be unable to enter the run's folder
         secret = Path(folder) / "password"
-        write_file(secret, memory.password + "\n", private=True, user=programs.user)
+        write_file(secret, saved.password + "\n", private=True, user=programs.user)
         programs.give(Path(folder))
-        options = ["--username", memory.user, "--pwfile", str(secret), "--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C"]
+        options = ["--username", saved.user, "--pwfile", str(secret), "--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C"]
         outcome = programs._replace(data=partial).run("initdb", *options, "--no-instructions")
     if outcome.returncode:
         shutil.rmtree(partial, ignore_errors=True)
@@ -77,22 +78,22 @@ def check_release(programs: Programs) -> None:
         )
 
 
-def configure(programs: Programs, memory: ConnectionFile) -> list[str]:
+def configure(programs: Programs, saved: ConnectionFile) -> list[str]:
     """Write down who is let in, and give the command that starts the server.
 
     Everybody needs a password. The run's own role, which may do anything, is let in from this machine only. Behind a front that speaks TLS
     the server listens on this machine only, and the front lets that role in from nowhere.
     """
-    rules = [f"host all {_quoted(memory.user)} samehost scram-sha-256", f"host all {_quoted(memory.user)} all reject"]
+    rules = [f"host all {_quoted(saved.user)} samehost scram-sha-256", f"host all {_quoted(saved.user)} all reject"]
     rules.append("host all all all scram-sha-256")
     write_file(programs.data / "pg_hba.conf", "\n".join(rules) + "\n", private=True, user=programs.user)
-    host = "127.0.0.1" if memory.inner_port else resolve(memory.host)
+    host = "127.0.0.1" if saved.inner_port else resolve(saved.host)
     own = [] if is_loopback(host) or (is_everywhere(host) and ":" not in host) else ["127.0.0.1"]
     least, most = _BUFFERS_MB
     buffers = min(most, max(least, psutil_module().virtual_memory().total // 16 >> 20))
     settings = {
         "listen_addresses": ",".join([host, *own]),
-        "port": str(memory.inner_port or memory.port),
+        "port": str(saved.inner_port or saved.port),
         "shared_buffers": f"{buffers}MB",
         **_SETTINGS,
     }
@@ -155,16 +156,9 @@ def is_ready(data: Path, parent: int) -> bool:
 
 def end_leftover_server(data: Path) -> None:
     """The server of an owner that is dead ends by itself; where it does not, it is shut down. Its files are removed."""
-    pid = running_server(data)
-    until = time.monotonic() + _LEFT_S
-    while pid is not None and time.monotonic() < until:
-        time.sleep(0.05)
-        pid = running_server(data)
-    if pid is not None:
+    wait_until(lambda: running_server(data) is None, _LEFT_S, _LOOK_S)
+    if (pid := running_server(data)) is not None:
         os.kill(pid, signal.SIGINT)
-        until = time.monotonic() + _STOP_S
-        while running_server(data) is not None:
-            if time.monotonic() > until:
-                raise ShoalError(f"PostgreSQL process {pid} still serves {data} and does not end: end it by hand")
-            time.sleep(0.05)
+        if not wait_until(lambda: running_server(data) is None, _STOP_S, _LOOK_S):
+            raise ShoalError(f"PostgreSQL process {pid} still serves {data} and does not end: end it by hand")
     (data / "postmaster.pid").unlink(missing_ok=True)

@@ -76,13 +76,17 @@ class Programs(NamedTuple):
 def programs_for(data: Path) -> Programs:
     """The programs that can serve this folder, whether it is there or not. Raises ShoalError."""
     installed = _installed()
+    binaries = installed / "pginstall" / "bin"
     if sys.platform == "win32" or os.geteuid() != 0:
-        return Programs(installed / "pginstall" / "bin", None, data)
+        return Programs(binaries, None, data)
     if not os.path.exists(_HERE):
         raise ShoalError("PostgreSQL does not run as root, and there is no /proc here: start Shoal as an ordinary user")
-    user = _owner(data) or _unprivileged()
-    open_to_all = _all_can_enter(installed / "pginstall" / "bin") and _all_can_read(installed / "pginstall" / "bin" / "postgres")
-    return Programs((installed if open_to_all else _copied(installed)) / "pginstall" / "bin", user, data)
+    owner = data.stat() if data.exists() else None  # only the owner of the data can go on with it
+    user = User(owner.st_uid, owner.st_gid) if owner is not None and owner.st_uid else _unprivileged()
+    enterable = all(place.stat().st_mode & stat.S_IXOTH for place in (binaries, *binaries.parents))
+    if not (enterable and (binaries / "postgres").stat().st_mode & stat.S_IROTH):
+        binaries = _copied(installed) / "pginstall" / "bin"
+    return Programs(binaries, user, data)
 
 
 def _installed() -> Path:
@@ -90,14 +94,6 @@ def _installed() -> Path:
     if found is None or not found.submodule_search_locations:
         raise ShoalError(_MISSING)
     return Path(found.submodule_search_locations[0]).resolve()
-
-
-def _owner(data: Path) -> User | None:
-    """Who owns the data: only that user can go on with it."""
-    if not data.exists():
-        return None
-    owner = data.stat()
-    return User(owner.st_uid, owner.st_gid) if owner.st_uid else None
 
 
 def _unprivileged() -> User:
@@ -110,14 +106,6 @@ def _unprivileged() -> User:
         except KeyError:
             continue
     raise ShoalError("PostgreSQL does not run as root, and there is no user `postgres` or `nobody` here: start Shoal as an ordinary user")
-
-
-def _all_can_enter(folder: Path) -> bool:
-    return all(place.stat().st_mode & stat.S_IXOTH for place in (folder, *folder.parents))
-
-
-def _all_can_read(path: Path) -> bool:
-    return bool(path.stat().st_mode & stat.S_IROTH)
 
 
 def _copied(installed: Path) -> Path:

@@ -24,20 +24,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import ShoalError
-from shoal.launch.postgres import supervisor
+from shoal.launch.forkserver import OpenedProcess, write_line
+from shoal.launch.local import last_line
+from shoal.launch.postgres import data_folder, supervisor
 from shoal.launch.postgres.certificate import Certificate, certificate_of
 from shoal.launch.postgres.connection_file import FILE, ConnectionFile, own_process, refuse_a_second_owner
-from shoal.launch.postgres.data_folder import (
-    check_release,
-    configure,
-    end_leftover_server,
-    is_made,
-    is_ready,
-    make,
-    processes_above,
-    running_server,
-)
 from shoal.launch.postgres.programs import Programs, programs_for
+from shoal.launch.waiting import wait_or_kill, wait_until
 from shoal.transports import tls_proxy
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
 from shoal.transports.database_address import Access
@@ -46,6 +39,7 @@ _START_S = 120.0
 _STOP_S = 60.0
 _PASSING_S = 10.0
 _FRONT_S = 30.0
+_LOOK_S = 0.02
 MOST_OUTSIDE = 180
 """Connections that the front lets in at a time: the server's, less those that the run itself needs."""
 CLASS = "class"
@@ -70,35 +64,24 @@ class EmbeddedPostgres:
         self.folder = folder.absolute()
         self.data, self.log = self.folder / "postgres", self.folder / "postgres.log"
         self._port, self._password = port, password
-        self._memory = ConnectionFile(host, port, database, user, password or "")
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._saved = ConnectionFile(host, port, database, user, password or "")
+        self._keeper: OpenedProcess | None = None
         self._certificate: Certificate | None = None
 
     def access_from(self, host: str) -> Access:
         """How other machines connect, which reach this one as `host`: with TLS, and the certificate named."""
-        outside = self.access._replace(host=host, port=self._memory.port)
+        outside = self.access._replace(host=host, port=self._saved.port)
         return outside._replace(options=f"pin={self._certificate.pin}") if self._certificate is not None else outside
 
     @property
     def access(self) -> Access:
         """How to connect from this machine, as the database's owner. Other machines need roles of their own."""
-        return self._memory.access
-
-    @property
-    def address(self) -> str:
-        """postgresql://user:password@host:port/database, for this machine."""
-        return self.access.address
-
-    conninfo = address
+        return self._saved.access
 
     @property
     def pid(self) -> int | None:
         """The server's process, while it runs."""
-        return running_server(self.data)
-
-    def processes_above(self, most_bytes: int) -> list[int]:
-        """The server's processes that use more memory of their own than this."""
-        return processes_above(self.data, most_bytes)
+        return data_folder.running_server(self.data)
 
     def __enter__(self) -> Self:
         self.start()
@@ -117,21 +100,21 @@ class EmbeddedPostgres:
         import_module("shoal.transports.postgres.access")  # raises ShoalError if the driver is missing, before anything is started
         known = ConnectionFile.of(self.folder)
         refuse_a_second_owner(self.folder, known)
-        if known is not None and is_made(self.data) and known.user != self._memory.user:
+        if known is not None and data_folder.is_made(self.data) and known.user != self._saved.user:
             raise ShoalError(
-                f"the database in {self.folder} belongs to `{known.user}`, not to `{self._memory.user}`: set transport.user back"
+                f"the database in {self.folder} belongs to `{known.user}`, not to `{self._saved.user}`: set transport.user back"
             )
-        end_leftover_server(self.data)
-        self._memory = self._memory._replace(password=self._present_password(known), port=self._free_port(known), owner=own_process())
-        if not is_loopback(self._memory.host):
+        data_folder.end_leftover_server(self.data)
+        self._saved = self._saved._replace(password=self._present_password(known), port=self._free_port(known), owner=own_process())
+        if not is_loopback(self._saved.host):
             self._certificate = certificate_of(self.folder)
-            self._memory = self._memory._replace(inner_port=free_port("127.0.0.1") or 0)
-        self._memory.save(self.folder)  # first, since the database cannot be opened without it
+            self._saved = self._saved._replace(inner_port=free_port("127.0.0.1") or 0)
+        self._saved.save(self.folder)  # first, since the database cannot be opened without it
         try:
-            if is_made(self.data):
-                check_release(programs)
+            if data_folder.is_made(self.data):
+                data_folder.check_release(programs)
             else:
-                make(programs, self._memory)
+                data_folder.make(programs, self._saved)
             self._launch(programs)
             self._open()
         except BaseException:
@@ -143,7 +126,7 @@ class EmbeddedPostgres:
         if self._keeper is None or self._keeper.poll() is None:
             return False
         self._let_go()
-        end_leftover_server(self.data)
+        data_folder.end_leftover_server(self.data)
         self._launch(programs_for(self.data))
         return True
 
@@ -151,25 +134,25 @@ class EmbeddedPostgres:
         """Shut the server down, and disconnect all clients."""
         self._let_go()
         self._keeper = None
-        if self._memory.owner is not None:
-            self._memory = self._memory._replace(owner=None)
-            self._memory.save(self.folder)
+        if self._saved.owner is not None:
+            self._saved = self._saved._replace(owner=None)
+            self._saved.save(self.folder)
 
     # --- on the way there --------------------------------------------------------------------------
 
     def _present_password(self, known: ConnectionFile | None) -> str:
         """The password that the server has now; `_open` changes it if another one is wanted."""
-        if known is not None and is_made(self.data):
+        if known is not None and data_folder.is_made(self.data):
             return known.password
         if self._password:
             return self._password
-        if is_made(self.data):
+        if data_folder.is_made(self.data):
             raise ShoalError(f"{self.folder / FILE} is gone, and with it the database's password: set DB_PASSWORD if you know it")
         return secrets.token_urlsafe(24)
 
     def _free_port(self, known: ConnectionFile | None) -> int:
         """The port that was asked for, else the one of the last start, else any free one."""
-        host, wanted = self._memory.host, self._port or (known.port if known else 0)
+        host, wanted = self._saved.host, self._port or (known.port if known else 0)
         port = free_port(host, wanted)
         if port is None and not self._port and is_loopback(host):
             port = free_port(host)  # no other machine has been told the old port
@@ -179,7 +162,7 @@ class EmbeddedPostgres:
 
     def _launch(self, programs: Programs) -> None:
         """Start the server, and wait until it answers."""
-        command = configure(programs, self._memory)
+        command = data_folder.configure(programs, self._saved)
         began = time.monotonic()
         while True:
             spoken = self.log.stat().st_size if self.log.exists() else 0
@@ -194,35 +177,28 @@ class EmbeddedPostgres:
 
     def _front(self, programs: Programs) -> dict[str, Any] | None:
         """Configuration of the TLS proxy; None where only this machine connects."""
-        memory, made = self._memory, self._certificate
+        saved, made = self._saved, self._certificate
         if made is None:
             return None
         files = {"certificate": str(made.certificate), "key": str(made.key), "program": tls_proxy.__file__}
-        where = {"host": resolve(memory.host), "port": memory.port, "server_port": memory.inner_port}
-        roles = {"forbidden_roles": [memory.user], "passing_roles": [CLASS]}
+        where = {"host": resolve(saved.host), "port": saved.port, "server_port": saved.inner_port}
+        roles = {"forbidden_roles": [saved.user], "passing_roles": [CLASS]}
         return files | where | roles | {"most": MOST_OUTSIDE, "user": programs.user}
 
     def _wait_for_front(self) -> None:
         """Wait until other machines can reach the server. Raises ShoalError where the TLS proxy does not start."""
-        until = time.monotonic() + _FRONT_S
-        while self._certificate is not None:
-            host = resolve(self._memory.host)
-            here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-            if is_listening(here, self._memory.port):
-                return
-            if time.monotonic() > until:
-                raise ShoalError(
-                    f"the front of the run's PostgreSQL does not listen at {bracketed(host)}:{self._memory.port} (see {self.log})"
-                )
-            time.sleep(0.02)
+        host, port = resolve(self._saved.host), self._saved.port
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        if self._certificate is not None and not wait_until(lambda: is_listening(here, port), _FRONT_S, _LOOK_S):
+            raise ShoalError(f"the front of the run's PostgreSQL does not listen at {bracketed(host)}:{port} (see {self.log})")
 
     def _is_ready(self, until: float) -> bool:
         """Wait for the server; False if it ended, or takes too long."""
-        assert self._keeper is not None
-        while self._keeper.poll() is None and time.monotonic() < until:
-            if is_ready(self.data, self._keeper.pid):
-                return True
-            time.sleep(0.02)
+        keeper = self._keeper
+        assert keeper is not None
+        wait_until(lambda: keeper.poll() is not None or data_folder.is_ready(self.data, keeper.pid), until - time.monotonic(), _LOOK_S)
+        if keeper.poll() is None and data_folder.is_ready(self.data, keeper.pid):
+            return True
         self._let_go()
         return False
 
@@ -230,29 +206,24 @@ class EmbeddedPostgres:
         """Close the keeper's input and wait: it then shuts the server down."""
         if self._keeper is None:
             return
-        assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        try:
-            self._keeper.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+        wait_or_kill(self._keeper, _STOP_S)
 
     def _open(self) -> None:
         """See that the password is the wanted one, and that there is a database."""
         from shoal.transports.postgres.access import connect, create_database, set_password
 
-        wanted = self._password or self._memory.password
-        if wanted != self._memory.password:
+        wanted = self._password or self._saved.password
+        if wanted != self._saved.password:
             maintenance = self.access._replace(database="postgres")
             try:
                 connection = connect(maintenance)
             except ShoalError:  # a run that was killed changed the password before it could save it
                 connection = connect(maintenance._replace(password=wanted))
             with connection:
-                set_password(connection, self._memory.user, wanted)
-            self._memory = self._memory._replace(password=wanted)
-            self._memory.save(self.folder)
+                set_password(connection, self._saved.user, wanted)
+            self._saved = self._saved._replace(password=wanted)
+            self._saved.save(self.folder)
         create_database(self.access)
 
 
@@ -262,7 +233,7 @@ def database_of(folder: Path) -> Iterator[tuple[Access, str]]:
     known = ConnectionFile.of(folder)
     if known is None:
         raise ShoalError(f"{folder} holds no database: only a run with `host: embedded` has one of its own")
-    if running_server(folder.absolute() / "postgres") is not None:
+    if data_folder.running_server(folder.absolute() / "postgres") is not None:
         yield known.access, known.host
         return
     settings = known._asdict()
@@ -271,13 +242,13 @@ def database_of(folder: Path) -> Iterator[tuple[Access, str]]:
         yield server.access, known.host
 
 
-def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict[str, Any] | None) -> subprocess.Popen[bytes]:
+def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict[str, Any] | None) -> OpenedProcess:
     """Start the keeper in a session of its own: Ctrl-C at the terminal must reach the run only, which still needs its database to stop."""
     order = {"command": command, "cwd": str(programs.data), "user": programs.user, "front": front}
     order["stop"] = programs.command("pg_ctl", "stop", "--mode", "fast")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
     with log.open("ab") as file:
-        keeper = subprocess.Popen(
+        keeper = OpenedProcess(
             [sys.executable, "-I", supervisor.__file__],
             stdin=subprocess.PIPE,
             stdout=file,
@@ -286,15 +257,12 @@ def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same, on Windows
             env=environ,
         )
-    assert keeper.stdin is not None
-    keeper.stdin.write(json.dumps(order).encode() + b"\n")
-    keeper.stdin.flush()
+    write_line(keeper, json.dumps(order))
     return keeper
 
 
 def _complaint(log: Path, start: int) -> str:
     """Why a server did not start: the fatal error in its log since `start`, else the last line."""
-    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
-    fatal = [line for line in lines if "FATAL:" in line]
-    line = (fatal or lines or ["it said nothing"])[-1]
+    printed = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
+    line = last_line("\n".join(line for line in printed.splitlines() if "FATAL:" in line) or printed)
     return line.partition("FATAL:")[2].strip() or line

@@ -67,8 +67,7 @@ def identity(user: list[int] | None) -> dict[str, Any]:
 
 
 def _prepared() -> Callable[[], None]:
-    """Asks the kernel to shut the calling process down, fast, when its parent dies, and to bound the memory of it and of each of its
-    processes. All is loaded before: that process may read nothing."""
+    """A function for a new process: it ends with its parent, and the memory of it and its children is bounded. It must load nothing."""
     import ctypes
     import resource
 
