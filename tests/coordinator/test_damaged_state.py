@@ -55,7 +55,7 @@ class Killed(NamedTuple):
         key = store.receipt_key
         coordinator = Coordinator(self.world.plan._replace(receipt_key=key), self.world.strategy, learner)
         capture = SnapshotContent({"vector": learner.vector}, {"coordinator": coordinator.state_dict(), "ledger": 0})
-        around = DriverDeps(Wire(), store, told, Message({}), lambda: capture, lambda: 0.0, lambda: "s", threads=False)
+        around = DriverDeps(Wire(), store, told.published, told.say, Message({}), lambda: capture, lambda: 0.0, lambda: "s", threads=False)
         driver = CoordinatorDriver(coordinator, around)
         try:
             snapshot = store.snapshots.newest(told.say)

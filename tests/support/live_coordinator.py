@@ -67,7 +67,7 @@ class Live:
             )
 
         welcome = Message({"size": 2})
-        around = DriverDeps(self.server, store, self, welcome, capture, self.clock, lambda: secrets.token_hex(16))
+        around = DriverDeps(self.server, store, self.published, self.say, welcome, capture, self.clock, lambda: secrets.token_hex(16))
         self.driver = CoordinatorDriver(coordinator, around)
         if resume:
             snapshot = store.snapshots.newest(lambda text: None)

@@ -128,6 +128,7 @@ class Cluster:
     ) -> None:
         self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
         self.plan = RunPlan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
+        self.plan = self.plan._replace(pull_every=strategy.pull.every)
         self.coordinator = believing(Coordinator(self.plan, strategy, self.learner))
         self.now = 1000.0
         self.calls = 0

@@ -1,30 +1,18 @@
-"""Interfaces of the driver's collaborators: store, server, lease database, observer."""
+"""Interfaces of the driver's collaborators: store and lease database."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from shoal.coordinator.effects import Frames, Published
-from shoal.protocol.messages import Message, Request
+from shoal.coordinator.effects import Frames
+from shoal.protocol.messages import Request
+from shoal.protocol.server import Server
+from shoal.updates.state_packing import Checkpoint
 
 Result = TypeVar("Result")
-
-
-class SavedState(Protocol):
-    """A checkpoint or a snapshot."""
-
-    @property
-    def path(self) -> PurePath: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def weights(self) -> Mapping[str, Tensor]: ...
-    @property
-    def state(self) -> dict[str, Any]: ...
 
 
 class Journal(Protocol):
@@ -63,7 +51,7 @@ class Snapshots(Protocol):
 
     def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], Any]: ...
     def all(self) -> Sequence[Any]: ...
-    def newest(self, warn: Callable[[str], None]) -> SavedState | None: ...
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None: ...
 
 
 class CoordinatorStore(Protocol):
@@ -99,34 +87,7 @@ class CoordinatorStore(Protocol):
         ...
 
 
-class TrafficCounts(Protocol):
-    """Traffic of a server, and refused requests by reason."""
-
-    received_bytes: int
-    sent_bytes: int
-    refused: dict[str, int]
-
-    def refuse(self, reason: str) -> None: ...
-
-
-class RequestServer(Protocol):
-    """Receives requests of workers, and sends replies."""
-
-    @property
-    def traffic(self) -> TrafficCounts: ...
-    def poll(self, timeout_s: float) -> list[Request]:
-        """Waiting requests, as soon as there are some; empty after the timeout or `wake`."""
-        ...
-
-    def reply(self, request: Request, message: Message) -> None: ...
-    def wake(self) -> None:
-        """Make a `poll` in progress return early; from any thread."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class LeaseDatabase(RequestServer, Protocol):
+class LeaseDatabase(Server, Protocol):
     """A server in a database that also keeps the leases of units. A result stays in the database until it is consumed."""
 
     def is_from_leases(self, request: Request) -> bool: ...
@@ -151,13 +112,3 @@ class LeaseDatabase(RequestServer, Protocol):
     def keep_out(self, worker: str, out: bool) -> None:
         """Lease no more units to a worker of this name, or do so again."""
         ...
-
-
-class RunObserver(Protocol):
-    """Records what happens in a run."""
-
-    def published(self, version: Published, replaying: bool) -> None:
-        """There is a new version; `replaying`: it existed before a crash, too."""
-        ...
-
-    def say(self, text: str) -> None: ...

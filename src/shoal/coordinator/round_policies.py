@@ -1,47 +1,17 @@
 """The coordinator's part of a strategy: which contributions are too late, and when a round becomes new weights.
 
-A strategy's other policies are the worker's (`worker/step_policies.py`) and the learner's (`engines/learners/apply.py`); what the
-coordinator must know of those is in `ContributionPolicy`. Strategies differ by methods, never by checks of a policy's class.
+A strategy's other policies are the worker's (`worker/step_policies.py`, `updates/contribution_policy.py`) and the learner's
+(`engines/learners/apply.py`). Strategies differ by methods, never by checks of a policy's class.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from shoal.coordinator.rounds.open_rounds import Round
 from shoal.updates import staleness
-
-
-class ContributionPolicy(Protocol):
-    """What the coordinator must know of the contributions that workers send."""
-
-    @property
-    def inner_steps(self) -> int:
-        """Steps of a worker that make one contribution."""
-        ...
-
-    @property
-    def own_steps(self) -> bool:
-        """Whether a worker also steps its own weights between pulls, so that versions it made itself do not count as lag."""
-        ...
-
-    @property
-    def takes_inner_steps(self) -> bool:
-        """Whether workers take inner steps with an optimizer of their own, so that the coordinator says how many."""
-        ...
-
-    @property
-    def balances_speeds(self) -> bool:
-        """Whether slower workers take fewer inner steps."""
-        ...
-
-    @property
-    def sends_weights(self) -> bool:
-        """Whether workers send their weights, whose mean are the new ones, in place of the pseudo-gradient."""
-        ...
-
+from shoal.updates.contribution_policy import ContributionPolicy
 
 # --- admission: what is too late ---------------------------------------------------------------------------
 
@@ -203,16 +173,13 @@ class Barrier(Every):
         return now >= there.quorum_at + self.grace_s
 
 
-class CoordinatorPolicies(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorPolicies:
     """The policies of a strategy that the coordinator reads."""
 
-    @property
-    def contribution(self) -> ContributionPolicy: ...
-    @property
-    def admission(self) -> Everything: ...
-    @property
-    def rounds(self) -> Every: ...
-    @property
-    def pull_every(self) -> int:
-        """Steps of a worker between pulls."""
-        ...
+    rounds: Every
+    """When the weights move."""
+    contribution: ContributionPolicy
+    """What a worker sends, and how often."""
+    admission: Everything = Everything()
+    """Whose contribution is too late, and what a late one counts."""

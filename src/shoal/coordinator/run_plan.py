@@ -165,6 +165,8 @@ class RunPlan(NamedTuple):
     """Workers that the configuration names, and their hosts, if it says so."""
     above: RelayPlace | None = None
     """For a relay: its seat at the coordinator above."""
+    pull_every: int = 1
+    """Steps of a worker between pulls."""
     most_lag: int = 0
     """Versions that may be made while a worker computes a unit."""
     rollouts: RolloutLearner | None = None

@@ -12,7 +12,6 @@ import torch
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
-from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Published
 from shoal.coordinator.events import Interrupted, RunConcluded, WorkerExited
 from shoal.coordinator.run_plan import RelayPlace
@@ -128,7 +127,8 @@ class CoordinatorLoop(RecordedLoop):
         around = DriverDeps(
             server=storage.server,
             store=storage.store,
-            observer=self,
+            published=self.published,
+            say=self.message,
             welcome=welcome,
             capture=lambda: SnapshotContent(self.engine.weights(), self.state_dict()),
             clock=time.monotonic,
@@ -196,9 +196,6 @@ class CoordinatorLoop(RecordedLoop):
             self.count_replayed(result, version.batches)
         else:
             self.advance(result, version.batches, self.coordinator.finished)
-
-    def say(self, text: str) -> None:
-        self.message(text)
 
     # --- evaluation, figures and checkpoints -----------------------------------------------------------
 
@@ -271,11 +268,11 @@ class CoordinatorLoop(RecordedLoop):
             "totals": self.traffic.state_dict(),
         }
 
-    def _restore(self, saved: SavedState) -> None:
+    def _restore(self, saved: Checkpoint) -> None:
         self.recorder.restore(saved)
         self.learner.load_state_dict(saved.state.get("learner", {}))  # a run alone has none
 
-    def recover(self, snapshot: SavedState) -> None:
+    def recover(self, snapshot: Checkpoint) -> None:
         """Restore the coordinator from its last snapshot and the journal since then."""
         self._restore(snapshot)
         self.driver.recover(snapshot)

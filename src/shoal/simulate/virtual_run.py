@@ -116,7 +116,9 @@ class VirtualRun:
         self.report = SimulationReport(len(weather.machines), hours, seed, scenario.strategy, scenario.codec, learns)
         self.coordinator = Coordinator(plan, policies, scenario.learner)
         self._recorder = ReportRecorder(self.coordinator, self.timeline, self.report, self._until_s / POINTS)
-        self._service = CoordinatorService(self.coordinator, self.store, self._recorder, self.timeline, self.report, updates.scale)
+        self._service = CoordinatorService(
+            self.coordinator, self.store, self._recorder.published, self._recorder.say, self.timeline, self.report, updates.scale
+        )
         self._tick_s = max(TICK_S, min(_LONGEST_TICK_S, plan.heartbeat_interval_s / 4, self._quickest_s() / _TICKS_PER_CONTRIBUTION))
         self._deps = WorkerDeps(
             self.timeline,

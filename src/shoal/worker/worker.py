@@ -18,9 +18,9 @@ from shoal.protocol.messages import Contribute
 from shoal.updates.fragments import Span
 from shoal.worker.producers import ProducedContribution, WorkerContribution
 from shoal.worker.receipts import ReceiptsFile
-from shoal.worker.sender import PendingEvents, Sender
-from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned
-from shoal.worker.step_policies import PullPolicy, ShardFeedPolicy
+from shoal.worker.sender import Sender
+from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned, SessionEvent
+from shoal.worker.step_policies import FeedPolicy, PullPolicy
 from shoal.worker.timing import WorkerTimes
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
@@ -42,7 +42,7 @@ time of an answer that the worker does not wait for."""
 class WorkerPolicies(NamedTuple):
     """The worker's share of a strategy."""
 
-    feed: ShardFeedPolicy
+    feed: FeedPolicy
     contribution: WorkerContribution
     pull: PullPolicy
     window: int = 0
@@ -115,7 +115,7 @@ class Worker:
         self.busy = 1.0
         """Set at the end: the share of the time in which the worker did not wait for an answer."""
         self._feed: Feed | None = None
-        self._under_way: PendingEvents | None = None
+        self._under_way: Callable[[], list[SessionEvent]] | None = None
         self._most_lag, self._versions_per_step = math.inf, 1.0
         self._step_s = 0.0
         self.times = WorkerTimes(clock)
@@ -302,14 +302,14 @@ class Worker:
             under_way, self._under_way = self._under_way, None
             self.state = _WAITING
             self.times.begin(_WAITING)
-            events = under_way.result()
+            events = under_way()
             self.times.waited()
             self._apply(events)
 
     def _say_all(self) -> None:
         self._apply(self.sender.exchange())
 
-    def _apply(self, events: list[SeatAssigned | LeasedUnit | ContributionReceipt | RunNews]) -> None:
+    def _apply(self, events: list[SessionEvent]) -> None:
         status: str | None = None
         for event in events:
             if isinstance(event, ContributionReceipt):

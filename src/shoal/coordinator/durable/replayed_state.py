@@ -67,7 +67,7 @@ class ReplayedState:
 
     def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, learner: Learner) -> None:
         self.plan, self.learner = plan, learner
-        self.remembered = max(_LEAST_REMEMBERED, 2 * policies.pull_every) if policies.contribution.own_steps else 0
+        self.remembered = max(_LEAST_REMEMBERED, 2 * plan.pull_every) if policies.contribution.own_steps else 0
         """Bound on remembered versions per worker: more than a worker makes between two pulls."""
         self.sends_weights = policies.contribution.sends_weights
         """Whether workers send weights, whose mean are the new ones, instead of updates."""
