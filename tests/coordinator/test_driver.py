@@ -85,7 +85,7 @@ class World:
 
         def capture() -> SnapshotContent:
             return SnapshotContent(
-                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.replayed.state_dict(), "ledger": store.ledger.length}
             )
 
         sessions = (f"{self.random.getrandbits(64):016x}" for _ in itertools.count())

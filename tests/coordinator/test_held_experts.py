@@ -134,7 +134,7 @@ def test_a_journal_leads_to_the_same_weights() -> None:
     cluster.contribute(other, frames=encoded(8.0, 16.0, 0.0))
     again = mixture()
     for record, frames in cluster.records:
-        again.coordinator.replay(record, frames)
+        again.coordinator.replayed.apply(record, frames)
     assert torch.equal(again.learner.vector, cluster.learner.vector)
     assert cluster.learner.vector.any()
 

@@ -181,10 +181,10 @@ def test_a_coordinator_that_takes_the_records_again_knows_who_has_what() -> None
             cluster.work(worker)
     other = Coordinator(cluster.plan, cluster.strategy, type(cluster.learner)())
     for record, frames in cluster.records:
-        other.replay(record, frames)
+        other.replayed.apply(record, frames)
     assert vars(other.state) == vars(cluster.coordinator.state)
     kept = Coordinator(cluster.plan, cluster.strategy, type(cluster.learner)())
-    kept.load_state_dict(cluster.coordinator.state_dict())
+    kept.load_state_dict(cluster.coordinator.replayed.state_dict())
     assert vars(kept.state) == vars(cluster.coordinator.state)
 
 

@@ -63,7 +63,7 @@ class Live:
 
         def capture() -> SnapshotContent:
             return SnapshotContent(
-                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.replayed.state_dict(), "ledger": store.ledger.length}
             )
 
         welcome = Message({"size": 2})

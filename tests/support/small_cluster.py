@@ -235,7 +235,7 @@ class Cluster:
         other = Cluster(self.strategy, self.plan.expected, updates=self.updates, needed=self.plan.needed, steps=self.plan.total_steps)
         other.now, other.calls = self.now, self.calls
         for record, frames in self.records if records is None else records:
-            other.carry_out(other.coordinator.replay(record, frames))
+            other.carry_out(other.coordinator.replayed.apply(record, frames))
         return other
 
 

@@ -96,15 +96,14 @@ class CoordinatorDriver:
         if self._may_tick(now):
             self.handle(Tick())
         self._tick_at = now + TICK_S
-        for note in self.leases.notes(now) if self.leases is not None else ():
+        for note in self.leases.notes.read(now) if self.leases is not None else ():
             self.deps.say(note)
         if self.snapshots.due(self._journal_is_long(), now):
             self.snapshot(wait=False)
         return True
 
     def _may_tick(self, now: float) -> bool:
-        """Whether silent workers may be removed. After a long pause of this process or machine, heartbeats must first have had the time to
-        arrive."""
+        """Whether silent workers may be removed: after a long pause of this machine, heartbeats must first have the time to arrive."""
         interval_s = self.coordinator.members.heartbeat_interval_s
         if self._listens_until is None and now - self._tick_at > interval_s:
             self._listens_until = now + interval_s
@@ -160,10 +159,6 @@ class CoordinatorDriver:
             self._carry_out_one(effect)
         if also is not None:
             also()
-        if self.leases is not None:
-            self._issue(effects)
-
-    def _issue(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Issue) and self.leases is not None and not self._replaying:
                 self.leases.issue(effect)
@@ -223,7 +218,7 @@ class CoordinatorDriver:
             self.leases.commit(self._carry_out)
         self.drain()
         captured = self.deps.capture()
-        self.snapshots.write(self.coordinator.pending(), captured.weights, captured.state)
+        self.snapshots.write(self.coordinator.replayed.pending(), captured.weights, captured.state)
         if wait:
             self.snapshots.finish()
 
@@ -238,7 +233,7 @@ class CoordinatorDriver:
         self.store.ledger.cut(snapshot.state["ledger"])
         self._replaying = True
         for record, frames in self.store.journal.recover(snapshot.step):
-            self._carry_out(self.coordinator.replay(record, frames))
+            self._carry_out(self.coordinator.replayed.apply(record, frames))
         self._replaying = False
         for remark in self.store.settle():
             self.deps.say(f"warning: {remark}")

@@ -78,8 +78,7 @@ class CoordinatorStore(Protocol):
         ...
 
     def settle(self) -> list[str]:
-        """End the replay of the records since the snapshot. Return warnings for the user. Raises ShoalError where ledger and journal do not
-        fit together."""
+        """End the replay of records. Return warnings for the user. Raises ShoalError where ledger and journal do not fit together."""
         ...
 
     def forget(self) -> None:

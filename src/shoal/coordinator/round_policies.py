@@ -61,8 +61,7 @@ MOST_OF_ONE = 4
 
 @dataclass(frozen=True)
 class Every:
-    """A round closes after a number of contributions. All of them count; for a rule that compares workers, those of one worker are
-    averaged."""
+    """A round closes after a number of contributions. A rule that compares workers gets the mean of each worker's."""
 
     contributions: int = 1
     different: bool = False
@@ -106,8 +105,7 @@ class Every:
         return MOST_OF_ONE if self.different or self.waits_for_all else self.contributions
 
     def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
-        """Whether the round closes now. `needed`: different workers that the aggregation rule needs; `no_more`: no unit of the data is left
-        to come in."""
+        """Whether the round closes now. `needed`: different workers that the rule needs; `no_more`: no unit of the data is left."""
         if self.different:
             return there.workers >= max(needed, min(self.contributions, max(1, active)))
         return len(there.held) >= self.contributions and there.workers >= needed

@@ -33,18 +33,15 @@ class Learner(Protocol):
 
 
 class RolloutLearner(Protocol):
-    """Handler for contributions that are rollouts instead of updates.
-
-    A unit is given by the number of its first sample and its number of samples.
-    """
+    """Handler for contributions that are rollouts. A unit is given by the number of its first sample and its number of samples."""
 
     def lease(self, first: int, samples: int) -> dict[str, Any]:
         """Fields of a unit's lease."""
         ...
 
     def read(self, frames: Frames, first: int, samples: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
-        """Decode the result of a unit that was leased with version `base`. Raises UpdateError, and InexactAnswers where it was not computed
-        as it should have been. `worker`: its sender; empty: a record is replayed."""
+        """Decode a unit's result, leased with version `base`. Raises UpdateError; InexactAnswers where it was not computed as it should
+        have been. `worker`: its sender; empty: a record is replayed."""
         ...
 
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:

@@ -168,8 +168,8 @@ class CoordinatorLoop(RecordedLoop):
             if self.relay is not None:
                 self.relay.tick()
         self.status.update("ending")  # workers may leave before the next tick
-        if coordinator.stopped:
-            raise ShoalError(coordinator.stopped)
+        if coordinator.completion.stopped:
+            raise ShoalError(coordinator.completion.stopped)
         self.driver.handle(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
         interrupted = recorder.stopping == INTERRUPTED
         self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self._tick)
@@ -191,7 +191,7 @@ class CoordinatorLoop(RecordedLoop):
         result = StepResult(figures, max(1, round(version.weight)), version.samples)
         self.data.update()
         if self.data.batches_per_epoch is None and self.run.training.epochs and self.data.epochs >= self.run.training.epochs:
-            self.coordinator.end_here()
+            self.coordinator.completion.end_here()
         if replaying:
             self.count_replayed(result, version.batches)
         else:
@@ -262,7 +262,7 @@ class CoordinatorLoop(RecordedLoop):
     def state_dict(self) -> dict[str, Any]:
         return self.recorder.state_dict() | {
             "feed": {},
-            "coordinator": self.coordinator.state_dict(),
+            "coordinator": self.coordinator.replayed.state_dict(),
             "ledger": self.store.ledger.length,
             "learner": self.learner.state_dict(),
             "totals": self.traffic.state_dict(),

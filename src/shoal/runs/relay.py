@@ -52,7 +52,7 @@ class Relay:
         upward = self.coordinator.replayed.relayed
         if upward is None:
             if self.protocol.done:
-                self.coordinator.end_here()
+                self.coordinator.completion.end_here()
             return
         self.driver.drain()  # the round's number must be durable before it is sent
         if self.climber.offer(upward.asked, upward.frames):

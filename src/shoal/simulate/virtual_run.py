@@ -215,7 +215,7 @@ class VirtualRun:
         if coordinator.tasks is not None:
             kinds = self.store.journal.kinds
             report.tasks = {"tasks": len(coordinator.tasks.tasks.tasks), "given": kinds["seated"], "cut": kinds["cut"]}
-        known = ledger.applied + Counter(record["worker"] for record, _ in coordinator.pending())
+        known = ledger.applied + Counter(record["worker"] for record, _ in coordinator.replayed.pending())
         missing = [name for name, count in confirmed.items() if known[name] < count]
         report.violations += [
             f"{confirmed[name]} contributions of {name} were acknowledged, and {known[name]} are in the ledger" for name in missing

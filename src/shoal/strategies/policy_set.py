@@ -67,8 +67,7 @@ class Policies(CoordinatorPolicies):
     pull: PullPolicy = PullPolicy()  # noqa: RUF009
     """When a worker takes new weights, and how."""
     expert_cap: float | None = None
-    """Upper limit of a contribution's weight in an expert, as a multiple of its weight in the plain mean; None: experts are not weighted
-    by their tokens."""
+    """Upper limit of a contribution's weight in an expert, as a multiple of that in the mean; None: tokens do not weigh experts."""
 
     def spans(self, layouts: Mapping[str, ParameterLayout]) -> tuple[Span, ...]:
         """The fragments of the weights that rounds update in turn; empty: each round updates all of them."""

@@ -140,10 +140,8 @@ class GradientProducer(Producer):
 
 
 class PseudoGradientProducer(Producer):
-    """DiLoCo's pseudo-gradient θ₀ − θ after many inner steps. The inner optimizer keeps its state over all rounds.
-
-    θ₀ is what the coordinator sent last. Where weights are exchanged in fragments, θ₀ of each fragment has a version of its own.
-    """
+    """DiLoCo's pseudo-gradient θ₀ − θ after many inner steps; the inner optimizer keeps its state. θ₀ is what the coordinator sent last;
+    each fragment that is exchanged on its own has its own version of θ₀."""
 
     def __init__(
         self, worker: ProducerContext, policy: PseudoGradientContribution, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]
@@ -309,8 +307,8 @@ class UnitGradientProducer(Producer):
         return samples
 
     def _in_parts(self, batch: Batch) -> Iterator[StepResult]:
-        """Gradients over a batch, or over parts of it that fit into memory. The processes of an island take whole batches only, since all
-        of them must take the same ones."""
+        """Gradients over a batch, or over parts that fit into memory. The processes of an island take whole batches: all need the same
+        ones."""
         size, at = len(next(iter(batch.values()))), 0
         while at < size or not size:
             most = min(self._most_samples or size, size - at)
@@ -385,8 +383,7 @@ class WorkerContribution(ContributionPolicy, ABC):
 
     @abstractmethod
     def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
-        """What computes the contributions of a worker. `checkpoint` saves what only the worker knows; `spans`: the fragments of the weights
-        that rounds take in turn."""
+        """What computes the contributions. `checkpoint` saves what only the worker knows; `spans`: fragments that rounds take in turn."""
 
 
 class GradientContribution(WorkerContribution):

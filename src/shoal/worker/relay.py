@@ -47,8 +47,7 @@ class UpstreamSession:
         self._status = ""
 
     def offer(self, asked: Contribute, frames: Frames) -> bool:
-        """Queue a contribution, which the journal keeps beyond this process. Returns whether it is new: then the caller starts the
-        exchange."""
+        """Queue a contribution from the journal. Returns whether it is new: then the caller starts the exchange."""
         if self._under_way:
             return False
         self.protocol.contribute_for_relay(asked, frames)

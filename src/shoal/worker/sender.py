@@ -88,21 +88,21 @@ class Sender:
     def begin(self) -> Future[list[SessionEvent]]:
         """Send the session's requests from the sender's thread."""
         future: Future[list[SessionEvent]] = Future()
-        self._start_thread()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
+            self._thread.start()
         self._jobs.put(future)
         return future
 
     def leave_early(self, reason: str) -> None:
-        """Leave before the end of the run and report the reason if the coordinator is reachable. A request that is under way is finished
-        first."""
+        """Leave early and report the reason if the coordinator is reachable. A request that is under way is finished first."""
         self.protocol.stop()
         self.protocol.leave(reason)
         with contextlib.suppress(ShoalError, ConnectionLostError):
             self.exchange() if self._thread is None else self.send(soon=False)()
 
     def send_heartbeat(self, connection: CoordinatorConnection, state: str, figures: Mapping[str, float]) -> None:
-        """Send a heartbeat over a connection of its own, so that a worker with a long upload is not taken for dead. A lost heartbeat
-        does no harm."""
+        """Send a heartbeat over a connection of its own, as a long upload may be under way. A lost heartbeat does no harm."""
         if not self.protocol.session:
             return
         with contextlib.suppress(ConnectionLostError, ShoalError):
@@ -161,11 +161,6 @@ class Sender:
                 self.report(retry.message)
             self._closing.wait(retry.pause_s * self._random.uniform(0.7, 1.3))
             return None
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
-            self._thread.start()
 
     def _work(self) -> None:
         while (future := self._jobs.get()) is not None:

@@ -45,7 +45,6 @@ class WorkerEngine(Protocol):
     @property
     def gradient(self) -> Tensor: ...
     def gradients(self, batches: list[Batch]) -> StepResult: ...
-    def step(self, batches: list[Batch]) -> StepResult: ...
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
         """Take at least one step and at most `most`. Returns the metrics of all of them, and their number."""
         ...
@@ -110,8 +109,7 @@ class UpdateEncoder:
         return [*frames, frame_of(report.numpy())] if report.numel() else frames
 
     def _blur(self, vector: Tensor, samples: int) -> None:
-        """Add noise. One sample changes a mean over individually clipped samples by at most its share of the clip norm, so the noise is
-        scaled down likewise."""
+        """Add noise, scaled to the most that one sample can change: a mean over clipped samples by its share of the clip norm."""
         assert self.updates.clip_norm is not None
         reach = self.updates.clip_norm / samples if self._by_sample else self.updates.clip_norm
         privacy.add_noise_(vector, reach, self.updates.privacy.noise_multiplier, self._noise)

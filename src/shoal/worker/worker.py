@@ -33,7 +33,7 @@ _LAG_TO_SPEND = 0.5
 _MOST_LAG_SPENT = 3.0
 """Versions. Measured on MNIST: five versions of lag cost a point of accuracy, two a quarter of a point."""
 _STUCK_AFTER_LEASES = 10
-_WAITING = "waiting"
+_WAITING, _SENDING = "waiting", "sending"
 _SOON_S = 0.05
 """Seconds. For longer steps the sender thread does the sending: it can reconnect while the worker computes, and only it can measure the
 time of an answer that the worker does not wait for."""
@@ -62,11 +62,8 @@ class WorkerPace(NamedTuple):
 
 
 def may_overlap(policies: WorkerPolicies, overlap: int, pace: WorkerPace) -> bool:
-    """Whether the next step may begin before this contribution is answered: only if the contribution does not become too late, and if it
-    saves time.
-
-    `overlap`: steps that the producer takes while its contribution is under way.
-    """
+    """Whether the next step may begin before this contribution is answered: if that saves time and makes none too late. `overlap`: steps
+    that the producer takes while its contribution is under way."""
     if policies.contribution.takes_inner_steps or policies.feed.leased:
         return overlap > 0
     if policies.window:
@@ -143,7 +140,7 @@ class Worker:
             if not self.policies.feed.leased or self._claim():
                 self._step()
         self.await_answer()
-        self.busy = 1.0 - self.times.waited_s / max(1e-9, self.clock() - self._began)
+        self.busy = 1.0 - self.times.spent(_WAITING) / max(1e-9, self.clock() - self._began)
         self.state = "leaving"
         self.protocol.leave()
         self._say_all()
@@ -155,8 +152,7 @@ class Worker:
 
     @property
     def doing(self) -> str:
-        """The worker's state for heartbeats. A worker that has been at the same batch of a unit for many lease periods is stuck, not
-        slow."""
+        """The worker's state for heartbeats. A worker at the same batch of a unit for many lease periods is stuck, not slow."""
         feed = self.policies.feed
         stuck = feed.leased and self.state == COMPUTING and self.clock() - self._progress_at > _STUCK_AFTER_LEASES * feed.lease_s
         return STUCK if stuck else self.state
@@ -185,7 +181,9 @@ class Worker:
         return {
             "samples": self.samples,
             "samples_per_s": self.samples / whole if whole else 0.0,
-            **self.times.figures(COMPUTING, _WAITING),
+            "computing_s": self.times.spent(COMPUTING),
+            "idle_s": self.times.spent(_WAITING),
+            "sending_s": self.times.spent(_SENDING),
             "accepted": self.counts["accepted"],
             "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
@@ -203,12 +201,14 @@ class Worker:
             raise
         if made is None:
             return self._return_unit()
-        feed = self.feed
-        frames, coded_s = self._coded(made)
+        feed, frames = self.feed, made.frames
+        if frames is None:
+            self.times.begin(_SENDING)
+            frames = self.encoder.frames(made.vector, made.samples, made.span)
+        now = self.times.begin(COMPUTING)
         if self.slowdown > 1:
-            time.sleep((self.slowdown - 1) * (self.clock() - started))
-        self._step_s = self.clock() - started
-        self.times.computed(self._step_s - coded_s)
+            time.sleep((self.slowdown - 1) * (now - started))
+        self._step_s = self.times.begin("") - started
         self.steps += 1
         self.await_answer()
         if self.feed is not feed:  # the coordinator has moved this worker meanwhile: another worker sends this part
@@ -220,14 +220,6 @@ class Worker:
         if not overlaps:
             self.await_answer()
         return None
-
-    def _coded(self, made: ProducedContribution) -> tuple[list[memoryview], float]:
-        """Encode an update. Returns its frames, and the seconds that encoding took."""
-        began_at = self.clock()
-        frames = self.encoder.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
-        took_s = self.clock() - began_at
-        self.times.sent(took_s)
-        return frames, took_s
 
     @property
     def _is_through(self) -> bool:
@@ -243,7 +235,7 @@ class Worker:
         self.times.begin(_WAITING)
         self.protocol.claim()
         self._say_all()
-        self.times.waited()
+        self.times.begin("")
         unit: LeasedUnit | None = self.unit
         if unit is None or self.over:
             return False
@@ -292,18 +284,18 @@ class Worker:
         )
         self.protocol.contribute(contribution, frames, pulls=unit is None and self.steps % self.policies.pull.every == 0)
         self.counts["sent"] += 1
-        began_at = self.clock()
+        self.times.begin(_SENDING)
         self._under_way = self.sender.send(soon)
-        self.times.sent(self.clock() - began_at)
+        self.times.begin("")
 
     def await_answer(self) -> None:
         """Wait for the answer to the contribution that is under way, and apply it."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
-            self.state = _WAITING
+            self.state, before = _WAITING, self.times.doing
             self.times.begin(_WAITING)
             events = under_way()
-            self.times.waited()
+            self.times.begin(before)
             self._apply(events)
 
     def _say_all(self) -> None:

@@ -23,8 +23,8 @@ class JournalWriter:
     """Queue of effects that wait for their records. All methods are for one thread."""
 
     def __init__(self, append: Callable[[Persist], None], carry_out: Callable[[Effect], None], ready: Callable[[], None]) -> None:
-        """`append` writes a record, in this or the writer thread; `carry_out` does all other effects, in this thread; `ready` is called
-        from the writer thread after each record."""
+        """`append` writes a record, in either thread; `carry_out` does all other effects; the writer thread calls `ready` after each
+        record."""
         self._append, self._carry_out, self._ready = append, carry_out, ready
         self._queue: deque[Effect] = deque()
         """Effects that are not carried out yet; the first is a record that is being written."""

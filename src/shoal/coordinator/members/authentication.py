@@ -109,8 +109,7 @@ class Authenticator:
     def check_proof(
         self, asked: Join | Gone | OwnerCommand, purpose: str, before: Member | None, now: float, address: str = ""
     ) -> tuple[int, JoinRefusal]:
-        """The number of the answered challenge, and why the answer is refused. `before`: the worker that has the name now, if that is
-        known already. `address`: the sender's, if known."""
+        """The number of the answered challenge, and why the answer is refused. `before`: the worker that has the name now, if known."""
         number, issued_at = self._parse(asked.nonce)
         if not number or now - issued_at > _NONCE_S or number in self._answered:
             return 0, _TOO_LATE

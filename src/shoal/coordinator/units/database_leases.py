@@ -23,8 +23,7 @@ _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
 
 
 class DatabaseNotes:
-    """Notes from the database for the user, read once a second. They contain students' text, so they are made printable and
-    rate-limited."""
+    """Notes from the database, read once a second. They contain students' text, so they are made printable and rate-limited."""
 
     def __init__(self, database: LeaseDatabase) -> None:
         self.database = database
@@ -54,7 +53,7 @@ class DatabaseLeases:
         """Results that are in an open round, and still in the database."""
         self._effects: list[Effect] = []
         """Effects to carry out when the round closes."""
-        self._notes = DatabaseNotes(database)
+        self.notes = DatabaseNotes(database)
 
     def is_resumed(self) -> bool:
         """Whether the units that were on offer before a restart still are."""
@@ -94,7 +93,7 @@ class DatabaseLeases:
 
     def _publish(self, version: int, messages: list[WeightsMessage], done: bool) -> None:
         for kind, header, frames in messages:
-            self.database.publish(version, kind, header | {"step": self.coordinator.step, "done": done}, frames)
+            self.database.publish(version, kind, header | {"step": self.coordinator.replayed.step, "done": done}, frames)
         self.published_end = done
 
     def issue(self, effect: Issue) -> None:
@@ -104,10 +103,6 @@ class DatabaseLeases:
         contributions = self.coordinator.policies.rounds.contributions
         quorum = contributions if plan.needed <= 1 else None  # the rule may need results of more workers
         self.database.issue(effect.version, units, plan.lease_s, plan.attempts, quorum)
-
-    def notes(self, now: float) -> list[str]:
-        """New notes for the user."""
-        return self._notes.read(now)
 
     def has_workers(self) -> bool:
         return any(worker["alive"] for worker in self.database.workers())

@@ -73,8 +73,8 @@ class Leases:
         present: Callable[[], Iterable[str]] = tuple,
         patience_leases: float = PATIENCE_LEASES,
     ) -> None:
-        """`most_lag`: versions that may be made before a leased unit is cancelled. `present`: names of the workers that are here, without
-        those that failed too many units in a row."""
+        """`most_lag`: versions that may be made before a leased unit is cancelled. `present`: workers that are here and do not fail too
+        often."""
         self.lease_s, self.attempts, self.most_lag, self.present = lease_s, attempts, most_lag, present
         self.patience_s = patience_leases * lease_s
         self.version = -1
