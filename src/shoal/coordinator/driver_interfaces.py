@@ -25,7 +25,6 @@ class Journal(Protocol):
     @property
     def open(self) -> bool:
         """Whether records can be appended; otherwise a new journal must begin first."""
-        ...
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int: ...
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None: ...
@@ -41,7 +40,6 @@ class Ledger(Protocol):
     def append(self, line: dict[str, Any]) -> None: ...
     def cut(self, length: int) -> None:
         """Go back to the length at a snapshot; the records since then are replayed."""
-        ...
 
     def close(self) -> None: ...
 
@@ -66,24 +64,19 @@ class CoordinatorStore(Protocol):
     @property
     def receipt_key(self) -> bytes:
         """Key of the receipts' seal; empty where the store cannot keep one."""
-        ...
 
     @property
     def transactional(self) -> bool:
         """Whether the effects of an event are one transaction. Files are written in order instead, possibly in a thread."""
-        ...
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
         """Do the work as one transaction where the store has them, and again if the connection was lost."""
-        ...
 
     def settle(self) -> list[str]:
         """End the replay of records. Return warnings for the user. Raises ShoalError where ledger and journal do not fit together."""
-        ...
 
     def forget(self) -> None:
         """Drop old journals, now that a snapshot is complete."""
-        ...
 
 
 class LeaseDatabase(Server, Protocol):
@@ -93,11 +86,9 @@ class LeaseDatabase(Server, Protocol):
     def consume(self, request: Request) -> None: ...
     def iteration(self) -> int | None:
         """The version that units are on offer for; None: none was ever offered."""
-        ...
 
     def has_open_units(self) -> bool:
         """Whether there is a unit that is leased or can be."""
-        ...
 
     def issue(
         self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int, quorum: int | None
@@ -105,9 +96,7 @@ class LeaseDatabase(Server, Protocol):
     def publish(self, version: int, kind: str, header: dict[str, Any], frames: Frames) -> None: ...
     def notes(self) -> list[str]:
         """New notes for the user about workers that lease units."""
-        ...
 
     def workers(self) -> list[dict[str, Any]]: ...
     def keep_out(self, worker: str, out: bool) -> None:
         """Lease no more units to a worker of this name, or do so again."""
-        ...

@@ -25,11 +25,9 @@ class Learner(Protocol):
     @property
     def buffers(self) -> Tensor:
         """Buffers that are sent along with the weights."""
-        ...
 
     def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
         """Apply a share of the update at this step of the schedule. The update is read-only: it may lie in a frame."""
-        ...
 
 
 class RolloutLearner(Protocol):
@@ -37,16 +35,13 @@ class RolloutLearner(Protocol):
 
     def lease(self, first: int, samples: int) -> dict[str, Any]:
         """Fields of a unit's lease."""
-        ...
 
     def read(self, frames: Frames, first: int, samples: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
         """Decode a unit's result, leased with version `base`. Raises UpdateError; InexactAnswers where it was not computed as it should
         have been. `worker`: its sender; empty: a record is replayed."""
-        ...
 
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
         """Make the next version. Each unit: first sample, number of samples, and the two tensors that `read` returned."""
-        ...
 
 
 class MemberLimits(NamedTuple):

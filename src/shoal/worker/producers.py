@@ -66,34 +66,27 @@ class ProducerContext(Protocol):
     @property
     def next_seat(self) -> SeatAssigned:
         """Where in the data the worker's next contribution begins."""
-        ...
 
     @property
     def server_step(self) -> float: ...
     @property
     def over(self) -> bool:
         """Whether the run is over, or the worker was asked to stop."""
-        ...
 
     def await_answer(self) -> None:
         """Wait for the answer to the contribution that is under way, and apply it."""
-        ...
 
     def move_to(self, place: SeatAssigned) -> None:
         """Continue at another place in the data."""
-        ...
 
     def repeat_number(self) -> None:
         """Give the next contribution the number of the last one: an earlier process of this worker sent it, and it was accepted."""
-        ...
 
     def still_wanted(self, unit: LeasedUnit) -> bool:
         """Called after each batch of a unit: whether the worker's lease of the unit still holds."""
-        ...
 
     def report(self, text: str) -> None:
         """Show a line to the user."""
-        ...
 
 
 class Producer(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 _TELLING_BYTES = 32 << 10
@@ -14,7 +14,7 @@ class WorkerTimes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock, self.doing = clock, ""
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = clock()
 
     def begin(self, doing: str) -> float:

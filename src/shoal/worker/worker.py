@@ -94,13 +94,12 @@ class Worker:
     ) -> None:
         """`feed_for(seat, epoch, position)` returns the feed that begins at that place."""
         self.sender, self.protocol, self.engine, self.policies = sender, sender.protocol, engine, policies
+        self.report, self.repeat_number = sender.report, sender.protocol.repeat_number
         self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
         self.receipts, self.clock = receipts or ReceiptsFile(None), clock
         self.encoder = UpdateEncoder(engine, updates)
         contribution = policies.contribution
-        self.weights = WorkerWeights(
-            engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.takes_inner_steps
-        )
+        self.weights = WorkerWeights(engine, updates.codec, policies.pull, contribution)
         self.producer = contribution.producer(self, checkpoint or NoWorkerCheckpoint(), policies.spans)
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
@@ -187,9 +186,6 @@ class Worker:
             "accepted": self.counts["accepted"],
             "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
-
-    def report(self, text: str) -> None:
-        self.sender.report(text)
 
     def _step(self) -> None:
         self.state, started = COMPUTING, self.times.begin(COMPUTING)
@@ -319,9 +315,6 @@ class Worker:
         if self._feed is not None:
             self._feed.close()
         self._feed = self.feed_for(*place)
-
-    def repeat_number(self) -> None:
-        self.protocol.repeat_number()
 
     def _note(self, receipt: ContributionReceipt) -> None:
         taken, sent = receipt.status == "accepted", receipt.contribution
