@@ -149,8 +149,7 @@ def accepted_record(
 
 
 def ledger_line(record: dict[str, Any]) -> list[Any]:
-    """A contribution's values in the ledger: worker, number, base, share, samples, seat, epoch, position, batches, and experts if not
-    all."""
+    """Its values in the ledger: worker, number, base, share, samples, seat, epoch, position, batches; experts, if it has not all."""
     line = list(_LEDGER_FIELDS(record))
     return [*line, list(record["experts"])] if record.get("experts") else line
 

@@ -300,8 +300,7 @@ class UnitGradientProducer(Producer):
         return samples
 
     def _in_parts(self, batch: Batch) -> Iterator[StepResult]:
-        """Gradients over a batch, or over parts that fit into memory. The processes of an island take whole batches: all need the same
-        ones."""
+        """Gradients over a batch, or over parts that fit into memory. The processes of an island must take the same ones: whole batches."""
         size, at = len(next(iter(batch.values()))), 0
         while at < size or not size:
             most = min(self._most_samples or size, size - at)

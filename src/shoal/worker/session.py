@@ -182,8 +182,7 @@ class WorkerSession:
             self.place = (made.epoch, made.position)
 
     def repeat_number(self) -> None:
-        """Give the next contribution the last one's number, by which the coordinator knows that an earlier process sent and it accepted
-        it."""
+        """Give the next contribution the last one's number: an earlier process of this worker sent it, and it was accepted."""
         self.seq = self.welcome["last_seq"]
 
     def contribute_for_relay(self, asked: Contribute, frames: Frames) -> None:

@@ -95,8 +95,7 @@ class UpdateEncoder:
         return False
 
     def frames(self, vector: Tensor, samples: int, span: slice = _ALL) -> list[memoryview]:
-        """Add noise and encode. The networks' statistics are the last frames. `span`: the fragment of the weights that the vector
-        covers."""
+        """Add noise and encode. The networks' statistics come last. `span`: the fragment of the weights that the vector covers."""
         if self.updates.privacy.enabled:
             self._blur(vector, samples)
         residual = None if self.residual is None else self.residual[span]

@@ -62,8 +62,7 @@ class WorkerPace(NamedTuple):
 
 
 def may_overlap(policies: WorkerPolicies, overlap: int, pace: WorkerPace) -> bool:
-    """Whether the next step may begin before this contribution is answered: if that saves time and makes none too late. `overlap`: steps
-    that the producer takes while its contribution is under way."""
+    """Whether the next step may begin before the answer, if that saves time and is not too late. `overlap`: the producer's own delay."""
     if policies.contribution.takes_inner_steps or policies.feed.leased:
         return overlap > 0
     if policies.window:

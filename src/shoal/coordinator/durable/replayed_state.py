@@ -379,8 +379,7 @@ class ReplayedState:
         return now
 
     def _combine_buffers(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
-        """The mean of the buffers; under a robust rule their median, which is robust too. Some of the reported episodes are kept as they
-        are."""
+        """The mean of the buffers; under a robust rule their median. Some of the reported episodes are kept as they are."""
         if not self.learner.buffers.numel():
             return torch.empty(0)
         stack = torch.stack([one.buffers for one in held])

@@ -75,8 +75,7 @@ class RoundClosing:
         return Note(f"warning: {rule.kind} withstands nothing with contributions of {few}: it takes {rule.works_from}; this is a mean")
 
     def watch_quorum(self, turn: Turn) -> None:
-        """Wait for more workers, or stop, while there are too few for the aggregation rule, which is never replaced by a weaker one.
-        Workers that are gone get time to come back: after a crash of the coordinator all of them have to."""
+        """Wait for more workers, or stop, while there are too few for the rule, which is never weakened: gone workers may come back."""
         number, now, needed = turn.state.version, turn.now, self.plan.needed
         reachable, interval_s = self.rounds.reachable(number), self.plan.heartbeat_interval_s
         if reachable >= needed:

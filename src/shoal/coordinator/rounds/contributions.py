@@ -70,9 +70,7 @@ class ContributionHandler:
 
     def _lag(self, turn: Turn, worker: Member, base: int) -> int:
         """Versions between the base of an update and now. A worker that steps its own weights has seen the versions that it made."""
-        own = 0
-        if self.policies.contribution.own_steps:
-            own = sum(1 for version in turn.state.made.get(worker.name, ()) if version > base)
+        own = sum(version > base for version in turn.state.made.get(worker.name, ()))
         return max(0, turn.state.version - base - own)
 
     # --- accept or reject ----------------------------------------------------------------------------
