@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from shoal.config.schema.cluster import Host
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.units.cut import DataCut
@@ -74,14 +75,6 @@ class DataTask(NamedTuple):
     priority: float = 1.0
 
 
-class DeclaredResources(NamedTuple):
-    """Resources of a worker as the configuration declares them."""
-
-    speed: float | None = None
-    memory_gb: float | None = None
-    bandwidth_mbps: float | None = None
-
-
 class TaskPlan(NamedTuple):
     """How the data is cut into tasks, and how they are matched with workers."""
 
@@ -91,7 +84,8 @@ class TaskPlan(NamedTuple):
     grain: int
     """Batches per contribution. Tasks begin and end at multiples of it."""
     match: Matching
-    claims: Mapping[str, DeclaredResources]
+    claims: Mapping[str, Host]
+    """By worker: its machine, as the configuration declares it."""
     megabits: float = 0.0
     """Traffic of a contribution, both ways."""
 

@@ -269,11 +269,11 @@ class TaskAssigner:
 
     def _declared(self, name: str) -> WorkerSpec:
         claim = self.tasks.claims.get(name)
-        return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.speed or 1.0, claim.memory_gb, claim.bandwidth_mbps)
+        return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.flops or 1.0, claim.memory_gb, claim.bandwidth_mbps)
 
     def _speeds(self) -> dict[str, float]:
         members = self.members.by_name
-        claims = {name: claim.speed if (claim := self.tasks.claims.get(name)) is not None else None for name in members}
+        claims = {name: claim.flops if (claim := self.tasks.claims.get(name)) is not None else None for name in members}
         return estimate_speeds(claims, {name: self._measured(worker) for name, worker in members.items()})
 
     def _measured(self, worker: Member) -> float | None:
