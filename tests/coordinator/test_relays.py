@@ -191,7 +191,7 @@ class Relay:
         if life != self.life or number != self.asked:
             return
         self.asked += 1
-        answered = self.climber.hear(self.protocol.on_answer(message.header, message.frames))
+        answered = self.climber.on_events(self.protocol.on_answer(message.header, message.frames))
         if self.driver is None and self.climber.version >= 0:
             self.begin(resume=False)
         if answered is not None:

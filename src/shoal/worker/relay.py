@@ -54,7 +54,7 @@ class UpstreamSession:
         self._under_way, self._status = True, ""
         return True
 
-    def hear(self, events: Iterable[SessionEvent]) -> UpstreamAnswer | None:
+    def on_events(self, events: Iterable[SessionEvent]) -> UpstreamAnswer | None:
         """Process the events of an exchange; None: the contribution has no outcome yet."""
         for event in events:
             if isinstance(event, ContributionReceipt):

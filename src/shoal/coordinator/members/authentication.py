@@ -23,6 +23,8 @@ _NONCE_S = 60.0
 _MOST_ADDRESSES = 1024
 _SHARE_OF_AN_ADDRESS = 3 / 4
 _PROOFS_PER_S, _PROOFS_AT_ONCE = 50.0, 500.0
+NOTES_PER_S, NOTES_AT_ONCE = 1.0, 200.0
+"""Rate limit on notes for the user that workers cause; notes beyond it are counted."""
 UNUSED_S = 600.0
 """Time after which a name without any accepted contribution is forgotten, once its worker has left."""
 

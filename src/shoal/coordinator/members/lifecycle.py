@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.coordinator.effects import Note, Reply
 from shoal.coordinator.events import RequestReceived
-from shoal.coordinator.members.authentication import Authenticator, JoinRefusal, TokenBucket
+from shoal.coordinator.members.authentication import NOTES_AT_ONCE, NOTES_PER_S, Authenticator, JoinRefusal, TokenBucket
 from shoal.coordinator.members.table import Member
 from shoal.coordinator.turn import CoordinatorContext, Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
@@ -15,8 +15,6 @@ from shoal.errors import printable
 from shoal.protocol.messages import PROTOCOL, Gone, Join
 
 _UNSEATED = -1
-_NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
-"""Rate limit on notes about workers that join and leave; notes beyond it are counted."""
 
 
 class MemberLifecycle:
@@ -32,7 +30,7 @@ class MemberLifecycle:
     ) -> None:
         self.plan, self.policies, self.rounds, self.members = context.plan, context.policies, context.replayed.rounds, context.members
         self.authenticator, self.units, self.tasks, self.replies = authenticator, units, tasks, replies
-        self._notes, self._unannounced = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
+        self._notes, self._unannounced = TokenBucket(NOTES_PER_S, NOTES_AT_ONCE), 0
 
     def restore(self, turn: Turn) -> None:
         """After a restart: quarantines begin anew, unused names are forgotten after a while."""

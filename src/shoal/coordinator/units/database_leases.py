@@ -13,13 +13,12 @@ from shoal.coordinator.driver_interfaces import LeaseDatabase
 from shoal.coordinator.effects import Effect, Issue, Published
 from shoal.coordinator.events import LeaseResult, UnusableResult
 from shoal.coordinator.machine import Coordinator
-from shoal.coordinator.members.authentication import TokenBucket
+from shoal.coordinator.members.authentication import NOTES_AT_ONCE, NOTES_PER_S, TokenBucket
 from shoal.coordinator.rounds.weights_publisher import WeightsFeed, WeightsMessage
 from shoal.errors import printable
 from shoal.protocol.messages import BadMessage, Request, parse_from_leases
 
 _NOTES_EVERY_S = 1.0
-_NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
 
 
 class DatabaseNotes:
@@ -28,7 +27,7 @@ class DatabaseNotes:
     def __init__(self, database: LeaseDatabase) -> None:
         self.database = database
         self._next_at = 0.0
-        self._limit = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE)
+        self._limit = TokenBucket(NOTES_PER_S, NOTES_AT_ONCE)
 
     def read(self, now: float) -> list[str]:
         """New notes, warnings first, so that frequent notes cannot hide them."""

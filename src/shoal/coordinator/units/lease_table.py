@@ -113,9 +113,9 @@ class Leases:
         if version != self.version:
             self._cancel(version)
         self.version, self.quorum = version, quorum
-        spoiled = [unit for unit in units if unit in self._completed]
+        unusable = [unit for unit in units if unit in self._completed]
         new = [unit for unit in units if not any(unit in known for known in (self._completed, self._pending, self._claimed, self.given_up))]
-        given_up = _only([self._count_attempt(self._completed.pop(unit), RESULT_WAS_UNUSABLE, now) for unit in spoiled])
+        given_up = _only([self._count_attempt(self._completed.pop(unit), RESULT_WAS_UNUSABLE, now) for unit in unusable])
         self._pending.update(dict.fromkeys(new))
         self._totals["issued"] += len(new)
         return given_up
