@@ -143,4 +143,4 @@ def test_sets_of_experts_that_nobody_holds_any_more_take_no_room() -> None:
     cluster = mixture()
     worker = holder(cluster, "a", 0)
     cluster.leave(worker)
-    assert not cluster.coordinator.subsets._publishers
+    assert not cluster.coordinator.replies.publisher._publishers
