@@ -35,9 +35,7 @@ class HeldReply(NamedTuple):
 
     worker: Member
     caller: Any
-    seq: int
-    have: int
-    round: int
+    asked: Contribute
     since: float
     repeated: bool = False
 

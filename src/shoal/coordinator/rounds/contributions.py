@@ -178,7 +178,7 @@ class ContributionHandler:
         return None
 
     def _may_go_on(self, turn: Turn, held: HeldReply) -> bool:
-        return not turn.state.paused and self.policies.rounds.may_send_next(held.round, turn.state.version)
+        return not turn.state.paused and self.policies.rounds.may_send_next(held.asked.round, turn.state.version)
 
     def reassure(self, turn: Turn) -> None:
         """Tell workers whose replies were held back for too long to ask again."""
@@ -189,8 +189,8 @@ class ContributionHandler:
             self._send_held(turn, self.replies.held.pop(session), "wait")
 
     def _send_held(self, turn: Turn, held: HeldReply, status: str) -> None:
-        have = held.have if held.have >= 0 and status != "wait" else NO_WEIGHTS
-        self._confirm(turn, held.caller, held.worker, held.seq, status, have, held.repeated)
+        have = held.asked.have if held.asked.have >= 0 and status != "wait" else NO_WEIGHTS
+        self._confirm(turn, held.caller, held.worker, held.asked.seq, status, have, held.repeated)
 
     def _confirm(self, turn: Turn, caller: Any, worker: Member, seq: int, status: str, have: int, repeated: bool = False) -> None:
         """Send a receipt, sealed where the contribution was accepted."""
@@ -209,7 +209,7 @@ def refuse_older_call(turn: Turn, caller: Any) -> None:
 
 def _reply_after_closing(turn: Turn, caller: Any, asked: Contribute, worker: Member, repeated: bool = False) -> None:
     """Reply at the end of the turn, when due rounds have closed: the reply then brings the weights that this contribution moved."""
-    turn.accepted = HeldReply(worker, caller, asked.seq, asked.have, asked.round, turn.now, repeated)
+    turn.accepted = HeldReply(worker, caller, asked, turn.now, repeated)
 
 
 def _is_learned(turn: Turn, seat: int, asked: Contribute) -> bool:

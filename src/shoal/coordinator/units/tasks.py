@@ -3,8 +3,7 @@
 Every epoch of a task is a piece: a range of the epoch's batches, in the order that all workers share. A piece is a seat: its worker learns
 from its batches in order, and a worker that takes it over continues after the last accepted contribution. A worker that is done gets
 another piece: one without a worker, or one whose worker is gone or stuck. In the last epoch, when no such piece is left, a piece is cut in
-two.
-Otherwise the next epoch begins.
+two. Otherwise the next epoch begins.
 
 Decisions depend on what the coordinator knows now (members, speeds) and become records. A restarted coordinator replays the records and
 decides nothing twice.
