@@ -195,6 +195,7 @@ class Worker:
             self._return_unit()
             raise
         if made is None:
+            self.times.begin("")
             return self._return_unit()
         feed, frames = self.feed, made.frames
         if frames is None:
