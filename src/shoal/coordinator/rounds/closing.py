@@ -29,19 +29,15 @@ class RoundClosing:
     def close_due(self, turn: Turn) -> bool:
         """Close every round that is due; return whether there was one. Each makes the next version, or a relay's next contribution."""
         before = len(self.rounds.open)
-        while self._may_close(turn) and self._is_due(turn.state.version, turn.now):
+        while self._is_due(turn, turn.state.version, turn.now):
             self._close(turn, turn.state.version)
         closed = len(self.rounds.open) < before
         turn.release_held |= closed
         return closed
 
-    def _may_close(self, turn: Turn) -> bool:
-        relayed = turn.replayed.relayed is not None
-        return bool(self.rounds.open) and not (self.completion.finished or turn.state.paused or relayed)
-
-    def _is_due(self, number: int, now: float) -> bool:
+    def _is_due(self, turn: Turn, number: int, now: float) -> bool:
         there = self.rounds.open.get(number)
-        if there is None:
+        if there is None or turn.state.paused or turn.replayed.relayed is not None or self.completion.finished:
             return False
         if there.opened_at is None:
             there.opened_at = now
