@@ -113,8 +113,7 @@ class UnitLeasing:
         turn.emit(Note(f"warning: {printable(why)}"), Issue(turn.state.version, [self.cut.number(epoch, start)]))
 
     def _give_up(self, turn: Turn, asked: Failed, number: int) -> None:
-        fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
-        turn.record({"kind": "failed", "unit": number, **fields})
+        turn.record({"kind": "failed", "unit": number, **asked._asdict()})
         turn.emit(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {printable(asked.reason)}"))
 
     # --- leases that the coordinator keeps -----------------------------------------------------------
