@@ -37,11 +37,11 @@ class WorkerWeights:
         self._before = torch.empty(size) if pull.look_ahead or (several and not alone) else None
         """The weights of the version before `base`."""
 
-    def load(self, news: RunNews) -> None:
-        """Load the weights of an answer, if it has any."""
+    def load(self, news: RunNews) -> bool:
+        """Load the weights of an answer. Returns whether they were new."""
         kind = news.header.get("weights", "same")
         if kind == "same":
-            return
+            return False
         span = slice(*news.header.get("span", (0, self.base.numel())))
         if self._before is not None:
             self._before.copy_(self.base)
@@ -54,6 +54,7 @@ class WorkerWeights:
         if self._before is not None and before >= 0:
             pulled = self._ahead(self._before, max(1, self.version - before))
         self._blend(1.0 if before < 0 else self.pull.blend, pulled, span)
+        return True
 
     def checksum(self) -> int:
         """Checksum of the coordinator's weights; -1 if a codec compresses them, as two workers' weights then differ slightly."""
