@@ -93,7 +93,7 @@ class Worker:
     ) -> None:
         """`feed_for(seat, epoch, position)` returns the feed that begins at that place."""
         self.sender, self.protocol, self.engine, self.policies = sender, sender.protocol, engine, policies
-        self.report, self.repeat_number = sender.report, sender.protocol.repeat_number
+        self.repeat_number = sender.protocol.repeat_number
         self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
         self.receipts, self.clock = receipts or ReceiptsFile(None), clock
         self.encoder = UpdateEncoder(engine, updates)
@@ -185,6 +185,9 @@ class Worker:
             "accepted": self.counts["accepted"],
             "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
+
+    def report(self, text: str) -> None:
+        self.sender.report(text)
 
     def _step(self) -> None:
         self.state, started = COMPUTING, self.times.begin(COMPUTING)
