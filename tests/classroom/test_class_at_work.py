@@ -42,7 +42,7 @@ def violations(school: School) -> list[str]:
         found = trail(connection)
     problems: list[str] = []
     receipts = sorted((school.folder / "run" / "workers").glob("*.jsonl"))
-    return audit(gather_from(gather_receipts(receipts, [], problems), *found, problems), problems, units=True).violations
+    return audit(gather_from(gather_receipts(receipts, [], problems), *found), problems, units=True).violations
 
 
 def covered(school: School) -> Counter[tuple[int, int]]:

@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _receive(cluster, worker, receipts)
         if turn in (40, 80):
             cluster.snapshot()
-    while not cluster.coordinator.pending():
+    while not cluster.coordinator.replayed.pending():
         _receive(cluster, workers[0], receipts)
     (folder / "workers").mkdir()
     for name, lines in receipts.items():

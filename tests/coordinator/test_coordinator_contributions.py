@@ -65,7 +65,7 @@ def test_the_answer_that_an_old_session_waits_for_is_given_up() -> None:
     call = cluster.contribute(a)
     cluster.join("a")
     assert cluster.status(call) == "unknown-session"
-    assert not cluster.coordinator.held_replies
+    assert not cluster.coordinator.replies.held
 
 
 def test_a_contribution_of_an_open_round_is_confirmed_to_one_who_joined_again() -> None:

@@ -54,8 +54,8 @@ class Killed(NamedTuple):
         learner, store, told = Numbers(2), FileStore(self.state), Told()
         key = store.receipt_key
         coordinator = Coordinator(self.world.plan._replace(receipt_key=key), self.world.strategy, learner)
-        capture = SnapshotContent({"vector": learner.vector}, {"coordinator": coordinator.state_dict(), "ledger": 0})
-        around = DriverDeps(Wire(), store, told, Message({}), lambda: capture, lambda: 0.0, lambda: "s", threads=False)
+        capture = SnapshotContent({"vector": learner.vector}, {"coordinator": coordinator.replayed.state_dict(), "ledger": 0})
+        around = DriverDeps(Wire(), store, told.published, told.say, Message({}), lambda: capture, lambda: 0.0, lambda: "s", threads=False)
         driver = CoordinatorDriver(coordinator, around)
         try:
             snapshot = store.snapshots.newest(told.say)
@@ -98,7 +98,7 @@ def kept(coordinator: Coordinator) -> dict[str, Any]:
     """All but the counts of what was turned away, which are no records."""
     state = dict(vars(coordinator.state))
     state["contributions"] = {"accepted": state["contributions"].get("accepted")}
-    return state | {"pending": coordinator.pending(), "settled": coordinator.replayed.settled.state_dict()}
+    return state | {"pending": coordinator.replayed.pending(), "settled": coordinator.replayed.settled.state_dict()}
 
 
 @pytest.fixture(scope="module", params=["async", "workunits"])
@@ -112,7 +112,7 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         go_on(world, version)
         world.driver.snapshot()
     go_on(world, 20)
-    while not world.driver.coordinator.pending():
+    while not world.driver.coordinator.replayed.pending():
         go_on(world, 0)
     world.driver.close()
     (folder / "config.yaml").write_text(f"dialect: shoal\nstrategy: {{kind: {request.param}}}\n")

@@ -85,11 +85,21 @@ class World:
 
         def capture() -> SnapshotContent:
             return SnapshotContent(
-                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.replayed.state_dict(), "ledger": store.ledger.length}
             )
 
         sessions = (f"{self.random.getrandbits(64):016x}" for _ in itertools.count())
-        around = DriverDeps(self.wire, store, self, Message({"size": 2}), capture, lambda: self.now, lambda: next(sessions), threads=False)
+        around = DriverDeps(
+            self.wire,
+            store,
+            self.published,
+            self.say,
+            Message({"size": 2}),
+            capture,
+            lambda: self.now,
+            lambda: next(sessions),
+            threads=False,
+        )
         driver = CoordinatorDriver(coordinator, around)
         if resume:
             snapshot = store.snapshots.newest(pytest.fail)

@@ -65,11 +65,11 @@ def test_every_line_of_a_ledger_names_its_format(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_another_format_is_refused() -> None:
-    saved = Cluster(strategy_of(Async())).coordinator.state_dict()
+    saved = Cluster(strategy_of(Async())).coordinator.replayed.state_dict()
     with pytest.raises(ShoalError, match="the snapshot has coordinator format 7, and this version of Shoal reads format 1"):
         Cluster(strategy_of(Async())).coordinator.load_state_dict(saved | {"format": 7})
 
 
 def test_a_record_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ShoalError, match="unknown kind 'prophesied'"):
-        Cluster(strategy_of(Async())).coordinator.replay({"kind": "prophesied"}, ())
+        Cluster(strategy_of(Async())).coordinator.replayed.apply({"kind": "prophesied"}, ())

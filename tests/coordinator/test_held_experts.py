@@ -134,7 +134,7 @@ def test_a_journal_leads_to_the_same_weights() -> None:
     cluster.contribute(other, frames=encoded(8.0, 16.0, 0.0))
     again = mixture()
     for record, frames in cluster.records:
-        again.coordinator.replay(record, frames)
+        again.coordinator.replayed.apply(record, frames)
     assert torch.equal(again.learner.vector, cluster.learner.vector)
     assert cluster.learner.vector.any()
 
@@ -143,4 +143,4 @@ def test_sets_of_experts_that_nobody_holds_any_more_take_no_room() -> None:
     cluster = mixture()
     worker = holder(cluster, "a", 0)
     cluster.leave(worker)
-    assert not cluster.coordinator.subsets._publishers
+    assert not cluster.coordinator.replies.publisher._publishers

@@ -177,9 +177,9 @@ class Durable(Cluster):
             self.file.append(line)
 
     def snapshot(self, crash: Callable[[], None] = lambda: None) -> None:
-        number = self.journal.begin(one for one in self.coordinator.pending() if crash() is None)
+        number = self.journal.begin(one for one in self.coordinator.replayed.pending() if crash() is None)
         crash()
-        state = {"coordinator": self.coordinator.state_dict(), "ledger": self.file.length}
+        state = {"coordinator": self.coordinator.replayed.state_dict(), "ledger": self.file.length}
         self.snapshots.save(number, {"vector": self.learner.vector}, state)
         crash()
         self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))
@@ -195,7 +195,7 @@ class Durable(Cluster):
         made.coordinator.load_state_dict(snapshot.state["coordinator"])
         made.file.cut(snapshot.state["ledger"])
         for record, frames in made.journal.recover(snapshot.step):
-            for effect in made.coordinator.replay(record, frames):
+            for effect in made.coordinator.replayed.apply(record, frames):
                 if line := getattr(effect, "line", None):
                     made.file.append(line)
         made.file.settle()
@@ -215,7 +215,7 @@ def kept(cluster: Cluster) -> dict[str, Any]:
 def same(first: Durable, second: Durable) -> None:
     assert torch.equal(first.learner.vector, second.learner.vector)
     assert kept(first) == kept(second)
-    assert first.coordinator.pending() == second.coordinator.pending()
+    assert first.coordinator.replayed.pending() == second.coordinator.replayed.pending()
     assert first.file.path.read_bytes() == second.file.path.read_bytes()
 
 
@@ -239,7 +239,7 @@ def test_a_crash_between_any_two_steps_of_a_snapshot_loses_nothing(tmp_path: Pat
     workers = [cluster.join(name) for name in "abc"]
     busy(cluster, workers, 6)
     cluster.contribute(workers[0], 5.0)
-    assert cluster.coordinator.pending(), "rounds are open: that is what makes it hard"
+    assert cluster.coordinator.replayed.pending(), "rounds are open: that is what makes it hard"
     copies: list[Path] = []
 
     def crash() -> None:

@@ -100,11 +100,21 @@ class Relay:
 
         def capture() -> SnapshotContent:
             return SnapshotContent(
-                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.replayed.state_dict(), "ledger": store.ledger.length}
             )
 
         sessions = (f"{self.random.getrandbits(64):016x}" for _ in itertools.count())
-        around = DriverDeps(self.wire, store, self, Message({"size": 2}), capture, lambda: self.now, lambda: next(sessions), threads=False)
+        around = DriverDeps(
+            self.wire,
+            store,
+            self.published,
+            self.say,
+            Message({"size": 2}),
+            capture,
+            lambda: self.now,
+            lambda: next(sessions),
+            threads=False,
+        )
         self.driver = CoordinatorDriver(coordinator, around)
         if resume:
             snapshot = store.snapshots.newest(pytest.fail)
@@ -181,7 +191,7 @@ class Relay:
         if life != self.life or number != self.asked:
             return
         self.asked += 1
-        answered = self.climber.hear(self.protocol.on_answer(message.header, message.frames))
+        answered = self.climber.on_events(self.protocol.on_answer(message.header, message.frames))
         if self.driver is None and self.climber.version >= 0:
             self.begin(resume=False)
         if answered is not None:

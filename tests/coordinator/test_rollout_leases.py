@@ -252,7 +252,7 @@ def test_a_learner_that_was_killed_comes_back_to_the_same_numbers(tmp_path: Path
         room.send(worker, unit, pack(answers_to(room, unit)))
     again = Room(room.loaded)
     for record, frames in room.records:
-        again.carry_out(again.coordinator.replay(record, frames))
+        again.carry_out(again.coordinator.replayed.apply(record, frames))
     assert again.coordinator.state.version == room.coordinator.state.version == 2
     assert torch.equal(again.learner.engine.vector, room.learner.engine.vector)
     assert again.ledger == room.ledger

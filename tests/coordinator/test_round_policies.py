@@ -257,7 +257,9 @@ def test_contributions_of_one_worker_in_an_open_round_survive_a_crash() -> None:
         cluster.step(a, value)
     cluster.step(b, 4.0)
     again = cluster.recovered()
-    assert [record for record, _ in again.coordinator.pending()] == [record for record, _ in cluster.coordinator.pending()]
+    assert [record for record, _ in again.coordinator.replayed.pending()] == [
+        record for record, _ in cluster.coordinator.replayed.pending()
+    ]
     cluster.step(c, 9.0)
     after = cluster.recovered()
     assert torch.equal(after.learner.vector, cluster.learner.vector)
@@ -287,7 +289,7 @@ def test_coming_back_again_and_again_does_not_fill_a_round() -> None:
     cluster, _ = cluster_of(comparing(3, updates), "ab", updates=updates, needed=3)
     outcomes = [cluster.step(cluster.join("a")) for _ in range(6)]
     assert outcomes == ["accepted"] * 3 + [None] + ["ahead"] * 2
-    assert len(cluster.coordinator.pending()) == 4
+    assert len(cluster.coordinator.replayed.pending()) == 4
 
 
 def krum(below: str) -> Updates:
@@ -329,7 +331,7 @@ def test_below_the_quorum_it_stops_where_that_is_asked_for() -> None:
         cluster.beat(b)
         cluster.pass_time(2.0)
     assert cluster.coordinator.finished
-    assert "krum needs 3 contributions and 2 workers are here" in cluster.coordinator.stopped
+    assert "krum needs 3 contributions and 2 workers are here" in cluster.coordinator.completion.stopped
     assert cluster.step(a) == "finished"
 
 

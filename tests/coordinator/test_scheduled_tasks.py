@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from shoal.config.schema.cluster import Host
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator import Coordinator
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.events import WorkerExited
-from shoal.coordinator.run_plan import DataTask, DeclaredResources, TaskPlan
+from shoal.coordinator.run_plan import DataTask, TaskPlan
 from shoal.scheduling import KINDS
 from tests.coordinator.test_driver import Walker, World
 from tests.support.small_cluster import Cluster, FakeWorker, believing, strategy_of
@@ -49,9 +50,7 @@ class Tasked(Cluster):
         return self.coordinator.tasks.task_of(self.coordinator.members.by_name[worker.name])
 
 
-def cut(
-    *sizes: int, epochs: int | None = 1, kind: str = "gale-shapley", claims: dict[str, DeclaredResources] | None = None, **of_all: Any
-) -> TaskPlan:
+def cut(*sizes: int, epochs: int | None = 1, kind: str = "gale-shapley", claims: dict[str, Host] | None = None, **of_all: Any) -> TaskPlan:
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
     tasks = tuple(DataTask(f"t{number}", end - size, end, **of_all) for number, (size, end) in enumerate(zip(sizes, ends, strict=True)))
     return TaskPlan(tasks, epochs, 1, KINDS[kind], claims or {})
@@ -84,7 +83,7 @@ def test_a_worker_is_told_with_its_receipt_where_to_go_on_and_where_that_ends() 
 
 
 def test_the_faster_worker_has_the_larger_task_though_it_came_second() -> None:
-    claims = {"slow": DeclaredResources(speed=10.0), "fast": DeclaredResources(speed=100.0)}
+    claims = {"slow": Host(flops=10.0), "fast": Host(flops=100.0)}
     cluster = Tasked(cut(2, 8, claims=claims))
     slow, fast = cluster.join("slow", pull=False), cluster.join("fast", pull=False)
     cluster.pull(slow)
@@ -181,16 +180,16 @@ def test_a_coordinator_that_takes_the_records_again_knows_who_has_what() -> None
             cluster.work(worker)
     other = Coordinator(cluster.plan, cluster.strategy, type(cluster.learner)())
     for record, frames in cluster.records:
-        other.replay(record, frames)
+        other.replayed.apply(record, frames)
     assert vars(other.state) == vars(cluster.coordinator.state)
     kept = Coordinator(cluster.plan, cluster.strategy, type(cluster.learner)())
-    kept.load_state_dict(cluster.coordinator.state_dict())
+    kept.load_state_dict(cluster.coordinator.replayed.state_dict())
     assert vars(kept.state) == vars(cluster.coordinator.state)
 
 
 def test_a_task_that_fits_nobody_is_named_and_the_others_are_done() -> None:
     tasks = (DataTask("huge", 0, 2, memory_gb=64.0), DataTask("small", 2, 4, memory_gb=1.0))
-    cluster = Tasked(TaskPlan(tasks, None, 1, KINDS["capability"], {"a": DeclaredResources(memory_gb=8.0)}))
+    cluster = Tasked(TaskPlan(tasks, None, 1, KINDS["capability"], {"a": Host(memory_gb=8.0)}))
     worker = cluster.join("a")
     for _ in range(4):
         cluster.work(worker)
@@ -206,7 +205,7 @@ def test_a_task_that_fits_nobody_is_named_and_the_others_are_done() -> None:
 def test_a_worker_that_no_task_fits_is_told_why_it_is_not_let_in() -> None:
     from shoal.protocol.messages import PROTOCOL, Join
 
-    cluster = Tasked(cut(2, claims={"pi": DeclaredResources(memory_gb=1.0)}, memory_gb=4.0))
+    cluster = Tasked(cut(2, claims={"pi": Host(memory_gb=1.0)}, memory_gb=4.0))
     answer = cluster.answers[cluster.ask_in(Join("pi", PROTOCOL, {}))]
     assert (answer["reason"], answer["detail"]) == ("unfit", "no task fits: t0 needs 4 GB of memory, and pi, which has the most, has 1")
     assert any("pi cannot take part" in note for note in cluster.notes)

@@ -157,7 +157,7 @@ def _recover(board: Board) -> None:
     old = board.coordinator
     fresh = believing(Coordinator(old.plan, old.policies, Numbers()))
     for record, frames in board.records:
-        fresh.replay(record, frames)
+        fresh.replayed.apply(record, frames)
     for name in ("version", "batches", "samples", "sequences"):
         assert getattr(fresh.state, name) == getattr(old.state, name)
     assert fresh.replayed.settled == old.replayed.settled
@@ -217,4 +217,7 @@ def test_or_the_run_stops_where_that_is_wanted() -> None:
     assert board.coordinator.state.version == 1
     while board.offered and not board.coordinator.finished:
         board.deliver(min(board.offered), "a")
-    assert board.coordinator.stopped == "krum needs results of 3 workers, and 1 have handed in: stopped, as updates.below_quorum says"
+    assert (
+        board.coordinator.completion.stopped
+        == "krum needs results of 3 workers, and 1 have handed in: stopped, as updates.below_quorum says"
+    )

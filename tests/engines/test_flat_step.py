@@ -19,6 +19,7 @@ from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.errors import ShoalError
 from shoal.models import build
 from shoal.tasks.language import LanguageModelling
+from shoal.updates.contribution_policy import ContributionPolicy
 from shoal.updates.layout import FlatNetwork, ParameterLayout
 from shoal.worker.step_policies import PullPolicy
 from shoal.worker.weights import WorkerWeights
@@ -171,7 +172,7 @@ def test_recordings_are_refused_where_there_is_no_gpu_and_where_passes_differ() 
 
 def pulled(made: SingleEngine) -> None:
     codec = resolve_data({}, name="test", dialect="shoal", environ={}).run.updates.codec
-    weights = WorkerWeights(made, codec, PullPolicy(), own_steps=False, alone=True)
+    weights = WorkerWeights(made, codec, PullPolicy(), ContributionPolicy(takes_inner_steps=True))
     weights.base.normal_()
     weights.go_back()
 

@@ -63,11 +63,11 @@ class Live:
 
         def capture() -> SnapshotContent:
             return SnapshotContent(
-                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.replayed.state_dict(), "ledger": store.ledger.length}
             )
 
         welcome = Message({"size": 2})
-        around = DriverDeps(self.server, store, self, welcome, capture, self.clock, lambda: secrets.token_hex(16))
+        around = DriverDeps(self.server, store, self.published, self.say, welcome, capture, self.clock, lambda: secrets.token_hex(16))
         self.driver = CoordinatorDriver(coordinator, around)
         if resume:
             snapshot = store.snapshots.newest(lambda text: None)

@@ -117,14 +117,17 @@ class World:
 
     def snapshot(self) -> None:
         coordinator, disk = self.coordinator, self.disk
-        saved = copy.deepcopy(coordinator.state_dict()) | {"vector": coordinator.learner.vector.clone(), "ledger": len(disk.ledger)}
+        saved = copy.deepcopy(coordinator.replayed.state_dict()) | {
+            "vector": coordinator.learner.vector.clone(),
+            "ledger": len(disk.ledger),
+        }
         if disk.snapshot:
             disk.before = disk.snapshot, disk.journal
         disk.snapshot, disk.journal = saved, self._head()
 
     def _head(self) -> list[tuple[dict[str, Any], tuple[bytes, ...]]]:
         """What a new journal begins with."""
-        return [(copy.deepcopy(record), tuple(bytes(frame) for frame in frames)) for record, frames in self.coordinator.pending()]
+        return [(copy.deepcopy(record), tuple(bytes(frame) for frame in frames)) for record, frames in self.coordinator.replayed.pending()]
 
     def half_a_snapshot(self) -> None:
         """The disk takes the new journal, and then no snapshot: the one before counts, with both journals."""
@@ -146,7 +149,7 @@ class World:
         self.coordinator.load_state_dict(copy.deepcopy(self.disk.snapshot))
         lines = self.disk.ledger[: self.disk.snapshot["ledger"]]
         for record, frames in copy.deepcopy(self.disk.journal):
-            lines += [effect.line for effect in self.coordinator.replay(record, frames) if isinstance(effect, LedgerEntry)]
+            lines += [effect.line for effect in self.coordinator.replayed.apply(record, frames) if isinstance(effect, LedgerEntry)]
         if whole:
             assert lines == self.disk.ledger
             self.check_same(before, self.coordinator)
@@ -162,7 +165,7 @@ class World:
                 assert {key: value.get(key) for key in durable} == {key: after.state.contributions.get(key) for key in durable}
             else:
                 assert value == getattr(after.state, name), name
-        assert [record for record, _ in before.pending()] == [record for record, _ in after.pending()]
+        assert [record for record, _ in before.replayed.pending()] == [record for record, _ in after.replayed.pending()]
         counted = [{number: dict(there.sent) for number, there in one.rounds.open.items()} for one in (before, after)]
         assert counted[0] == counted[1], "each contribution of an open round is counted once"
 
@@ -284,7 +287,7 @@ class World:
         """Nobody is held back long without a word; no round but the first, which waits for all to start, is open beyond its deadline."""
         now, version, rounds = self.coordinator.now, self.coordinator.state.version, self.strategy.rounds
         claiming = self.coordinator.units.claims.values() if self.coordinator.units is not None else ()
-        assert all(now - waited.since < LONGEST_WAIT_S for waited in [*self.coordinator.held_replies.values(), *claiming])
+        assert all(now - waited.since < LONGEST_WAIT_S for waited in [*self.coordinator.replies.held.values(), *claiming])
         if rounds.waits_for_all and version > 0 and version in self.coordinator.rounds.open and not self.coordinator.finished:
             life, since = self.open_since.get(version, (self.crashes, now))
             self.open_since[version] = (self.crashes, since if life == self.crashes else now)
@@ -370,7 +373,7 @@ class World:
         """Answers that are still held back come, when time passes."""
         for _ in range(60):
             self.pass_time(1.0)
-        assert not self.coordinator.held_replies
+        assert not self.coordinator.replies.held
         assert not self.callers, "every question is answered"
         for worker in self.workers:
             header = worker.answer[0] if worker.answer is not None else {}
@@ -396,7 +399,7 @@ class World:
             elif "failed" not in line:
                 others += line["unused"]
         assert version == self.coordinator.state.version
-        waiting = [(record["worker"], record["seq"]) for record, _ in self.coordinator.pending()]
+        waiting = [(record["worker"], record["seq"]) for record, _ in self.coordinator.replayed.pending()]
         known = [(one[0], one[1]) for one in applied + others] + waiting
         assert len(known) == len(set(known)), "nothing is counted twice"
         assert set(self.confirmed) <= set(known), "what was confirmed is in the weights, or it is said why not"

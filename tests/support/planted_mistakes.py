@@ -51,7 +51,7 @@ def _keeps_no_round_that_closed(patch: Any) -> None:
 
 def _forgets_open_rounds(patch: Any) -> None:
     """A snapshot does not take along what waits in open rounds."""
-    patch.setattr(machine.Coordinator, "pending", lambda self: [])
+    patch.setattr(replayed_state.ReplayedState, "pending", lambda self: [])
 
 
 def _waits_for_the_dead(patch: Any) -> None:

@@ -16,7 +16,7 @@ from shoal.protocol.messages import PROTOCOL
 from shoal.worker.producers import GradientContribution, UnitGradientContribution
 from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer, Sender
 from shoal.worker.session import Frames, WorkerSession
-from shoal.worker.step_policies import LeasedUnitPolicy, PullPolicy, ShardFeedPolicy
+from shoal.worker.step_policies import FeedPolicy, PullPolicy
 from shoal.worker.worker import Worker, WorkerPolicies
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 3, "seat": 0, "epoch": 0, "position": 0, "last_seq": -1, "version": 0}
@@ -150,7 +150,7 @@ def worker_of(
     courier = courier_of(line, tell, clock=stopped)
     courier.exchange()
     policies = WorkerPolicies(
-        LeasedUnitPolicy() if leased else ShardFeedPolicy(),
+        FeedPolicy(leased=leased),
         contribution or (UnitGradientContribution() if leased else GradientContribution()),
         pull or PullPolicy(),
         window,

@@ -128,6 +128,7 @@ class Cluster:
     ) -> None:
         self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
         self.plan = RunPlan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
+        self.plan = self.plan._replace(pull_every=strategy.pull.every)
         self.coordinator = believing(Coordinator(self.plan, strategy, self.learner))
         self.now = 1000.0
         self.calls = 0
@@ -234,7 +235,7 @@ class Cluster:
         other = Cluster(self.strategy, self.plan.expected, updates=self.updates, needed=self.plan.needed, steps=self.plan.total_steps)
         other.now, other.calls = self.now, self.calls
         for record, frames in self.records if records is None else records:
-            other.carry_out(other.coordinator.replay(record, frames))
+            other.carry_out(other.coordinator.replayed.apply(record, frames))
         return other
 
 

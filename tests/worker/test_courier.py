@@ -56,7 +56,7 @@ def test_an_urgent_request_is_posted_and_its_answer_waited_for_by_the_caller() -
         courier.protocol.contribute(MADE, (), pulls=False)
         pending = courier.send(soon=True)
         assert line.said[-1] == "post contribute"  # it is on its way, and nobody waits for it yet
-        assert [type(event) for event in pending.result()] == [ContributionReceipt, RunNews]
+        assert [type(event) for event in pending()] == [ContributionReceipt, RunNews]
     courier.close()
     assert line.said[2:] == ["post contribute", "answer 1", "post contribute", "answer 2"]
 
@@ -65,7 +65,7 @@ def test_what_was_posted_in_vain_is_asked_again() -> None:
     line = Posting(CoordinatorAnswer(WELCOME, ()), weights(1, 0.0), CoordinatorAnswer(RECEIPT, ()), lost=(1,))
     courier = joined(line)
     courier.protocol.contribute(MADE, (), pulls=False)
-    assert len(courier.send(soon=True).result()) == 2
+    assert len(courier.send(soon=True)()) == 2
     courier.close()
     assert line.said[2:] == ["post contribute", "answer 1", "call contribute"]
 
@@ -75,10 +75,10 @@ def test_what_has_time_is_carried_by_a_thread_and_its_errors_come_back() -> None
     line = Posting(CoordinatorAnswer(WELCOME, ()), weights(1, 0.0), CoordinatorAnswer(RECEIPT, ()), refused)
     courier = joined(line)
     courier.protocol.contribute(MADE, (), pulls=False)
-    assert len(courier.send(soon=False).result()) == 2
+    assert len(courier.send(soon=False)()) == 2
     courier.protocol.contribute(MADE, (), pulls=False)
     with pytest.raises(ShoalError, match="nonsense"):
-        courier.send(soon=False).result()
+        courier.send(soon=False)()
     courier.close()
     assert line.said[2:] == ["call contribute", "call contribute"]
 

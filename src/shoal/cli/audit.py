@@ -130,7 +130,7 @@ def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Pa
         last = seen.coordinator_seen_at if seen is not None else None
         running = seen is not None and last is not None and (seen.now - last).total_seconds() < silence_s
         evidence = gather_receipts(own, claims, violations)  # first, so that the rest is newer
-        return gather_from(evidence, *trail(connection), violations), running
+        return gather_from(evidence, *trail(connection)), running
 
 
 def _verdict(violations: list[str], running: bool) -> int:

@@ -1,7 +1,7 @@
 """Driver of the coordinator: polls for requests, passes them to `handle`, and carries out the effects in the order that makes them durable.
 
-Clock, randomness, store, server and observer are passed in. With `threads=False` it starts no thread: the simulator is this driver on a
-virtual clock, with a server that hands over its virtual workers' messages.
+Clock, randomness, store, server and observing functions are passed in. With `threads=False` it starts no thread: the simulator is this
+driver on a virtual clock, with a server that hands over its virtual workers' messages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase, RequestServer, RunObserver, SavedState
+from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase
 from shoal.coordinator.durable.journal_writer import JournalWriter
 from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.coordinator.effects import Dismiss, Effect, Issue, LedgerEntry, Note, Persist, Published, Reply, StopRun
@@ -19,6 +19,8 @@ from shoal.coordinator.events import Event, RequestReceived, ServingStarted, Tic
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.units.database_leases import DatabaseLeases
 from shoal.protocol.messages import BadMessage, Message, Request, parse
+from shoal.protocol.server import Server
+from shoal.updates.state_packing import Checkpoint
 
 TICK_S = 0.1
 _LEAST_JOURNAL_BYTES = 128 << 20
@@ -38,9 +40,12 @@ class SnapshotContent(NamedTuple):
 class DriverDeps(NamedTuple):
     """Collaborators of the driver."""
 
-    server: RequestServer
+    server: Server
     store: CoordinatorStore
-    observer: RunObserver
+    published: Callable[[Published, bool], None]
+    """Called with each new version, and whether it is replayed: then it existed before a crash, too."""
+    say: Callable[[str], None]
+    """Shows a text to the user."""
     welcome: Message
     """Reply to every worker that joins."""
     capture: Callable[[], SnapshotContent]
@@ -63,7 +68,7 @@ class CoordinatorDriver:
         threaded = deps.threads and not deps.store.transactional
         self.journal_writer = JournalWriter(self._write, self._carry_out_one, deps.server.wake) if threaded else None
         """Files can be written in a thread; in a database the effects of an event are one transaction."""
-        self.snapshots = SnapshotWriter(deps.store, deps.observer.say, deps.threads)
+        self.snapshots = SnapshotWriter(deps.store, deps.say, deps.threads)
         self._replaying = False
         self._tick_at = 0.0
         self._listens_until: float | None = None
@@ -91,15 +96,14 @@ class CoordinatorDriver:
         if self._may_tick(now):
             self.handle(Tick())
         self._tick_at = now + TICK_S
-        for note in self.leases.notes(now) if self.leases is not None else ():
-            self.deps.observer.say(note)
+        for note in self.leases.notes.read(now) if self.leases is not None else ():
+            self.deps.say(note)
         if self.snapshots.due(self._journal_is_long(), now):
             self.snapshot(wait=False)
         return True
 
     def _may_tick(self, now: float) -> bool:
-        """Whether silent workers may be removed. After a long pause of this process or machine, heartbeats must first have had the time to
-        arrive."""
+        """Whether silent workers may be removed: after a long pause of this machine, heartbeats must first have the time to arrive."""
         interval_s = self.coordinator.members.heartbeat_interval_s
         if self._listens_until is None and now - self._tick_at > interval_s:
             self._listens_until = now + interval_s
@@ -143,9 +147,9 @@ class CoordinatorDriver:
             self.store.carry_out(lambda: self._carry_out_all(effects, also))
         for effect in effects:
             if isinstance(effect, Published):
-                self.deps.observer.published(effect, self._replaying)
+                self.deps.published(effect, self._replaying)
             elif isinstance(effect, (Note, StopRun)):
-                self.deps.observer.say(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
+                self.deps.say(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
         return None
 
     def _carry_out_all(self, effects: list[Effect], also: Callable[[], None] | None) -> None:
@@ -155,10 +159,6 @@ class CoordinatorDriver:
             self._carry_out_one(effect)
         if also is not None:
             also()
-        if self.leases is not None:
-            self._issue(effects)
-
-    def _issue(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Issue) and self.leases is not None and not self._replaying:
                 self.leases.issue(effect)
@@ -218,7 +218,7 @@ class CoordinatorDriver:
             self.leases.commit(self._carry_out)
         self.drain()
         captured = self.deps.capture()
-        self.snapshots.write(self.coordinator.pending(), captured.weights, captured.state)
+        self.snapshots.write(self.coordinator.replayed.pending(), captured.weights, captured.state)
         if wait:
             self.snapshots.finish()
 
@@ -227,16 +227,16 @@ class CoordinatorDriver:
         if self.journal_writer is not None:
             self.journal_writer.drain()
 
-    def recover(self, snapshot: SavedState) -> None:
+    def recover(self, snapshot: Checkpoint) -> None:
         """Restore the coordinator from a snapshot and the journal after it. The learner has the snapshot's weights already."""
         self.coordinator.load_state_dict(snapshot.state["coordinator"])
         self.store.ledger.cut(snapshot.state["ledger"])
         self._replaying = True
         for record, frames in self.store.journal.recover(snapshot.step):
-            self._carry_out(self.coordinator.replay(record, frames))
+            self._carry_out(self.coordinator.replayed.apply(record, frames))
         self._replaying = False
         for remark in self.store.settle():
-            self.deps.observer.say(f"warning: {remark}")
+            self.deps.say(f"warning: {remark}")
 
 
 def _oldest_first(request: Request) -> int:

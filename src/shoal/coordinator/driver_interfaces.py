@@ -1,30 +1,18 @@
-"""Interfaces of the driver's collaborators: store, server, lease database, observer."""
+"""Interfaces of the driver's collaborators: store and lease database."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from shoal.coordinator.effects import Frames, Published
-from shoal.protocol.messages import Message, Request
+from shoal.coordinator.effects import Frames
+from shoal.protocol.messages import Request
+from shoal.protocol.server import Server
+from shoal.updates.state_packing import Checkpoint
 
 Result = TypeVar("Result")
-
-
-class SavedState(Protocol):
-    """A checkpoint or a snapshot."""
-
-    @property
-    def path(self) -> PurePath: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def weights(self) -> Mapping[str, Tensor]: ...
-    @property
-    def state(self) -> dict[str, Any]: ...
 
 
 class Journal(Protocol):
@@ -37,7 +25,6 @@ class Journal(Protocol):
     @property
     def open(self) -> bool:
         """Whether records can be appended; otherwise a new journal must begin first."""
-        ...
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int: ...
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None: ...
@@ -53,7 +40,6 @@ class Ledger(Protocol):
     def append(self, line: dict[str, Any]) -> None: ...
     def cut(self, length: int) -> None:
         """Go back to the length at a snapshot; the records since then are replayed."""
-        ...
 
     def close(self) -> None: ...
 
@@ -63,7 +49,7 @@ class Snapshots(Protocol):
 
     def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], Any]: ...
     def all(self) -> Sequence[Any]: ...
-    def newest(self, warn: Callable[[str], None]) -> SavedState | None: ...
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None: ...
 
 
 class CoordinatorStore(Protocol):
@@ -78,66 +64,31 @@ class CoordinatorStore(Protocol):
     @property
     def receipt_key(self) -> bytes:
         """Key of the receipts' seal; empty where the store cannot keep one."""
-        ...
 
     @property
     def transactional(self) -> bool:
         """Whether the effects of an event are one transaction. Files are written in order instead, possibly in a thread."""
-        ...
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
         """Do the work as one transaction where the store has them, and again if the connection was lost."""
-        ...
 
     def settle(self) -> list[str]:
-        """End the replay of the records since the snapshot. Return warnings for the user. Raises ShoalError where ledger and journal do not
-        fit together."""
-        ...
+        """End the replay of records. Return warnings for the user. Raises ShoalError where ledger and journal do not fit together."""
 
     def forget(self) -> None:
         """Drop old journals, now that a snapshot is complete."""
-        ...
 
 
-class TrafficCounts(Protocol):
-    """Traffic of a server, and refused requests by reason."""
-
-    received_bytes: int
-    sent_bytes: int
-    refused: dict[str, int]
-
-    def refuse(self, reason: str) -> None: ...
-
-
-class RequestServer(Protocol):
-    """Receives requests of workers, and sends replies."""
-
-    @property
-    def traffic(self) -> TrafficCounts: ...
-    def poll(self, timeout_s: float) -> list[Request]:
-        """Waiting requests, as soon as there are some; empty after the timeout or `wake`."""
-        ...
-
-    def reply(self, request: Request, message: Message) -> None: ...
-    def wake(self) -> None:
-        """Make a `poll` in progress return early; from any thread."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class LeaseDatabase(RequestServer, Protocol):
+class LeaseDatabase(Server, Protocol):
     """A server in a database that also keeps the leases of units. A result stays in the database until it is consumed."""
 
     def is_from_leases(self, request: Request) -> bool: ...
     def consume(self, request: Request) -> None: ...
     def iteration(self) -> int | None:
         """The version that units are on offer for; None: none was ever offered."""
-        ...
 
     def has_open_units(self) -> bool:
         """Whether there is a unit that is leased or can be."""
-        ...
 
     def issue(
         self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int, quorum: int | None
@@ -145,19 +96,7 @@ class LeaseDatabase(RequestServer, Protocol):
     def publish(self, version: int, kind: str, header: dict[str, Any], frames: Frames) -> None: ...
     def notes(self) -> list[str]:
         """New notes for the user about workers that lease units."""
-        ...
 
     def workers(self) -> list[dict[str, Any]]: ...
     def keep_out(self, worker: str, out: bool) -> None:
         """Lease no more units to a worker of this name, or do so again."""
-        ...
-
-
-class RunObserver(Protocol):
-    """Records what happens in a run."""
-
-    def published(self, version: Published, replaying: bool) -> None:
-        """There is a new version; `replaying`: it existed before a crash, too."""
-        ...
-
-    def say(self, text: str) -> None: ...

@@ -7,13 +7,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.durable.replayed_state import ReplayedState
-from shoal.coordinator.effects import Effect, Frames, Note, Reply
+from shoal.coordinator.effects import Effect, Note, Reply
 from shoal.coordinator.events import (
     Event,
     Interrupted,
@@ -37,8 +35,8 @@ from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, ContributionH
 from shoal.coordinator.rounds.plausibility import PlausibilityChecks
 from shoal.coordinator.rounds.weights_publisher import MOST_SETS, SubsetPublisher
 from shoal.coordinator.run_plan import Learner, RunPlan
-from shoal.coordinator.state import HeldReply, State
-from shoal.coordinator.turn import Replies, Turn
+from shoal.coordinator.state import State
+from shoal.coordinator.turn import CoordinatorContext, Replies, RunCompletion, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
@@ -59,33 +57,25 @@ class Coordinator:
         self._clock: float | None = None
         self.refused: dict[str, int] = {}
         """Refused requests by reason."""
-        self.held_replies: OrderedDict[str, HeldReply] = OrderedDict()
-        """Replies held back until a round has closed, by session, longest waiting first."""
         self.replayed = replayed = ReplayedState(plan, policies, learner)
         self.rounds, self.publisher = replayed.rounds, replayed.publisher
         self.completion = completion = RunCompletion(plan, replayed)
         self.members = members = MemberTable(plan.heartbeat_interval_s, plan.bounds.sessions, plan.bounds.failures)
         members.known = self.state.seats
+        context = CoordinatorContext(plan, policies, replayed, members, completion)
         self.authenticator = Authenticator(members, plan.bounds)
-        self.subsets = subsets = SubsetPublisher(self.publisher, plan.experts)
+        subsets = SubsetPublisher(self.publisher, plan.experts)
         quorum = policies.rounds.expected_contributions(plan.expected)
         most_batches = plan.bounds.devices * max(1, plan.batches_per_step // max(1, quorum))
         self.checks = checks = PlausibilityChecks(plan, most_batches, self.refused)
-        self.tasks = tasks = TaskAssigner(plan.tasks, members, replayed, completion) if plan.tasks is not None else None
+        self.tasks = tasks = TaskAssigner(context, plan.tasks) if plan.tasks is not None else None
         """None in runs without a scheduler."""
-        self.replies = replies = Replies(plan, policies, members, subsets, completion, tasks.position_of if tasks else None)
-        units = None
-        if plan.cut is not None:
-            units = UnitLeasing(plan, plan.cut, quorum, replayed, members, checks, completion, replies)
-        self.units = units
+        self.replies = replies = Replies(context, subsets, tasks.position_of if tasks else None)
+        self.units = units = UnitLeasing(context, plan.cut, quorum, checks, replies) if plan.cut is not None else None
         """None in runs whose data is not leased in units."""
-        self.lifecycle = lifecycle = MemberLifecycle(
-            plan, policies, replayed, members, self.authenticator, subsets, units, tasks, replies, self.held_replies
-        )
-        self.contributions = ContributionHandler(
-            plan, policies, replayed, members, lifecycle, checks, units, tasks, completion, replies, self.held_replies
-        )
-        self.closing = RoundClosing(plan, policies, self.rounds, completion)
+        self.lifecycle = lifecycle = MemberLifecycle(context, self.authenticator, units, tasks, replies)
+        self.contributions = ContributionHandler(context, lifecycle, checks, units, tasks, replies)
+        self.closing = RoundClosing(context)
         self.owner_commands = OwnerCommands(plan, self.authenticator, members, lifecycle)
 
     # --- events ------------------------------------------------------------------------------------
@@ -195,7 +185,7 @@ class Coordinator:
     def _on_heartbeat(self, turn: Turn, caller: Any, asked: Heartbeat, worker: Member) -> None:
         worker.state, worker.figures = printable(asked.state), self.checks.figures(asked.figures)
         if self.units is not None and asked.state != _STUCK:
-            self.units.renew(worker, turn.now)
+            self.units.leases.renew(worker.name, turn.now)
         # Only what a worker reads: heartbeats are by far the most messages.
         header: dict[str, Any] = {"kind": "pulse", "version": turn.state.version, "done": self.completion.finished}
         if worker.warning:
@@ -207,20 +197,20 @@ class Coordinator:
         problem = self.checks.why_not_held(experts)
         if worker.name in self.rounds.active:
             problem = "it has begun with other weights: a worker says what it holds before it asks for weights"
-        elif not problem and not self.subsets.has_room_for(experts):
+        elif not problem and not self.replies.publisher.has_room_for(experts):
             problem = f"workers hold {MOST_SETS} different sets of experts already: take one of theirs"
         if problem:
             self.lifecycle.announce(turn, f"{worker.name} cannot hold experts {format_expert_ids(experts)}: {problem}")
             return turn.refuse(caller, "unfit", f"experts {format_expert_ids(experts)}: {problem}")
         assert self.plan.experts is not None
         worker.experts = experts
-        self.subsets.hold(worker.session, experts)
+        self.replies.publisher.hold(worker.session, experts)
         self.lifecycle.announce(turn, f"{worker.name} holds experts {format_expert_ids(experts)} of {self.plan.experts.per_layer}")
         return self.replies.send(turn, caller, {"kind": "held", "size": size_of(self.plan.experts, experts)}, worker)
 
     def _on_unit_request(self, turn: Turn, caller: Any, asked: Claim | GiveBack | Fail, worker: Member) -> None:
         units = self.units
-        if units is None or units.leases is None:
+        if units is None or self.plan.leased_elsewhere:
             return turn.refuse(caller, "impossible", "this run has no units on lease here")
         if isinstance(asked, Claim):
             self.rounds.activate(worker.name)
@@ -228,7 +218,7 @@ class Coordinator:
                 refuse_older_call(turn, before.caller)
             return None
         if isinstance(asked, GiveBack):
-            units.give_back(worker, asked.unit)
+            units.leases.give_back(worker.name, asked.unit)
         elif units.fail(turn, worker, asked.unit, printable(asked.reason)):
             self.lifecycle.count_failure(turn, worker, printable(asked.reason))
         return self.replies.send(turn, caller, {"kind": "noted"}, worker)
@@ -247,7 +237,7 @@ class Coordinator:
         closed = {name: relayed.record[name] for name in ("round", "contributions")}
         turn.record({"kind": "adopted", **closed, "status": event.status, "upstream": event.upstream._asdict()}, event.frames)
         if event.done:
-            self.end_here()
+            self.completion.end_here()
         turn.release_held = True
 
     # --- state ---------------------------------------------------------------------------------------
@@ -260,28 +250,6 @@ class Coordinator:
     def finished(self) -> bool:
         return self.completion.finished
 
-    @property
-    def stopped(self) -> str:
-        """Why the run was stopped early; empty: it was not."""
-        return self.completion.stopped
-
-    @property
-    def step(self) -> float:
-        """Step of the learning-rate schedule: updates made, or batches learned from over batches of an expected update."""
-        return self.replayed.step
-
-    def end_here(self) -> None:
-        """Declare the run complete with the newest version."""
-        self.completion.end_here()
-
-    def replay(self, record: dict[str, Any], frames: Frames) -> list[Effect]:
-        """Apply a record that was written before a crash."""
-        return self.replayed.apply(record, frames)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a snapshot holds besides the learner."""
-        return self.replayed.state_dict()
-
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.replayed.load_state_dict(dict(saved))
         self.members.known = self.state.seats
@@ -292,7 +260,3 @@ class Coordinator:
         state = earlier.get("state", {})
         self.state.positions, self.state.seats = dict(state.get("positions", {})), dict(state.get("seats", {}))
         self.members.known = self.state.seats
-
-    def pending(self) -> list[tuple[dict[str, Any], Frames]]:
-        """Records of contributions in open rounds: the journal after a snapshot begins with them."""
-        return self.replayed.pending()

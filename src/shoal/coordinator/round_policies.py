@@ -1,47 +1,17 @@
 """The coordinator's part of a strategy: which contributions are too late, and when a round becomes new weights.
 
-A strategy's other policies are the worker's (`worker/step_policies.py`) and the learner's (`engines/learners/apply.py`); what the
-coordinator must know of those is in `ContributionPolicy`. Strategies differ by methods, never by checks of a policy's class.
+A strategy's other policies are the worker's (`worker/step_policies.py`, `updates/contribution_policy.py`) and the learner's
+(`engines/learners/apply.py`). Strategies differ by methods, never by checks of a policy's class.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from shoal.coordinator.rounds.open_rounds import Round
 from shoal.updates import staleness
-
-
-class ContributionPolicy(Protocol):
-    """What the coordinator must know of the contributions that workers send."""
-
-    @property
-    def inner_steps(self) -> int:
-        """Steps of a worker that make one contribution."""
-        ...
-
-    @property
-    def own_steps(self) -> bool:
-        """Whether a worker also steps its own weights between pulls, so that versions it made itself do not count as lag."""
-        ...
-
-    @property
-    def takes_inner_steps(self) -> bool:
-        """Whether workers take inner steps with an optimizer of their own, so that the coordinator says how many."""
-        ...
-
-    @property
-    def balances_speeds(self) -> bool:
-        """Whether slower workers take fewer inner steps."""
-        ...
-
-    @property
-    def sends_weights(self) -> bool:
-        """Whether workers send their weights, whose mean are the new ones, in place of the pseudo-gradient."""
-        ...
-
+from shoal.updates.contribution_policy import ContributionPolicy
 
 # --- admission: what is too late ---------------------------------------------------------------------------
 
@@ -91,8 +61,7 @@ MOST_OF_ONE = 4
 
 @dataclass(frozen=True)
 class Every:
-    """A round closes after a number of contributions. All of them count; for a rule that compares workers, those of one worker are
-    averaged."""
+    """A round closes after a number of contributions. A rule that compares workers gets the mean of each worker's."""
 
     contributions: int = 1
     different: bool = False
@@ -136,8 +105,7 @@ class Every:
         return MOST_OF_ONE if self.different or self.waits_for_all else self.contributions
 
     def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
-        """Whether the round closes now. `needed`: different workers that the aggregation rule needs; `no_more`: no unit of the data is left
-        to come in."""
+        """Whether the round closes now. `needed`: different workers that the rule needs; `no_more`: no unit of the data is left."""
         if self.different:
             return there.workers >= max(needed, min(self.contributions, max(1, active)))
         return len(there.held) >= self.contributions and there.workers >= needed
@@ -203,16 +171,13 @@ class Barrier(Every):
         return now >= there.quorum_at + self.grace_s
 
 
-class CoordinatorPolicies(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorPolicies:
     """The policies of a strategy that the coordinator reads."""
 
-    @property
-    def contribution(self) -> ContributionPolicy: ...
-    @property
-    def admission(self) -> Everything: ...
-    @property
-    def rounds(self) -> Every: ...
-    @property
-    def pull_every(self) -> int:
-        """Steps of a worker between pulls."""
-        ...
+    rounds: Every
+    """When the weights move."""
+    contribution: ContributionPolicy
+    """What a worker sends, and how often."""
+    admission: Everything = Everything()
+    """Whose contribution is too late, and what a late one counts."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from shoal.config.schema.cluster import Host
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.units.cut import DataCut
@@ -25,31 +26,23 @@ class Learner(Protocol):
     @property
     def buffers(self) -> Tensor:
         """Buffers that are sent along with the weights."""
-        ...
 
     def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
         """Apply a share of the update at this step of the schedule. The update is read-only: it may lie in a frame."""
-        ...
 
 
 class RolloutLearner(Protocol):
-    """Handler for contributions that are rollouts instead of updates.
-
-    A unit is given by the number of its first sample and its number of samples.
-    """
+    """Handler for contributions that are rollouts. A unit is given by the number of its first sample and its number of samples."""
 
     def lease(self, first: int, samples: int) -> dict[str, Any]:
         """Fields of a unit's lease."""
-        ...
 
     def read(self, frames: Frames, first: int, samples: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
-        """Decode the result of a unit that was leased with version `base`. Raises UpdateError, and InexactAnswers where it was not computed
-        as it should have been. `worker`: its sender; empty: a record is replayed."""
-        ...
+        """Decode a unit's result, leased with version `base`. Raises UpdateError; InexactAnswers where it was not computed as it should
+        have been. `worker`: its sender; empty: a record is replayed."""
 
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
         """Make the next version. Each unit: first sample, number of samples, and the two tensors that `read` returned."""
-        ...
 
 
 class MemberLimits(NamedTuple):
@@ -82,14 +75,6 @@ class DataTask(NamedTuple):
     priority: float = 1.0
 
 
-class DeclaredResources(NamedTuple):
-    """Resources of a worker as the configuration declares them."""
-
-    speed: float | None = None
-    memory_gb: float | None = None
-    bandwidth_mbps: float | None = None
-
-
 class TaskPlan(NamedTuple):
     """How the data is cut into tasks, and how they are matched with workers."""
 
@@ -99,7 +84,8 @@ class TaskPlan(NamedTuple):
     grain: int
     """Batches per contribution. Tasks begin and end at multiples of it."""
     match: Matching
-    claims: Mapping[str, DeclaredResources]
+    claims: Mapping[str, Host]
+    """By worker: its machine, as the configuration declares it."""
     megabits: float = 0.0
     """Traffic of a contribution, both ways."""
 
@@ -165,6 +151,8 @@ class RunPlan(NamedTuple):
     """Workers that the configuration names, and their hosts, if it says so."""
     above: RelayPlace | None = None
     """For a relay: its seat at the coordinator above."""
+    pull_every: int = 1
+    """Steps of a worker between pulls."""
     most_lag: int = 0
     """Versions that may be made while a worker computes a unit."""
     rollouts: RolloutLearner | None = None

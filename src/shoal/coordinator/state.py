@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -34,9 +35,7 @@ class HeldReply(NamedTuple):
 
     worker: Member
     caller: Any
-    seq: int
-    have: int
-    round: int
+    asked: Contribute
     since: float
     repeated: bool = False
 
@@ -114,14 +113,11 @@ class HeldContribution:
     frames: Frames
     vector: Tensor
     buffers: Tensor
-    _line: list[Any] | None = None
 
-    @property
+    @cached_property
     def line(self) -> list[Any]:
         """Its values in the ledger, cached as they are needed twice."""
-        if self._line is None:
-            self._line = ledger_line(self.record)
-        return self._line
+        return ledger_line(self.record)
 
     @property
     def key(self) -> Key:
@@ -141,47 +137,17 @@ def key_of(record: Mapping[str, Any]) -> Key:
     return record["worker"], record["seq"]
 
 
-def unit_record(asked: Delivered, unit: int, share: float, number: int, experts: ExpertIds = ()) -> dict[str, Any]:
-    """The record of a unit's result. All units belong to seat 0: each is done once, by any worker."""
-    return {
-        "kind": "accepted",
-        "unit": unit,
-        "seat": 0,
-        "share": share,
-        "round": number,
-        "position": asked.start + asked.batches,
-        **({"experts": list(experts)} if experts else {}),
-        **{name: getattr(asked, name) for name in ("worker", "seq", "base", "weight", "samples", "epoch", "batches")},
-        "metrics": dict(asked.metrics),
-    }
-
-
 def accepted_record(
-    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: ExpertIds = ()
+    asked: Contribute | Delivered, worker: str, seat: int, position: int, share: float, number: int, experts: ExpertIds = ()
 ) -> dict[str, Any]:
-    """The record of an accepted contribution."""
-    return {
-        "kind": "accepted",
-        "worker": worker,
-        "seat": seat,
-        "share": share,
-        "round": number,
-        **({"late": True} if late else {}),
-        **({"experts": list(experts)} if experts else {}),
-        "seq": asked.seq,
-        "base": asked.base,
-        "weight": asked.weight,
-        "samples": asked.samples,
-        "epoch": asked.epoch,
-        "position": asked.position,
-        "batches": asked.batches,
-        "metrics": dict(asked.metrics),
-    }
+    """The record of an accepted contribution to round `number`. `position`: the batch of the epoch that its seat has reached."""
+    claimed = {name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "batches")}
+    record = {"kind": "accepted", "worker": worker, "seat": seat, "share": share, "round": number, "position": position, **claimed}
+    return record | {"metrics": dict(asked.metrics)} | ({"experts": list(experts)} if experts else {})
 
 
 def ledger_line(record: dict[str, Any]) -> list[Any]:
-    """The values of a contribution in the ledger: worker, number, base, share, samples, seat, epoch, position, batches, and the experts
-    if its worker does not hold all."""
+    """Its values in the ledger: worker, number, base, share, samples, seat, epoch, position, batches; experts, if it has not all."""
     line = list(_LEDGER_FIELDS(record))
     return [*line, list(record["experts"])] if record.get("experts") else line
 

@@ -1,15 +1,15 @@
-"""One call of `Coordinator.handle`, and the replies to workers that are sent in it."""
+"""One call of `Coordinator.handle`, whether the run is over, and the replies to workers."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.durable.replayed_state import ReplayedState
-from shoal.coordinator.effects import Effect, Frames, Persist, Reply
+from shoal.coordinator.effects import Effect, Frames, Persist, Reply, StopRun
 from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.inner_steps import steps_for
@@ -46,9 +46,48 @@ class Turn:
         self.effects.append(Persist(record, frames))
         self.effects += self.replayed.apply(record, frames, decoded)
 
+    def stop(self, completion: RunCompletion, why: str) -> None:
+        """End the run, which cannot go on."""
+        completion.stopped = why
+        self.effects.append(StopRun(why))
+        self.release_held = True
+
     def refuse(self, caller: Any, reason: str, detail: str = "") -> None:
         self._refused[reason] = self._refused.get(reason, 0) + 1
         self.effects.append(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
+
+
+class RunCompletion:
+    """The run is over when its steps or batches are done, when no unit is left that could close a round, or when it was stopped."""
+
+    def __init__(self, plan: RunPlan, replayed: ReplayedState) -> None:
+        self.plan, self.replayed = plan, replayed
+        self.total_steps = plan.total_steps
+        self.stopped = ""
+        """Why the run was stopped early; empty: it was not."""
+
+    @property
+    def finished(self) -> bool:
+        plan, replayed = self.plan, self.replayed
+        if replayed.all_units_settled and replayed.rounds.workers(replayed.state.version) < plan.needed:
+            return True
+        if plan.total_batches is None:
+            return replayed.state.version >= self.total_steps or bool(self.stopped)
+        return replayed.state.batches >= plan.total_batches or bool(self.stopped)
+
+    def end_here(self) -> None:
+        """Declare the run complete with the newest version."""
+        self.total_steps = self.replayed.state.version
+
+
+class CoordinatorContext(NamedTuple):
+    """What most components of a coordinator work with."""
+
+    plan: RunPlan
+    policies: CoordinatorPolicies
+    replayed: ReplayedState
+    members: MemberTable
+    completion: RunCompletion
 
 
 class Replies:
@@ -56,16 +95,15 @@ class Replies:
 
     def __init__(
         self,
-        plan: RunPlan,
-        policies: CoordinatorPolicies,
-        members: MemberTable,
+        context: CoordinatorContext,
         publisher: SubsetPublisher,
-        completion: RunCompletion,
         task_fields: Callable[[Member], dict[str, int]] | None = None,
     ) -> None:
         """`task_fields`: the fields that say which task a worker has, in runs with a scheduler."""
-        self.plan, self.policies, self.members, self.publisher = plan, policies, members, publisher
-        self.completion, self.task_fields = completion, task_fields
+        self.plan, self.policies, _, self.members, self.completion = context
+        self.publisher, self.task_fields = publisher, task_fields
+        self.held: OrderedDict[str, HeldReply] = OrderedDict()
+        """Replies held back until a round has closed, by session, longest waiting first."""
 
     def send(self, turn: Turn, caller: Any, header: dict[str, Any], worker: Member, have: int = NO_WEIGHTS) -> None:
         """Reply to a worker that has the weights of version `have`; -1: it has none."""

@@ -12,7 +12,6 @@ import torch
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
-from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Published
 from shoal.coordinator.events import Interrupted, RunConcluded, WorkerExited
 from shoal.coordinator.run_plan import RelayPlace
@@ -128,7 +127,8 @@ class CoordinatorLoop(RecordedLoop):
         around = DriverDeps(
             server=storage.server,
             store=storage.store,
-            observer=self,
+            published=self.published,
+            say=self.message,
             welcome=welcome,
             capture=lambda: SnapshotContent(self.engine.weights(), self.state_dict()),
             clock=time.monotonic,
@@ -168,8 +168,8 @@ class CoordinatorLoop(RecordedLoop):
             if self.relay is not None:
                 self.relay.tick()
         self.status.update("ending")  # workers may leave before the next tick
-        if coordinator.stopped:
-            raise ShoalError(coordinator.stopped)
+        if coordinator.completion.stopped:
+            raise ShoalError(coordinator.completion.stopped)
         self.driver.handle(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
         interrupted = recorder.stopping == INTERRUPTED
         self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self._tick)
@@ -191,14 +191,11 @@ class CoordinatorLoop(RecordedLoop):
         result = StepResult(figures, max(1, round(version.weight)), version.samples)
         self.data.update()
         if self.data.batches_per_epoch is None and self.run.training.epochs and self.data.epochs >= self.run.training.epochs:
-            self.coordinator.end_here()
+            self.coordinator.completion.end_here()
         if replaying:
             self.count_replayed(result, version.batches)
         else:
             self.advance(result, version.batches, self.coordinator.finished)
-
-    def say(self, text: str) -> None:
-        self.message(text)
 
     # --- evaluation, figures and checkpoints -----------------------------------------------------------
 
@@ -265,17 +262,17 @@ class CoordinatorLoop(RecordedLoop):
     def state_dict(self) -> dict[str, Any]:
         return self.recorder.state_dict() | {
             "feed": {},
-            "coordinator": self.coordinator.state_dict(),
+            "coordinator": self.coordinator.replayed.state_dict(),
             "ledger": self.store.ledger.length,
             "learner": self.learner.state_dict(),
             "totals": self.traffic.state_dict(),
         }
 
-    def _restore(self, saved: SavedState) -> None:
+    def _restore(self, saved: Checkpoint) -> None:
         self.recorder.restore(saved)
         self.learner.load_state_dict(saved.state.get("learner", {}))  # a run alone has none
 
-    def recover(self, snapshot: SavedState) -> None:
+    def recover(self, snapshot: Checkpoint) -> None:
         """Restore the coordinator from its last snapshot and the journal since then."""
         self._restore(snapshot)
         self.driver.recover(snapshot)

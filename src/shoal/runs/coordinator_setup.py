@@ -196,6 +196,7 @@ def _plan_of(run: Run, agreed: RunAgreement) -> RunPlan:
         lease_s=feed.lease_s,
         attempts=feed.attempts,
         most_lag=feed.most_lag,
+        pull_every=agreed.policies.pull.every,
         worker_steps=length.worker_steps,
         spans=agreed.spans,
         experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap, run.updates.experts_apart),

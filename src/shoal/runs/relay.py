@@ -37,7 +37,7 @@ class Relay:
         self.climber = UpstreamSession(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
         self._pending: Future[list[SessionEvent]] | None = None
         self.protocol.ready, joined.doing = True, "relaying"
-        self.climber.hear(joined.sender.exchange())
+        self.climber.on_events(joined.sender.exchange())
         if not coordinator.state.upstream:
             assert isinstance(learner, AdoptingLearner)
             learner.begin(self.climber.weights, self.climber.statistics)
@@ -52,7 +52,7 @@ class Relay:
         upward = self.coordinator.replayed.relayed
         if upward is None:
             if self.protocol.done:
-                self.coordinator.end_here()
+                self.coordinator.completion.end_here()
             return
         self.driver.drain()  # the round's number must be durable before it is sent
         if self.climber.offer(upward.asked, upward.frames):
@@ -67,7 +67,7 @@ class Relay:
 
     def _on_answer(self, events: list[SessionEvent]) -> None:
         self._pending = None
-        answered = self.climber.hear(events)
+        answered = self.climber.on_events(events)
         if answered is None:
             return
         if answered.status not in ("accepted", "finished"):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.schema.cluster import ScheduledTask
-from shoal.coordinator.run_plan import DataTask, DeclaredResources, TaskPlan
+from shoal.coordinator.run_plan import DataTask, TaskPlan
 from shoal.errors import ShoalError
 from shoal.scheduling import KINDS, memory_estimate
 
@@ -48,9 +48,8 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
         count = _count(extent)
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
     needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen).gb
-    claims = {name: DeclaredResources(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
     tasks = TaskPlan(
-        _placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits
+        _placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], run.cluster.hosts, extent.megabits
     )
     return TaskSplit(tasks, note)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
-from shoal.coordinator.driver_interfaces import RunObserver
+from shoal.coordinator.effects import Published
 from shoal.coordinator.events import RequestReceived
 from shoal.protocol.messages import Contribute, Message, WorkerRequest
 from shoal.simulate.event_queue import EventQueue
@@ -34,7 +34,8 @@ class CoordinatorService:
         self,
         coordinator: Coordinator,
         store: CountingStore,
-        observer: RunObserver,
+        published: Callable[[Published, bool], None],
+        say: Callable[[str], None],
         timeline: EventQueue,
         report: SimulationReport,
         scale: float,
@@ -50,7 +51,8 @@ class CoordinatorService:
             DriverDeps(
                 server=CallbackServer(),
                 store=store,
-                observer=observer,
+                published=published,
+                say=say,
                 welcome=Message({"size": round(scale * coordinator.learner.vector.numel())}),
                 capture=lambda: SnapshotContent({}, {}),
                 clock=lambda: timeline.now,

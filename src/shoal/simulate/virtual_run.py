@@ -115,7 +115,9 @@ class VirtualRun:
         self.report = SimulationReport(len(weather.machines), hours, seed, scenario.strategy, scenario.codec, learns)
         self.coordinator = Coordinator(plan, policies, scenario.learner)
         self._recorder = ReportRecorder(self.coordinator, self.timeline, self.report, self._until_s / POINTS)
-        self._service = CoordinatorService(self.coordinator, self.store, self._recorder, self.timeline, self.report, updates.scale)
+        self._service = CoordinatorService(
+            self.coordinator, self.store, self._recorder.published, self._recorder.say, self.timeline, self.report, updates.scale
+        )
         self._tick_s = max(TICK_S, min(_LONGEST_TICK_S, plan.heartbeat_interval_s / 4, self._quickest_s() / _TICKS_PER_CONTRIBUTION))
         self._deps = WorkerDeps(
             self.timeline,
@@ -212,7 +214,7 @@ class VirtualRun:
         if coordinator.tasks is not None:
             kinds = self.store.journal.kinds
             report.tasks = {"tasks": len(coordinator.tasks.tasks.tasks), "given": kinds["seated"], "cut": kinds["cut"]}
-        known = ledger.applied + Counter(record["worker"] for record, _ in coordinator.pending())
+        known = ledger.applied + Counter(record["worker"] for record, _ in coordinator.replayed.pending())
         missing = [name for name, count in confirmed.items() if known[name] < count]
         report.violations += [
             f"{confirmed[name]} contributions of {name} were acknowledged, and {known[name]} are in the ledger" for name in missing

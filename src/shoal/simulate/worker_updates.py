@@ -148,9 +148,7 @@ class _LearningWorker:
         self.engine: WorkerEngine = self.own
         self.encoder = UpdateEncoder(self.engine, run.updates)
         contribution = policies.contribution
-        self.weights = WorkerWeights(
-            self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.takes_inner_steps
-        )
+        self.weights = WorkerWeights(self.engine, run.updates.codec, policies.pull, contribution)
         self.unit: LeasedUnit | None = None
         self.round, self.server_step = 0, 0.0
         self.feed: Any = None

@@ -41,11 +41,8 @@ def policies(run: Run, expected: int) -> Policies:
 
 
 def averages(run: Run) -> bool:
-    """Whether the outer step is exactly the mean of the workers' weights.
-
-    θ₀ − 1·(θ₀ − θ) equals θ, but not in 32-bit floats. So if the difference is not changed on its way, the weights themselves are sent: a
-    run with one worker is then plain training, bit for bit.
-    """
+    """Whether the outer step is exactly the mean of the workers' weights. θ₀ − 1·(θ₀ − θ) equals θ, but not in 32-bit floats: if the
+    difference is not changed on its way, the weights are sent, so a run with one worker is plain training, bit for bit."""
     settings, updates = run.strategy, run.updates
     assert isinstance(settings, DiLoCo)
     outer = settings.outer

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.coordinator.round_policies import Every, Everything
+from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.units.cut import DataCut
 from shoal.engines.learners.apply import ApplyPolicy, OptimizerStep
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import ParameterLayout
 from shoal.worker.producers import GradientContribution, WorkerContribution
-from shoal.worker.step_policies import PullPolicy, ShardFeedPolicy
+from shoal.worker.step_policies import FeedPolicy, PullPolicy
 
 
 class DataExtent(NamedTuple):
@@ -52,31 +52,22 @@ class RunLength(NamedTuple):
     """Samples of a batch; None: `training.batch_size`."""
 
 
-@dataclass(frozen=True)
-class Policies:
+@dataclass(frozen=True, kw_only=True)
+class Policies(CoordinatorPolicies):
     """How updates become new weights."""
 
-    rounds: Every
-    """When the weights move."""
     length: Callable[[DataExtent], RunLength]
     """How long the run is. Raises ShoalError where the settings and the data do not fit."""
-    feed: ShardFeedPolicy = ShardFeedPolicy()  # noqa: RUF009 - frozen, like all policies
+    feed: FeedPolicy = FeedPolicy()  # noqa: RUF009 - frozen, like all policies
     """Where a worker's data comes from."""
     contribution: WorkerContribution = GradientContribution()  # noqa: RUF009
     """What a worker sends, and how often."""
-    admission: Everything = Everything()  # noqa: RUF009
-    """Whose contribution is too late, and what a late one counts."""
     apply: ApplyPolicy = OptimizerStep()  # noqa: RUF009
     """How an update moves the weights."""
     pull: PullPolicy = PullPolicy()  # noqa: RUF009
     """When a worker takes new weights, and how."""
     expert_cap: float | None = None
-    """Upper limit of a contribution's weight in an expert, as a multiple of its weight in the plain mean; None: experts are not weighted
-    by their tokens."""
-
-    @property
-    def pull_every(self) -> int:
-        return self.pull.every
+    """Upper limit of a contribution's weight in an expert, as a multiple of that in the mean; None: tokens do not weigh experts."""
 
     def spans(self, layouts: Mapping[str, ParameterLayout]) -> tuple[Span, ...]:
         """The fragments of the weights that rounds update in turn; empty: each round updates all of them."""

@@ -15,7 +15,7 @@ from shoal.engines.learners.answers import RolloutStep
 from shoal.strategies.policy_set import Policies
 from shoal.strategies.run_length import in_rollouts
 from shoal.worker.producers import RolloutContribution
-from shoal.worker.step_policies import LeasedUnitPolicy
+from shoal.worker.step_policies import FeedPolicy
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -26,7 +26,8 @@ def policies(run: Run, expected: int) -> Policies:
     return Policies(
         rounds=UnitQuorum(ppo.rollout_size // rlhf.group // prompts),
         length=in_rollouts(run, prompts),
-        feed=LeasedUnitPolicy(
+        feed=FeedPolicy(
+            leased=True,
             batches=prompts,
             lease_s=settings.lease_timeout_s,
             attempts=settings.max_retries,

@@ -108,10 +108,8 @@ def in_rollouts(run: Run, prompts_per_unit: int) -> Callable[[DataExtent], RunLe
 
 
 def in_rounds(run: Run, rounds: Every, inner_steps: int, by_data: bool) -> Callable[[DataExtent], RunLength]:
-    """Every worker takes the steps of a run alone; each round has some of them, and the last what is left.
-
-    `by_data`: rounds differ in what they are made of, because some workers are late or slow, so the data counts, not the rounds.
-    """
+    """Every worker takes the steps of a run alone, divided into rounds. `by_data`: the data counts, not the rounds, as late or slow workers
+    make rounds differ."""
 
     def length(extent: DataExtent) -> RunLength:
         accumulation = run.training.gradient_accumulation_steps

@@ -12,7 +12,7 @@ from shoal.coordinator import UnitQuorum
 from shoal.strategies.policy_set import Policies
 from shoal.strategies.run_length import in_units
 from shoal.worker.producers import UnitGradientContribution
-from shoal.worker.step_policies import LeasedUnitPolicy
+from shoal.worker.step_policies import FeedPolicy
 
 
 def policies(run: Run, expected: int) -> Policies:
@@ -22,6 +22,8 @@ def policies(run: Run, expected: int) -> Policies:
     return Policies(
         rounds=rounds,
         length=in_units(run, rounds, settings.batches_per_unit),
-        feed=LeasedUnitPolicy(batches=settings.batches_per_unit, lease_s=settings.lease_timeout_s, attempts=max(1, settings.max_retries)),
+        feed=FeedPolicy(
+            leased=True, batches=settings.batches_per_unit, lease_s=settings.lease_timeout_s, attempts=max(1, settings.max_retries)
+        ),
         contribution=UnitGradientContribution(),
     )

@@ -1,11 +1,21 @@
-"""Nested state as JSON-able data and named tensors, for JSON and safetensors files."""
+"""Checkpoints, and their nested state as JSON-able data and named tensors, for JSON and safetensors files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+
+class Checkpoint(NamedTuple):
+    """The content of a checkpoint or a snapshot, and its folder or its place in a database."""
+
+    path: PurePath
+    step: int
+    weights: Mapping[str, Tensor]
+    state: dict[str, Any]
 
 
 def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

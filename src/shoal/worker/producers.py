@@ -20,6 +20,7 @@ from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import make_side_texts
 from shoal.tasks import Batch, MetricMeans, StepResult
 from shoal.updates.answer_frames import pack
+from shoal.updates.contribution_policy import ContributionPolicy
 from shoal.updates.fragments import Span
 from shoal.worker.session import LeasedUnit, RunNews, SeatAssigned
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
@@ -65,34 +66,27 @@ class ProducerContext(Protocol):
     @property
     def next_seat(self) -> SeatAssigned:
         """Where in the data the worker's next contribution begins."""
-        ...
 
     @property
     def server_step(self) -> float: ...
     @property
     def over(self) -> bool:
         """Whether the run is over, or the worker was asked to stop."""
-        ...
 
     def await_answer(self) -> None:
         """Wait for the answer to the contribution that is under way, and apply it."""
-        ...
 
     def move_to(self, place: SeatAssigned) -> None:
         """Continue at another place in the data."""
-        ...
 
     def repeat_number(self) -> None:
         """Give the next contribution the number of the last one: an earlier process of this worker sent it, and it was accepted."""
-        ...
 
     def still_wanted(self, unit: LeasedUnit) -> bool:
         """Called after each batch of a unit: whether the worker's lease of the unit still holds."""
-        ...
 
     def report(self, text: str) -> None:
         """Show a line to the user."""
-        ...
 
 
 class Producer(ABC):
@@ -139,10 +133,8 @@ class GradientProducer(Producer):
 
 
 class PseudoGradientProducer(Producer):
-    """DiLoCo's pseudo-gradient θ₀ − θ after many inner steps. The inner optimizer keeps its state over all rounds.
-
-    θ₀ is what the coordinator sent last. Where weights are exchanged in fragments, θ₀ of each fragment has a version of its own.
-    """
+    """DiLoCo's pseudo-gradient θ₀ − θ after many inner steps; the inner optimizer keeps its state. θ₀ is what the coordinator sent last;
+    each fragment that is exchanged on its own has its own version of θ₀."""
 
     def __init__(
         self, worker: ProducerContext, policy: PseudoGradientContribution, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]
@@ -308,8 +300,7 @@ class UnitGradientProducer(Producer):
         return samples
 
     def _in_parts(self, batch: Batch) -> Iterator[StepResult]:
-        """Gradients over a batch, or over parts of it that fit into memory. The processes of an island take whole batches only, since all
-        of them must take the same ones."""
+        """Gradients over a batch, or over parts that fit into memory. The processes of an island must take the same ones: whole batches."""
         size, at = len(next(iter(batch.values()))), 0
         while at < size or not size:
             most = min(self._most_samples or size, size - at)
@@ -379,59 +370,16 @@ class RolloutProducer(Producer):
 # --- contribution policies, one of which a strategy chooses -----------------------------------------------------
 
 
-class WorkerContribution(ABC):
-    """What a worker sends, and how often. Properties are what other parts of the system ask; a policy overrides those that differ."""
+class WorkerContribution(ContributionPolicy, ABC):
+    """A contribution policy with what computes the contributions."""
 
     @abstractmethod
     def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
-        """What computes the contributions of a worker. `checkpoint` saves what only the worker knows; `spans`: the fragments of the weights
-        that rounds take in turn."""
-
-    @property
-    def own_steps(self) -> bool:
-        """Whether the worker also steps its own weights with each gradient, between pulls."""
-        return False
-
-    @property
-    def takes_inner_steps(self) -> bool:
-        """Whether the worker takes steps with an optimizer of its own between contributions."""
-        return False
-
-    @property
-    def inner_steps(self) -> int:
-        """Steps of a worker that make one contribution."""
-        return 1
-
-    @property
-    def balances_speeds(self) -> bool:
-        """Whether slower workers take fewer inner steps."""
-        return False
-
-    @property
-    def fragments(self) -> int:
-        """Parts of the weights that rounds exchange in turn."""
-        return 1
-
-    @property
-    def sync_delay(self) -> int:
-        """Inner steps that a worker takes while its contribution is under way."""
-        return 0
-
-    @property
-    def sends_weights(self) -> bool:
-        """Whether the worker's weights travel in place of the pseudo-gradient: the new weights are their mean."""
-        return False
-
-    def passes(self, version: int, every: int) -> bool:
-        """Whether this version is the first at or after a multiple of `every` worker steps."""
-        return version * self.inner_steps // every > (version - 1) * self.inner_steps // every
+        """What computes the contributions. `checkpoint` saves what only the worker knows; `spans`: fragments that rounds take in turn."""
 
 
-@dataclass(frozen=True)
 class GradientContribution(WorkerContribution):
     """A worker sends the gradient of every step."""
-
-    own_steps: bool = False
 
     def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
         return GradientProducer(worker, self.own_steps)
@@ -441,21 +389,12 @@ class GradientContribution(WorkerContribution):
 class PseudoGradientContribution(WorkerContribution):
     """DiLoCo: a worker takes many inner steps, and sends the pseudo-gradient."""
 
-    inner_steps: int = 1
-    balances_speeds: bool = False
-    fragments: int = 1
-    sync_delay: int = 0
-    sends_weights: bool = False
-
-    @property
-    def takes_inner_steps(self) -> bool:
-        return True
+    takes_inner_steps: bool = True
 
     def producer(self, worker: ProducerContext, checkpoint: WorkerCheckpoint, spans: tuple[Span, ...]) -> Producer:
         return PseudoGradientProducer(worker, self, checkpoint, spans)
 
 
-@dataclass(frozen=True)
 class UnitGradientContribution(WorkerContribution):
     """A worker sends the mean gradient over a unit of the data that it has leased."""
 

@@ -10,8 +10,7 @@ from shoal.worker.session import ContributionReceipt
 
 
 class ReceiptsFile:
-    """A file with one line for each contribution: worker, number, outcome, version, and the coordinator's digest and seal if there are
-    any."""
+    """A file with one line for each contribution: worker, number, outcome, version, and the coordinator's digest and seal, if any."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None

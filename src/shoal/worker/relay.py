@@ -47,15 +47,14 @@ class UpstreamSession:
         self._status = ""
 
     def offer(self, asked: Contribute, frames: Frames) -> bool:
-        """Queue a contribution, which the journal keeps beyond this process. Returns whether it is new: then the caller starts the
-        exchange."""
+        """Queue a contribution from the journal. Returns whether it is new: then the caller starts the exchange."""
         if self._under_way:
             return False
         self.protocol.contribute_for_relay(asked, frames)
         self._under_way, self._status = True, ""
         return True
 
-    def hear(self, events: Iterable[SessionEvent]) -> UpstreamAnswer | None:
+    def on_events(self, events: Iterable[SessionEvent]) -> UpstreamAnswer | None:
         """Process the events of an exchange; None: the contribution has no outcome yet."""
         for event in events:
             if isinstance(event, ContributionReceipt):

@@ -55,18 +55,6 @@ class CoordinatorConnection(Protocol):
     def close(self) -> None: ...
 
 
-class PendingEvents(Protocol):
-    """Events that may not be there yet."""
-
-    def result(self) -> list[SessionEvent]: ...
-
-
-class _Posted(NamedTuple):
-    """Pending events of a posted request: the thread that asks for the result waits for the answer."""
-
-    result: Callable[[], list[SessionEvent]]
-
-
 class Sender:
     """Drives one worker's session over a connection. Only one thread at a time exchanges messages."""
 
@@ -89,32 +77,32 @@ class Sender:
         """Send all requests of the session and wait for the answers. Returns the resulting events."""
         return self._exchange(self.clock(), posted=None)
 
-    def send(self, soon: bool) -> PendingEvents:
-        """Begin to send the session's requests, and return at once. `soon`: the calling thread will ask for the result shortly; the
-        request is then posted from this thread, if the connection supports that."""
+    def send(self, soon: bool) -> Callable[[], list[SessionEvent]]:
+        """Begin to send the session's requests. Returns at once a function that waits for the resulting events. `soon`: the calling thread
+        will ask for them shortly; the request is then posted from this thread, if the connection supports that."""
         started = self.clock()
         if soon and (question := self.protocol.next_request(started)) is not None and self._post(question):
-            return _Posted(lambda: self._exchange(started, question))
-        return self.begin()
+            return lambda: self._exchange(started, question)
+        return self.begin().result
 
     def begin(self) -> Future[list[SessionEvent]]:
         """Send the session's requests from the sender's thread."""
         future: Future[list[SessionEvent]] = Future()
-        self._start_thread()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
+            self._thread.start()
         self._jobs.put(future)
         return future
 
     def leave_early(self, reason: str) -> None:
-        """Leave before the end of the run and report the reason if the coordinator is reachable. A request that is under way is finished
-        first."""
+        """Leave early and report the reason if the coordinator is reachable. A request that is under way is finished first."""
         self.protocol.stop()
         self.protocol.leave(reason)
         with contextlib.suppress(ShoalError, ConnectionLostError):
-            self.exchange() if self._thread is None else self.send(soon=False).result()
+            self.exchange() if self._thread is None else self.send(soon=False)()
 
     def send_heartbeat(self, connection: CoordinatorConnection, state: str, figures: Mapping[str, float]) -> None:
-        """Send a heartbeat over a connection of its own, so that a worker with a long upload is not taken for dead. A lost heartbeat
-        does no harm."""
+        """Send a heartbeat over a connection of its own, as a long upload may be under way. A lost heartbeat does no harm."""
         if not self.protocol.session:
             return
         with contextlib.suppress(ConnectionLostError, ShoalError):
@@ -173,11 +161,6 @@ class Sender:
                 self.report(retry.message)
             self._closing.wait(retry.pause_s * self._random.uniform(0.7, 1.3))
             return None
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
-            self._thread.start()
 
     def _work(self) -> None:
         while (future := self._jobs.get()) is not None:

@@ -182,13 +182,11 @@ class WorkerSession:
             self.place = (made.epoch, made.position)
 
     def repeat_number(self) -> None:
-        """Give the next contribution the number of the last one: an earlier process of this worker sent it and it was accepted, and the
-        coordinator recognises it by that number."""
+        """Give the next contribution the last one's number: an earlier process of this worker sent it, and it was accepted."""
         self.seq = self.welcome["last_seq"]
 
     def contribute_for_relay(self, asked: Contribute, frames: Frames) -> None:
-        """Queue the combined contribution of a relay's workers, under the number in the relay's journal, which an earlier process may
-        have sent already."""
+        """Queue a relay's combined contribution, under the number in its journal, which an earlier process may have sent already."""
         self.pending = _Pending(asked._replace(have=max(0, self.have)), frames)
         self.seq, self.place = max(self.seq, asked.seq + 1), (asked.epoch, asked.position)
 
@@ -297,7 +295,10 @@ class WorkerSession:
         self.newest = max(self.newest, header.get("version", -1))
         match asked:
             case Join():
-                return self._prove(header["nonce"]) if header["kind"] == "challenge" else self._welcomed(dict(header), frames)
+                if header["kind"] != "challenge":
+                    return self._welcomed(dict(header), frames)
+                proof = self.identity.prove("join", self.name, header["nonce"])
+                self.joining = asked._replace(nonce=header["nonce"], proof=proof)
             case Pull():
                 self.round = header["version"]
                 return [self._news(header, frames), *self._moved(header)]
@@ -311,11 +312,6 @@ class WorkerSession:
                 self._holds, self.size = True, int(header["size"])
             case _:
                 self.left = True
-        return []
-
-    def _prove(self, nonce: str) -> list[SessionEvent]:
-        """Answer the coordinator's challenge by signing its nonce with the worker's key."""
-        self.joining = self.joining._replace(nonce=nonce, proof=self.identity.prove("join", self.name, nonce))
         return []
 
     def _join_anew(self) -> None:

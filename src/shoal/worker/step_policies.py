@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ShardFeedPolicy:
-    """A worker reads its own shard of the data, in its own order."""
+class FeedPolicy:
+    """Where a worker's data comes from: its own shard, in its own order, or leased units."""
 
     leased: bool = False
-    """Whether the worker leases units of the data instead."""
+    """Whether the worker leases one unit of the data after the other; every sample is in one."""
     batches: int = 1
     """Batches in a unit."""
     lease_s: float = 300.0
@@ -21,13 +21,6 @@ class ShardFeedPolicy:
     """Versions that may be made while a worker has a unit before its result is too late."""
     given: bool = False
     """Whether the lease contains all that a unit needs, so that the worker reads no data."""
-
-
-@dataclass(frozen=True)
-class LeasedUnitPolicy(ShardFeedPolicy):
-    """A worker leases one unit of the data after the other; every sample is in one."""
-
-    leased: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 _TELLING_BYTES = 32 << 10
@@ -12,37 +13,20 @@ class WorkerTimes:
     """Seconds spent on each kind of activity since the worker began, including the current one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.waited_s = 0.0
-        self._computed_s = self._sent_s = 0.0
-        self._since, self._doing = clock(), ""
+        self.clock, self.doing = clock, ""
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._since = clock()
 
     def begin(self, doing: str) -> float:
-        """Begin an activity, computing or waiting. Returns the current time."""
-        self._since, self._doing = self.clock(), doing
-        return self._since
+        """End the current activity and begin another one; empty: none that is reported. Returns the current time."""
+        now = self.clock()
+        self._seconds[self.doing] += now - self._since
+        self._since, self.doing = now, doing
+        return now
 
-    def computed(self, seconds: float) -> None:
-        self._computed_s += seconds
-        self._doing = ""
-
-    def waited(self) -> None:
-        """End waiting: the answer has arrived."""
-        self.waited_s += self.clock() - self._since
-        self._doing = ""
-
-    def sent(self, seconds: float) -> None:
-        """Add the time that encoding or sending an update took."""
-        self._sent_s += seconds
-
-    def figures(self, computing: str, waiting: str) -> dict[str, float]:
-        """The seconds by activity. `computing`, `waiting`: the names of those activities."""
-        going_on, doing = max(0.0, self.clock() - self._since), self._doing
-        return {
-            "computing_s": self._computed_s + (going_on if doing == computing else 0.0),
-            "idle_s": self.waited_s + (going_on if doing == waiting else 0.0),
-            "sending_s": self._sent_s,
-        }
+    def spent(self, activity: str) -> float:
+        """The seconds spent on an activity."""
+        return self._seconds[activity] + (max(0.0, self.clock() - self._since) if activity == self.doing else 0.0)
 
 
 class LinkMeasurements:
@@ -57,8 +41,7 @@ class LinkMeasurements:
         self._latency_s = seconds if self._latency_s is None else min(self._latency_s, seconds)
 
     def carried(self, size: int, seconds: float) -> None:
-        """Record that an answer of `size` bytes arrived `seconds` after its request, without the coordinator waiting for anything in
-        between."""
+        """Record that an answer of `size` bytes arrived `seconds` after its request, with no waiting at the coordinator in between."""
         if size >= _TELLING_BYTES:
             rate = size / max(1e-6, seconds - (self._latency_s or 0.0))
             self._bytes_per_s = rate if self._bytes_per_s is None else max(self._bytes_per_s, rate)

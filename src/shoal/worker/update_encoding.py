@@ -31,24 +31,19 @@ class WorkerEngine(Protocol):
     def vector(self) -> Tensor: ...
     def changed(self) -> None:
         """Must be called after `vector` was written to."""
-        ...
 
     @property
     def layouts(self) -> Sized:
         """The parameter layouts, one for each network."""
-        ...
 
     def expect(self, moved: Tensor) -> None:
         """Set the expected change of the weights by the next version."""
-        ...
 
     @property
     def gradient(self) -> Tensor: ...
     def gradients(self, batches: list[Batch]) -> StepResult: ...
-    def step(self, batches: list[Batch]) -> StepResult: ...
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
         """Take at least one step and at most `most`. Returns the metrics of all of them, and their number."""
-        ...
 
     def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult: ...
     def unscale(self) -> None: ...
@@ -100,8 +95,7 @@ class UpdateEncoder:
         return False
 
     def frames(self, vector: Tensor, samples: int, span: slice = _ALL) -> list[memoryview]:
-        """Add noise and encode. The networks' statistics are the last frames. `span`: the fragment of the weights that the vector
-        covers."""
+        """Add noise and encode. The networks' statistics come last. `span`: the fragment of the weights that the vector covers."""
         if self.updates.privacy.enabled:
             self._blur(vector, samples)
         residual = None if self.residual is None else self.residual[span]
@@ -110,8 +104,7 @@ class UpdateEncoder:
         return [*frames, frame_of(report.numpy())] if report.numel() else frames
 
     def _blur(self, vector: Tensor, samples: int) -> None:
-        """Add noise. One sample changes a mean over individually clipped samples by at most its share of the clip norm, so the noise is
-        scaled down likewise."""
+        """Add noise, scaled to the most that one sample can change: a mean over clipped samples by its share of the clip norm."""
         assert self.updates.clip_norm is not None
         reach = self.updates.clip_norm / samples if self._by_sample else self.updates.clip_norm
         privacy.add_noise_(vector, reach, self.updates.privacy.noise_multiplier, self._noise)

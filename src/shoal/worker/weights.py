@@ -10,6 +10,7 @@ from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.checksums import crc32
 from shoal.protocol.frames import frame_of
 from shoal.updates import codecs
+from shoal.updates.contribution_policy import ContributionPolicy
 from shoal.worker.session import RunNews
 from shoal.worker.step_policies import PullPolicy
 from shoal.worker.update_encoding import WorkerEngine
@@ -22,15 +23,14 @@ MOST_AHEAD = 3.0
 class WorkerWeights:
     """An engine's weights, kept up to date with the coordinator's."""
 
-    def __init__(self, engine: WorkerEngine, codec: Codec, pull: PullPolicy, *, own_steps: bool, alone: bool) -> None:
-        """`own_steps`: the worker steps its own weights with every gradient. `alone`: it takes many inner steps between contributions."""
+    def __init__(self, engine: WorkerEngine, codec: Codec, pull: PullPolicy, contribution: ContributionPolicy) -> None:
         self.engine, self.codec, self.pull = engine, codec, pull
         self.version = -1
         self.lag = 0.0
         """Moving average of the versions made between a pull of weights and the arrival of the gradient computed on them."""
         self._buffers = engine.buffers.numel()
-        size, several = engine.vector.numel(), len(engine.layouts) > 1
-        moved_by_others = not (own_steps or alone or pull.look_ahead) and pull.blend == 1
+        size, several, alone = engine.vector.numel(), len(engine.layouts) > 1, contribution.takes_inner_steps
+        moved_by_others = not (contribution.own_steps or alone or pull.look_ahead) and pull.blend == 1
         in_place = engine.vector.device.type == "cpu" and engine.vector.dtype == torch.float32 and moved_by_others
         self.base = engine.vector if in_place else torch.empty(size)
         """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
@@ -57,8 +57,7 @@ class WorkerWeights:
         return True
 
     def checksum(self) -> int:
-        """Checksum of the coordinator's weights; -1 if a codec compresses them, since two workers with the same version then differ
-        slightly."""
+        """Checksum of the coordinator's weights; -1 if a codec compresses them, as two workers' weights then differ slightly."""
         return crc32(frame_of(self.base.numpy())) if isinstance(codecs.of_weights(self.codec), NoCodec) else -1
 
     def go_back(self) -> None:

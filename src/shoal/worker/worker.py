@@ -18,9 +18,9 @@ from shoal.protocol.messages import Contribute
 from shoal.updates.fragments import Span
 from shoal.worker.producers import ProducedContribution, WorkerContribution
 from shoal.worker.receipts import ReceiptsFile
-from shoal.worker.sender import PendingEvents, Sender
-from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned
-from shoal.worker.step_policies import PullPolicy, ShardFeedPolicy
+from shoal.worker.sender import Sender
+from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned, SessionEvent
+from shoal.worker.step_policies import FeedPolicy, PullPolicy
 from shoal.worker.timing import WorkerTimes
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
@@ -33,7 +33,7 @@ _LAG_TO_SPEND = 0.5
 _MOST_LAG_SPENT = 3.0
 """Versions. Measured on MNIST: five versions of lag cost a point of accuracy, two a quarter of a point."""
 _STUCK_AFTER_LEASES = 10
-_WAITING = "waiting"
+_WAITING, _SENDING = "waiting", "sending"
 _SOON_S = 0.05
 """Seconds. For longer steps the sender thread does the sending: it can reconnect while the worker computes, and only it can measure the
 time of an answer that the worker does not wait for."""
@@ -42,7 +42,7 @@ time of an answer that the worker does not wait for."""
 class WorkerPolicies(NamedTuple):
     """The worker's share of a strategy."""
 
-    feed: ShardFeedPolicy
+    feed: FeedPolicy
     contribution: WorkerContribution
     pull: PullPolicy
     window: int = 0
@@ -62,11 +62,7 @@ class WorkerPace(NamedTuple):
 
 
 def may_overlap(policies: WorkerPolicies, overlap: int, pace: WorkerPace) -> bool:
-    """Whether the next step may begin before this contribution is answered: only if the contribution does not become too late, and if it
-    saves time.
-
-    `overlap`: steps that the producer takes while its contribution is under way.
-    """
+    """Whether the next step may begin before the answer, if that saves time and is not too late. `overlap`: the producer's own delay."""
     if policies.contribution.takes_inner_steps or policies.feed.leased:
         return overlap > 0
     if policies.window:
@@ -97,13 +93,12 @@ class Worker:
     ) -> None:
         """`feed_for(seat, epoch, position)` returns the feed that begins at that place."""
         self.sender, self.protocol, self.engine, self.policies = sender, sender.protocol, engine, policies
+        self.repeat_number = sender.protocol.repeat_number
         self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
         self.receipts, self.clock = receipts or ReceiptsFile(None), clock
         self.encoder = UpdateEncoder(engine, updates)
         contribution = policies.contribution
-        self.weights = WorkerWeights(
-            engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.takes_inner_steps
-        )
+        self.weights = WorkerWeights(engine, updates.codec, policies.pull, contribution)
         self.producer = contribution.producer(self, checkpoint or NoWorkerCheckpoint(), policies.spans)
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
@@ -115,7 +110,7 @@ class Worker:
         self.busy = 1.0
         """Set at the end: the share of the time in which the worker did not wait for an answer."""
         self._feed: Feed | None = None
-        self._under_way: PendingEvents | None = None
+        self._under_way: Callable[[], list[SessionEvent]] | None = None
         self._most_lag, self._versions_per_step = math.inf, 1.0
         self._step_s = 0.0
         self.times = WorkerTimes(clock)
@@ -143,7 +138,7 @@ class Worker:
             if not self.policies.feed.leased or self._claim():
                 self._step()
         self.await_answer()
-        self.busy = 1.0 - self.times.waited_s / max(1e-9, self.clock() - self._began)
+        self.busy = 1.0 - self.times.spent(_WAITING) / max(1e-9, self.clock() - self._began)
         self.state = "leaving"
         self.protocol.leave()
         self._say_all()
@@ -155,8 +150,7 @@ class Worker:
 
     @property
     def doing(self) -> str:
-        """The worker's state for heartbeats. A worker that has been at the same batch of a unit for many lease periods is stuck, not
-        slow."""
+        """The worker's state for heartbeats. A worker at the same batch of a unit for many lease periods is stuck, not slow."""
         feed = self.policies.feed
         stuck = feed.leased and self.state == COMPUTING and self.clock() - self._progress_at > _STUCK_AFTER_LEASES * feed.lease_s
         return STUCK if stuck else self.state
@@ -185,7 +179,9 @@ class Worker:
         return {
             "samples": self.samples,
             "samples_per_s": self.samples / whole if whole else 0.0,
-            **self.times.figures(COMPUTING, _WAITING),
+            "computing_s": self.times.spent(COMPUTING),
+            "idle_s": self.times.spent(_WAITING),
+            "sending_s": self.times.spent(_SENDING),
             "accepted": self.counts["accepted"],
             "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
@@ -202,13 +198,16 @@ class Worker:
             self._return_unit()
             raise
         if made is None:
+            self.times.begin("")
             return self._return_unit()
-        feed = self.feed
-        frames, coded_s = self._coded(made)
+        feed, frames = self.feed, made.frames
+        if frames is None:
+            self.times.begin(_SENDING)
+            frames = self.encoder.frames(made.vector, made.samples, made.span)
+        now = self.times.begin(COMPUTING)
         if self.slowdown > 1:
-            time.sleep((self.slowdown - 1) * (self.clock() - started))
-        self._step_s = self.clock() - started
-        self.times.computed(self._step_s - coded_s)
+            time.sleep((self.slowdown - 1) * (now - started))
+        self._step_s = self.times.begin("") - started
         self.steps += 1
         self.await_answer()
         if self.feed is not feed:  # the coordinator has moved this worker meanwhile: another worker sends this part
@@ -220,14 +219,6 @@ class Worker:
         if not overlaps:
             self.await_answer()
         return None
-
-    def _coded(self, made: ProducedContribution) -> tuple[list[memoryview], float]:
-        """Encode an update. Returns its frames, and the seconds that encoding took."""
-        began_at = self.clock()
-        frames = self.encoder.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
-        took_s = self.clock() - began_at
-        self.times.sent(took_s)
-        return frames, took_s
 
     @property
     def _is_through(self) -> bool:
@@ -243,7 +234,7 @@ class Worker:
         self.times.begin(_WAITING)
         self.protocol.claim()
         self._say_all()
-        self.times.waited()
+        self.times.begin("")
         unit: LeasedUnit | None = self.unit
         if unit is None or self.over:
             return False
@@ -292,24 +283,24 @@ class Worker:
         )
         self.protocol.contribute(contribution, frames, pulls=unit is None and self.steps % self.policies.pull.every == 0)
         self.counts["sent"] += 1
-        began_at = self.clock()
+        self.times.begin(_SENDING)
         self._under_way = self.sender.send(soon)
-        self.times.sent(self.clock() - began_at)
+        self.times.begin("")
 
     def await_answer(self) -> None:
         """Wait for the answer to the contribution that is under way, and apply it."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
-            self.state = _WAITING
+            self.state, before = _WAITING, self.times.doing
             self.times.begin(_WAITING)
-            events = under_way.result()
-            self.times.waited()
+            events = under_way()
+            self.times.begin(before)
             self._apply(events)
 
     def _say_all(self) -> None:
         self._apply(self.sender.exchange())
 
-    def _apply(self, events: list[SeatAssigned | LeasedUnit | ContributionReceipt | RunNews]) -> None:
+    def _apply(self, events: list[SessionEvent]) -> None:
         status: str | None = None
         for event in events:
             if isinstance(event, ContributionReceipt):
@@ -327,9 +318,6 @@ class Worker:
         if self._feed is not None:
             self._feed.close()
         self._feed = self.feed_for(*place)
-
-    def repeat_number(self) -> None:
-        self.protocol.repeat_number()
 
     def _note(self, receipt: ContributionReceipt) -> None:
         taken, sent = receipt.status == "accepted", receipt.contribution

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
+Key = tuple[str, int]
+"""A worker, and the number of a contribution."""
 Line = tuple[str, dict[str, Any]]
 """Place and content of a line or record."""
 _JOURNAL_FORMAT = _LEDGER_FORMAT = 1
@@ -64,7 +66,7 @@ class AuditInput:
     snapshot: SnapshotSummary | None = None
     records: list[Line] = field(default_factory=list)
     """Records of all journals since the snapshot."""
-    waiting: set[tuple[str, int]] = field(default_factory=set)
+    waiting: set[Key] = field(default_factory=set)
     """Worker and number of confirmed contributions that wait in a database for a coordinator."""
     notes: list[str] = field(default_factory=list)
     """Remarks that are no violations, such as a last line that a crash cut off."""
@@ -85,12 +87,7 @@ def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims:
 
 
 def gather_from(
-    evidence: AuditInput,
-    ledger: Iterable[str],
-    snapshot: dict[str, Any] | None,
-    records: Iterable[bytes],
-    waiting: Iterable[tuple[str, int]],
-    violations: list[str],
+    evidence: AuditInput, ledger: Iterable[str], snapshot: dict[str, Any] | None, records: Iterable[bytes], waiting: Iterable[Key]
 ) -> AuditInput:
     """Add what a database holds to the receipts that were read. A database never has a half-written row."""
     evidence.ledger = [(f"ledger:{number}", json.loads(line)) for number, line in enumerate(ledger, 1)]

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from shoal.coordinator.audit.files import AuditInput, Line, digest_of
+from shoal.coordinator.audit.files import AuditInput, Key, Line, digest_of
 from shoal.coordinator.audit.units import UnitAudit
 
-Key = tuple[str, int]
-"""A worker, and the number of a contribution."""
 _MOST_CLAIMS = 5
 _MAKE_VERSIONS = ("closed", "adopted")
 """Kinds of records that make a new version."""

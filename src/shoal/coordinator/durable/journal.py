@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.records import (
@@ -61,8 +61,7 @@ class FileJournal:
         return self._file is not None
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
-        """Start a journal with the records of open rounds; return the number of the snapshot that is to follow. If it fails, records still
-        go to the journal before."""
+        """Start a journal with these records; return its snapshot's number. If it fails, records still go to the journal before."""
         self._lock.take()
         number = max(journals(self.folder), default=0) + 1
         spare, path = self.folder / _SPARE, path_of(self.folder, number)
@@ -89,8 +88,7 @@ class FileJournal:
         return records, head, end
 
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...]]]:
-        """Every record since a snapshot; afterwards `append` continues after the last one. A record that a crash cut off is dropped. Raises
-        DamagedJournal."""
+        """Every record since a snapshot, but one that a crash cut off; then `append` goes on after the last. Raises DamagedJournal."""
         self._lock.take()
         reading: JournalReader | None = None
         for number in self._numbers_since(snapshot):
@@ -129,13 +127,11 @@ class FileJournal:
         file.truncate()
         self._file = file
 
-    def _opened(self, path: Path, mode: str) -> BinaryIO:
+    def _opened(self, path: Path, mode: Literal["r+b", "xb"]) -> BinaryIO:
         try:
-            file: Any = path.open(mode, buffering=0)
+            return path.open(mode, buffering=0)
         except OSError as error:
             raise ShoalError(f"cannot open the coordinator's journal {path}: {error.strerror or error}") from None
-        opened: BinaryIO = file
-        return opened
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         assert self._file is not None

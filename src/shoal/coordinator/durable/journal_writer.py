@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from shoal.coordinator.effects import Effect, Frames, Persist
+from shoal.coordinator.effects import Effect, Persist
 
 LEAST_THREAD_BYTES = 1 << 20
 """Records below this size are written at once: handing them to the thread takes longer."""
@@ -23,8 +23,7 @@ class JournalWriter:
     """Queue of effects that wait for their records. All methods are for one thread."""
 
     def __init__(self, append: Callable[[Persist], None], carry_out: Callable[[Effect], None], ready: Callable[[], None]) -> None:
-        """`append` writes a record, in this or the writer thread; `carry_out` does all other effects, in this thread; `ready` is called
-        from the writer thread after each record."""
+        """`append` writes a record, in either thread; `carry_out` does other effects; the writer calls `ready` after each record."""
         self._append, self._carry_out, self._ready = append, carry_out, ready
         self._queue: deque[Effect] = deque()
         """Effects that are not carried out yet; the first is a record that is being written."""
@@ -36,7 +35,7 @@ class JournalWriter:
     def take(self, effects: list[Effect]) -> None:
         """Carry these effects out after all earlier ones."""
         for effect in effects:
-            if isinstance(effect, Persist) and (self._queue or _size(effect.frames) >= LEAST_THREAD_BYTES):
+            if isinstance(effect, Persist) and (self._queue or sum(map(len, effect.frames)) >= LEAST_THREAD_BYTES):
                 self._hand_over(effect)
             elif self._queue:
                 self._queue.append(effect)
@@ -95,7 +94,3 @@ class JournalWriter:
             self._ready()
             if problem is not None:
                 return
-
-
-def _size(frames: Frames) -> int:
-    return sum(len(frame) for frame in frames)

@@ -86,8 +86,7 @@ class FileLedger:
     def _opened(self) -> BinaryIO:
         content = self._content()
         self._last = next((line.checksum for line in reversed([*lines_of(content)])), "")
-        opened: Any = self.path.open("ab", buffering=0)
-        file: BinaryIO = opened
+        file: BinaryIO = self.path.open("ab", buffering=0)
         if content and not content.endswith(b"\n"):
             file.write(b"\n")  # a line that was cut off stays a line of its own
         self._file = file
@@ -121,8 +120,7 @@ class FileLedger:
         self.remarks.append(f"{self.path} {what}: the run does not need it to go on, but `shoal audit` will always say so; put it back")
 
     def settle(self) -> None:
-        """Write the lines of the replayed records. Raises ShoalError, and changes nothing, where the file had a line that no record leads
-        to."""
+        """Write the lines of the replayed records. Raises ShoalError, and changes nothing, where no record leads to a line of the file."""
         replay, self._replay = self._replay, None
         assert replay is not None
         missing = replay.missing()

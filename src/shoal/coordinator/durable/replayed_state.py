@@ -67,7 +67,7 @@ class ReplayedState:
 
     def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, learner: Learner) -> None:
         self.plan, self.learner = plan, learner
-        self.remembered = max(_LEAST_REMEMBERED, 2 * policies.pull_every) if policies.contribution.own_steps else 0
+        self.remembered = max(_LEAST_REMEMBERED, 2 * plan.pull_every) if policies.contribution.own_steps else 0
         """Bound on remembered versions per worker: more than a worker makes between two pulls."""
         self.sends_weights = policies.contribution.sends_weights
         """Whether workers send weights, whose mean are the new ones, instead of updates."""
@@ -169,22 +169,45 @@ class ReplayedState:
                 self._relay(record)
             case "adopted":
                 return self._adopt(record, frames)
-            case "seated":
-                self._seat(record)
-            case "opened" | "cut" | "passed":
-                self._change_pieces(record)
-            case "forgotten":
-                for names in (self.state.seats, self.state.keys, self.state.seen, self.state.failures):
-                    names.pop(record["worker"], None)
-            case "seen" | "blamed" | "quarantined":
-                self._change_standing(record)
-            case "paused":
-                self.state.paused = record["paused"]
             case "failed" | "inexact" | "withdrawn" | "evicted" | "repaired":
                 return [LedgerEntry(self._ledger_entry(record))]
+            case _:
+                self._change_state(record)
+        return []
+
+    def _change_state(self, record: dict[str, Any]) -> None:
+        """Apply a record of a seat, a task, or the standing of a worker."""
+        state = self.state
+        name, seat = record.get("worker", ""), record.get("seat", -1)
+        match record["kind"]:
+            case "seated":
+                state.seats[name] = seat
+                if "key" in record:
+                    state.keys[name] = record["key"]
+                if seat in state.pieces:
+                    state.pieces[seat] = state.pieces[seat]._replace(holder=name)
+            case "opened":
+                state.open_epoch(record["epoch"], record["pieces"])
+            case "cut":
+                state.cut_piece(seat, record["at"])
+            case "passed":
+                state.positions[str(seat)] = [state.pieces[seat].epoch, state.pieces[seat].end]
+            case "forgotten":
+                for names in (state.seats, state.keys, state.seen, state.failures):
+                    names.pop(name, None)
+            case "seen":
+                state.seen[name] = [record[part] for part in ("seq", "seat", "epoch", "position")]
+            case "blamed":
+                state.failures[name] = record["failed"]
+            case "quarantined":
+                state.quarantined.pop(name, None)
+                state.failures.pop(name, None)
+                if record["out"]:
+                    state.quarantined[name] = record["guest"]
+            case "paused":
+                state.paused = record["paused"]
             case kind:
                 raise ShoalError(f"the journal has a record of the unknown kind {kind!r}: another version of Shoal wrote it")
-        return []
 
     def _decode_again(self, record: dict[str, Any], frames: Frames) -> tuple[Tensor, Tensor]:
         experts = tuple(record.get("experts", ()))
@@ -204,47 +227,12 @@ class ReplayedState:
             case "withdrawn":
                 return {"withdrawn": record["guest"], "workers": record["workers"]}
             case "evicted":
-                self._keep_out(record["worker"], record["out"])
+                self.state.evicted.pop(record["worker"], None)
+                if record["out"]:
+                    self.state.evicted[record["worker"]] = self.state.keys.get(record["worker"], "")
                 return {"evicted": record["worker"], "out": record["out"]}
         self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
         return {name: record[name] for name in ("lost", "reason")}
-
-    def _keep_out(self, name: str, out: bool) -> None:
-        if out:
-            self.state.evicted[name] = self.state.keys.get(name, "")
-        else:
-            self.state.evicted.pop(name, None)
-
-    def _change_standing(self, record: dict[str, Any]) -> None:
-        """Apply a record of a worker's progress or failures."""
-        state, name = self.state, record["worker"]
-        if record["kind"] == "seen":
-            state.seen[name] = [record[part] for part in ("seq", "seat", "epoch", "position")]
-        elif record["kind"] == "blamed":
-            state.failures[name] = record["failed"]
-        else:
-            state.quarantined.pop(name, None)
-            state.failures.pop(name, None)
-            if record["out"]:
-                state.quarantined[name] = record["guest"]
-
-    def _seat(self, record: dict[str, Any]) -> None:
-        state, name, seat = self.state, record["worker"], record["seat"]
-        state.seats[name] = seat
-        if "key" in record:
-            state.keys[name] = record["key"]
-        if seat in state.pieces:
-            state.pieces[seat] = state.pieces[seat]._replace(holder=name)
-
-    def _change_pieces(self, record: dict[str, Any]) -> None:
-        """Apply a record of how tasks are divided."""
-        if record["kind"] == "opened":
-            self.state.open_epoch(record["epoch"], record["pieces"])
-        elif record["kind"] == "cut":
-            self.state.cut_piece(record["seat"], record["at"])
-        else:
-            piece = self.state.pieces[record["seat"]]
-            self.state.positions[str(record["seat"])] = [piece.epoch, piece.end]
 
     def _accept(self, held: HeldContribution) -> None:
         record, state = held.record, self.state
@@ -391,8 +379,7 @@ class ReplayedState:
         return now
 
     def _combine_buffers(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
-        """The mean of the buffers; under a robust rule their median, which is robust too. Reported episodes are not averaged: some of them
-        are kept as they are."""
+        """The mean of the buffers; under a robust rule their median. Some of the reported episodes are kept as they are."""
         if not self.learner.buffers.numel():
             return torch.empty(0)
         stack = torch.stack([one.buffers for one in held])

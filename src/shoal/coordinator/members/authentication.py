@@ -23,6 +23,8 @@ _NONCE_S = 60.0
 _MOST_ADDRESSES = 1024
 _SHARE_OF_AN_ADDRESS = 3 / 4
 _PROOFS_PER_S, _PROOFS_AT_ONCE = 50.0, 500.0
+NOTES_PER_S, NOTES_AT_ONCE = 1.0, 200.0
+"""Rate limit on notes for the user that workers cause; notes beyond it are counted."""
 UNUSED_S = 600.0
 """Time after which a name without any accepted contribution is forgotten, once its worker has left."""
 
@@ -109,8 +111,7 @@ class Authenticator:
     def check_proof(
         self, asked: Join | Gone | OwnerCommand, purpose: str, before: Member | None, now: float, address: str = ""
     ) -> tuple[int, JoinRefusal]:
-        """The number of the answered challenge, and why the answer is refused. `before`: the worker that has the name now, if that is
-        known already. `address`: the sender's, if known."""
+        """The number of the answered challenge, and why the answer is refused. `before`: the worker that has the name now, if known."""
         number, issued_at = self._parse(asked.nonce)
         if not number or now - issued_at > _NONCE_S or number in self._answered:
             return 0, _TOO_LATE

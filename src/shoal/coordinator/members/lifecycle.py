@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
-from shoal.coordinator.durable.replayed_state import ReplayedState
 from shoal.coordinator.effects import Note, Reply
 from shoal.coordinator.events import RequestReceived
-from shoal.coordinator.members.authentication import Authenticator, JoinRefusal, TokenBucket
-from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.round_policies import CoordinatorPolicies
-from shoal.coordinator.rounds.weights_publisher import SubsetPublisher
-from shoal.coordinator.run_plan import RunPlan
-from shoal.coordinator.state import HeldReply
-from shoal.coordinator.turn import Replies, Turn
+from shoal.coordinator.members.authentication import NOTES_AT_ONCE, NOTES_PER_S, Authenticator, JoinRefusal, TokenBucket
+from shoal.coordinator.members.table import Member
+from shoal.coordinator.turn import CoordinatorContext, Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.errors import printable
 from shoal.protocol.messages import PROTOCOL, Gone, Join
 
 _UNSEATED = -1
-_NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
-"""Rate limit on notes about workers that join and leave; notes beyond it are counted."""
 
 
 class MemberLifecycle:
@@ -30,21 +22,15 @@ class MemberLifecycle:
 
     def __init__(
         self,
-        plan: RunPlan,
-        policies: CoordinatorPolicies,
-        replayed: ReplayedState,
-        members: MemberTable,
+        context: CoordinatorContext,
         authenticator: Authenticator,
-        publisher: SubsetPublisher,
         units: UnitLeasing | None,
         tasks: TaskAssigner | None,
         replies: Replies,
-        held_replies: OrderedDict[str, HeldReply],
     ) -> None:
-        self.plan, self.policies, self.rounds, self.members = plan, policies, replayed.rounds, members
-        self.authenticator, self.publisher, self.units, self.tasks = authenticator, publisher, units, tasks
-        self.replies, self.held_replies = replies, held_replies
-        self._notes, self._unannounced = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
+        self.plan, self.policies, self.rounds, self.members = context.plan, context.policies, context.replayed.rounds, context.members
+        self.authenticator, self.units, self.tasks, self.replies = authenticator, units, tasks, replies
+        self._notes, self._unannounced = TokenBucket(NOTES_PER_S, NOTES_AT_ONCE), 0
 
     def restore(self, turn: Turn) -> None:
         """After a restart: quarantines begin anew, unused names are forgotten after a while."""
@@ -64,7 +50,7 @@ class MemberLifecycle:
         while (name := self.authenticator.next_unused_name(turn.state, turn.now)) is not None:
             turn.record({"kind": "forgotten", "worker": name})
             self.members.replaced.pop(name, None)
-            if self.units is not None and self.units.leases is not None:
+            if self.units is not None:
                 self.units.leases.forget(name)
 
     # --- joining --------------------------------------------------------------------------------------
@@ -116,14 +102,13 @@ class MemberLifecycle:
         worker.challenge, worker.address = challenge, event.address
         self._restore_progress(turn, worker)
         if self.tasks is not None and worker.seat == _UNSEATED:
-            self.tasks.assign(turn, worker)
+            self.tasks.assign(turn, [worker])
         if turn.state.seats.get(name) != worker.seat or turn.state.keys.get(name) != asked.key:
             turn.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
         return worker
 
     def _restore_progress(self, turn: Turn, worker: Member) -> None:
-        """Continue the counts of a worker that was here before, also before a restart of the coordinator. After too many failures it may
-        try one more unit: its user may have repaired it."""
+        """Continue the counts of a worker that was here before. After too many failures it may try one more unit: it may be repaired."""
         state = turn.state
         seq, seat, *seen = state.seen.get(worker.name, (-1, worker.seat, 0, 0))
         epoch, position = max(state.positions.get(str(worker.seat), [0, 0]), seen if seat == worker.seat else [0, 0])
@@ -175,8 +160,8 @@ class MemberLifecycle:
         """End a worker's session. `left`: it said so itself, or comes back at once, so its units do not count as failed."""
         self.members.remove(worker)
         self.rounds.deactivate(worker.name)
-        self.publisher.forget(worker.session)
-        held = self.held_replies.pop(worker.session, None)
+        self.replies.publisher.forget(worker.session)
+        held = self.replies.held.pop(worker.session, None)
         claim = self.units.forget(turn, worker, left) if self.units is not None else None
         for waiting in (held, claim):
             if waiting is not None:
@@ -202,8 +187,7 @@ class MemberLifecycle:
             self.count_failure(turn, worker, reason)
 
     def count_failure(self, turn: Turn, worker: Member, reason: str) -> None:
-        """Count a failed unit. After too many in a row that others manage, the worker goes into quarantine: it would use up the attempts
-        of all units."""
+        """Count a failed unit. After too many in a row the worker goes into quarantine: it would use up the attempts of all units."""
         bounds = self.plan.bounds
         worker.reject("failed")
         worker.failed += 1

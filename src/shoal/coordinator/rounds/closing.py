@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from shoal.config.schema.updates import Bucketing
-from shoal.coordinator.completion import RunCompletion
-from shoal.coordinator.effects import Note, StopRun
+from shoal.coordinator.effects import Note
 from shoal.coordinator.members.table import MISSED_HEARTBEATS
-from shoal.coordinator.round_policies import CoordinatorPolicies
-from shoal.coordinator.rounds.open_rounds import Rounds
-from shoal.coordinator.run_plan import RunPlan
-from shoal.coordinator.turn import Turn
+from shoal.coordinator.turn import CoordinatorContext, Turn
 
 GATHERING_S = 30.0
 """Time that the first round waits for workers that have not joined, at least."""
@@ -19,9 +15,10 @@ _MOST_NAMED = 8
 class RoundClosing:
     """Closes rounds. It decides from counts alone, so checking at every message is cheap."""
 
-    def __init__(self, plan: RunPlan, policies: CoordinatorPolicies, rounds: Rounds, completion: RunCompletion) -> None:
-        self.plan, self.policy, self.rounds, self.completion = plan, policies.rounds, rounds, completion
-        self.first_workers = self.policy.first_workers(plan.expected)
+    def __init__(self, context: CoordinatorContext) -> None:
+        self.plan, self.policy, self.completion = context.plan, context.policies.rounds, context.completion
+        self.rounds = context.replayed.rounds
+        self.first_workers = self.policy.first_workers(self.plan.expected)
         self.gathering = self.first_workers > 1
         """Whether expected workers are still awaited: at the start, and after the coordinator restarted."""
         self._short_since: float | None = None
@@ -30,22 +27,17 @@ class RoundClosing:
         """Whether the last round had too few workers for the rule to withstand any false contribution."""
 
     def close_due(self, turn: Turn) -> bool:
-        """Close every round that is due; return whether there was one. Each makes the next version (at a relay: one contribution for
-        the coordinator above)."""
+        """Close every round that is due; return whether there was one. Each makes the next version, or a relay's next contribution."""
         before = len(self.rounds.open)
-        while self._may_close(turn) and self._is_due(turn.state.version, turn.now):
+        while self._is_due(turn, turn.state.version, turn.now):
             self._close(turn, turn.state.version)
         closed = len(self.rounds.open) < before
         turn.release_held |= closed
         return closed
 
-    def _may_close(self, turn: Turn) -> bool:
-        relayed = turn.replayed.relayed is not None
-        return bool(self.rounds.open) and not (self.completion.finished or turn.state.paused or relayed)
-
-    def _is_due(self, number: int, now: float) -> bool:
+    def _is_due(self, turn: Turn, number: int, now: float) -> bool:
         there = self.rounds.open.get(number)
-        if there is None:
+        if there is None or turn.state.paused or turn.replayed.relayed is not None or self.completion.finished:
             return False
         if there.opened_at is None:
             there.opened_at = now
@@ -79,10 +71,7 @@ class RoundClosing:
         return Note(f"warning: {rule.kind} withstands nothing with contributions of {few}: it takes {rule.works_from}; this is a mean")
 
     def watch_quorum(self, turn: Turn) -> None:
-        """Wait for more workers, or stop, while there are too few for the aggregation rule. The rule is never replaced by a weaker one.
-
-        Workers that are gone get time to come back: after a crash of the coordinator all of them have to.
-        """
+        """Wait for more workers, or stop, while there are too few for the rule, which is never weakened: gone workers may come back."""
         number, now, needed = turn.state.version, turn.now, self.plan.needed
         reachable, interval_s = self.rounds.reachable(number), self.plan.heartbeat_interval_s
         if reachable >= needed:
@@ -92,9 +81,7 @@ class RoundClosing:
         short_s = now - self._short_since
         text = f"{self.plan.updates.aggregation.kind} needs {needed} contributions and {reachable} workers are here"
         if self.plan.updates.below_quorum == "stop" and number > 0 and short_s > MISSED_HEARTBEATS * interval_s:
-            self.completion.stopped = f"{text}: stopped, as updates.below_quorum says"
-            turn.emit(StopRun(self.completion.stopped))
-            turn.release_held = True
+            turn.stop(self.completion, f"{text}: stopped, as updates.below_quorum says")
         elif self._noted != text and short_s >= interval_s:
             self._noted = text
             turn.emit(Note(f"{text}: waiting for {needed - reachable} more{self._missing()}"))

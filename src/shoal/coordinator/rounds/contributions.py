@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
-from shoal.coordinator.completion import RunCompletion
 from shoal.coordinator.durable.receipt_seal import seal
-from shoal.coordinator.durable.replayed_state import ReplayedState
 from shoal.coordinator.effects import Reply
 from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.members.lifecycle import MemberLifecycle
-from shoal.coordinator.members.table import Member, MemberTable
-from shoal.coordinator.round_policies import CoordinatorPolicies
+from shoal.coordinator.members.table import Member
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, PlausibilityChecks
-from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.state import HeldReply, accepted_record
-from shoal.coordinator.turn import NO_WEIGHTS, Replies, Turn
+from shoal.coordinator.turn import NO_WEIGHTS, CoordinatorContext, Replies, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
 from shoal.coordinator.units.tasks import TaskAssigner
 from shoal.protocol.frames import UpdateError
@@ -30,28 +25,20 @@ _MOST_DATA = 2**31
 
 
 class ContributionHandler:
-    """Checks contributions, records those that are accepted, and replies to their senders.
-
-    A worker that may not send for the next round yet gets its reply when a round has closed.
-    """
+    """Checks contributions, records those that are accepted, and replies to their senders: at once, or when a round has closed."""
 
     def __init__(
         self,
-        plan: RunPlan,
-        policies: CoordinatorPolicies,
-        replayed: ReplayedState,
-        members: MemberTable,
+        context: CoordinatorContext,
         lifecycle: MemberLifecycle,
         checks: PlausibilityChecks,
         units: UnitLeasing | None,
         tasks: TaskAssigner | None,
-        completion: RunCompletion,
         replies: Replies,
-        held_replies: OrderedDict[str, HeldReply],
     ) -> None:
-        self.plan, self.policies, self.replayed, self.rounds = plan, policies, replayed, replayed.rounds
-        self.members, self.lifecycle, self.checks, self.units, self.tasks = members, lifecycle, checks, units, tasks
-        self.completion, self.replies, self.held_replies = completion, replies, held_replies
+        self.plan, self.policies, self.replayed, self.members, self.completion = context
+        self.rounds, self.lifecycle, self.checks = self.replayed.rounds, lifecycle, checks
+        self.units, self.tasks, self.replies = units, tasks, replies
 
     def take(self, turn: Turn, event: RequestReceived, asked: Contribute, worker: Member) -> None:
         """Check a contribution; accept it, or say why not."""
@@ -65,7 +52,7 @@ class ContributionHandler:
         if not self.checks.in_reach(asked, worker.seen_seq, worker.seen_place if self.tasks is None else None):
             return turn.refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
         self._note_progress(turn, worker, asked)
-        if (asked.unit >= 0) != (self.units is not None and self.units.leases is not None):
+        if (asked.unit >= 0) != (self.units is not None and not self.plan.leased_elsewhere):
             return turn.refuse(event.caller, "impossible", "not what this run's workers send")
         self.members.measure_rate(worker, turn.now, self.plan.telemetry_alpha)
         self.members.measure_pace(worker, asked.batches, turn.now, self.plan.telemetry_alpha)
@@ -73,8 +60,8 @@ class ContributionHandler:
         return self._take_unit(turn, event, asked, worker) if asked.unit >= 0 else self._admit(turn, event, asked, worker)
 
     def _note_progress(self, turn: Turn, worker: Member, asked: Contribute) -> None:
-        """Remember how far a worker has come, even if its contribution is rejected. After many rejections in a row this becomes a
-        record: otherwise a restarted coordinator would refuse the worker's numbers as implausible."""
+        """Remember how far a worker has come, even if its contribution is rejected. After many rejections in a row this becomes a record: a
+        restarted coordinator would otherwise refuse the worker's numbers."""
         worker.seen_seq, worker.seen_place = max(worker.seen_seq, asked.seq), max(worker.seen_place, (asked.epoch, asked.position))
         known = max(turn.state.sequences.get(worker.name, -1), turn.state.seen.get(worker.name, (-1,))[0])
         if worker.seen_seq - known > MOST_UNRECORDED:
@@ -83,9 +70,7 @@ class ContributionHandler:
 
     def _lag(self, turn: Turn, worker: Member, base: int) -> int:
         """Versions between the base of an update and now. A worker that steps its own weights has seen the versions that it made."""
-        own = 0
-        if self.policies.contribution.own_steps:
-            own = sum(1 for version in turn.state.made.get(worker.name, ()) if version > base)
+        own = sum(version > base for version in turn.state.made.get(worker.name, ()))
         return max(0, turn.state.version - base - own)
 
     # --- accept or reject ----------------------------------------------------------------------------
@@ -96,7 +81,7 @@ class ContributionHandler:
         if problem:
             return self._reject(turn, event.caller, asked, worker, problem)
         number = self._round_for(turn, worker, asked)
-        late = self.policies.rounds.window > 0 and asked.round < number
+        late = {"late": True} if self.policies.rounds.window > 0 and asked.round < number else {}
         try:
             decoded = self.replayed.decode(event.frames, number, worker.experts)
         except UpdateError as error:
@@ -104,7 +89,8 @@ class ContributionHandler:
             return turn.refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
         plausible = self.checks.bounded(asked, worker.name)
-        turn.record(accepted_record(worker.name, worker.seat, plausible, share, number, late, worker.experts), event.frames, decoded)
+        record = accepted_record(plausible, worker.name, worker.seat, asked.position, share, number, worker.experts)
+        turn.record(record | late, event.frames, decoded)
         if self.tasks is not None:
             self.tasks.move_on(turn, worker, asked)
         return _reply_after_closing(turn, event.caller, asked, worker)
@@ -159,10 +145,7 @@ class ContributionHandler:
         return turn.state.version + (self.replayed.relayed is not None)
 
     def _round_for(self, turn: Turn, worker: Member, asked: Contribute) -> int:
-        """The round that a contribution goes into.
-
-        Holds: it is never before the round of the worker's last contribution, so contributions of a worker apply in their order.
-        """
+        """The round of a contribution. Holds: it is never before the round of the worker's last one, so they apply in their order."""
         number = self.policies.rounds.round_for(asked.round, self._open_round(turn))
         return max(number, self.rounds.newest_of(worker.name))
 
@@ -175,10 +158,10 @@ class ContributionHandler:
     def reply(self, turn: Turn) -> None:
         """Send the replies that are due at the end of a turn: those held back until now, and that of the accepted contribution."""
         if turn.release_held:
-            for session, held in list(self.held_replies.items()):
+            for session, held in list(self.replies.held.items()):
                 free = self._may_go_on(turn, held)
                 if free or self.completion.finished:
-                    self._send_held(turn, self.held_replies.pop(session), "accepted" if free else "finished")
+                    self._send_held(turn, self.replies.held.pop(session), "accepted" if free else "finished")
         if turn.accepted is not None:
             self._send_or_hold(turn, turn.accepted)
 
@@ -189,25 +172,25 @@ class ContributionHandler:
         free = self._may_go_on(turn, held) and self._has_room_for(worker, turn.state.version)
         if free or self.completion.finished:
             return self._send_held(turn, held, "accepted")
-        if (before := self.held_replies.pop(worker.session, None)) is not None:
+        if (before := self.replies.held.pop(worker.session, None)) is not None:
             refuse_older_call(turn, before.caller)
-        self.held_replies[worker.session] = held
+        self.replies.held[worker.session] = held
         return None
 
     def _may_go_on(self, turn: Turn, held: HeldReply) -> bool:
-        return not turn.state.paused and self.policies.rounds.may_send_next(held.round, turn.state.version)
+        return not turn.state.paused and self.policies.rounds.may_send_next(held.asked.round, turn.state.version)
 
     def reassure(self, turn: Turn) -> None:
         """Tell workers whose replies were held back for too long to ask again."""
-        while self.held_replies:
-            session, held = next(iter(self.held_replies.items()))
+        while self.replies.held:
+            session, held = next(iter(self.replies.held.items()))
             if turn.now - held.since < LONGEST_WAIT_S:
                 return
-            self._send_held(turn, self.held_replies.pop(session), "wait")
+            self._send_held(turn, self.replies.held.pop(session), "wait")
 
     def _send_held(self, turn: Turn, held: HeldReply, status: str) -> None:
-        have = held.have if held.have >= 0 and status != "wait" else NO_WEIGHTS
-        self._confirm(turn, held.caller, held.worker, held.seq, status, have, held.repeated)
+        have = held.asked.have if held.asked.have >= 0 and status != "wait" else NO_WEIGHTS
+        self._confirm(turn, held.caller, held.worker, held.asked.seq, status, have, held.repeated)
 
     def _confirm(self, turn: Turn, caller: Any, worker: Member, seq: int, status: str, have: int, repeated: bool = False) -> None:
         """Send a receipt, sealed where the contribution was accepted."""
@@ -226,7 +209,7 @@ def refuse_older_call(turn: Turn, caller: Any) -> None:
 
 def _reply_after_closing(turn: Turn, caller: Any, asked: Contribute, worker: Member, repeated: bool = False) -> None:
     """Reply at the end of the turn, when due rounds have closed: the reply then brings the weights that this contribution moved."""
-    turn.accepted = HeldReply(worker, caller, asked.seq, asked.have, asked.round, turn.now, repeated)
+    turn.accepted = HeldReply(worker, caller, asked, turn.now, repeated)
 
 
 def _is_learned(turn: Turn, seat: int, asked: Contribute) -> bool:

@@ -16,8 +16,7 @@ _ENOUGH = 256
 
 
 def steps_for(policies: CoordinatorPolicies, plan: RunPlan, version: int, worker: Member, members: MemberTable, now: float) -> int:
-    """The strategy's number of steps: fewer for a slower worker where speeds are balanced, or for one that comes in mid-round where rounds
-    do not wait for all, and no more than are left of the run."""
+    """The strategy's steps, fewer for a slower worker or a newcomer in mid-round if the strategy says so, and no more than are left."""
     contribution = policies.contribution
     steps = contribution.inner_steps
     if version > 0 and policies.rounds.closes_early:

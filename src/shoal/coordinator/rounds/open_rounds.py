@@ -33,6 +33,10 @@ class Round:
         return len(self.sent)
 
 
+_EMPTY = Round()
+"""Stands for a round without contributions, and never gets one."""
+
+
 class Rounds:
     """All open rounds, by number: the version that they build on."""
 
@@ -61,8 +65,7 @@ class Rounds:
 
     def awaited(self, number: int) -> int:
         """Number of workers that a round waits for besides the active ones."""
-        there = self.open.get(number)
-        return len(self.returning - there.on_time if there else self.returning)
+        return len(self.returning - self.open.get(number, _EMPTY).on_time)
 
     def deactivate(self, name: str) -> None:
         self.absent.discard(name)
@@ -89,29 +92,23 @@ class Rounds:
             there.present += name in self.active
 
     def holds(self, record: dict[str, Any]) -> bool:
-        there = self.open.get(record["round"])
-        return there is not None and key_of(record) in there.held
+        return key_of(record) in self.open.get(record["round"], _EMPTY).held
 
     def reachable(self, number: int) -> int:
         """Number of workers that have sent or may still send."""
-        there = self.open.get(number)
-        return len(self.active) + (there.gone if there else 0)
+        return len(self.active) + self.open.get(number, _EMPTY).gone
 
     def sent_by(self, worker: str, number: int) -> int:
         """Number of a worker's contributions in a round."""
-        there = self.open.get(number)
-        return there.sent.get(worker, 0) if there else 0
+        return self.open.get(number, _EMPTY).sent.get(worker, 0)
 
     def newest_of(self, worker: str) -> int:
         """The last open round with a contribution of a worker; -1: none."""
-        if not self.open:
-            return -1
         return max((number for number, there in self.open.items() if worker in there.sent), default=-1)
 
     def workers(self, number: int) -> int:
         """Number of different workers that have sent."""
-        there = self.open.get(number)
-        return there.workers if there else 0
+        return self.open.get(number, _EMPTY).workers
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """Records of all held contributions, with which the journal after a snapshot begins."""

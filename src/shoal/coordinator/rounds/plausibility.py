@@ -42,8 +42,6 @@ class PlausibilityChecks:
         """A contribution from a worker's own seat, with samples and weight cut to what is plausible."""
         samples = asked.samples if self.plan.samples_per_batch is None else min(asked.samples, asked.batches * self.plan.samples_per_batch)
         weight, metrics = self._weight(asked.weight, samples), self.metrics(asked.metrics, worker)
-        if (samples, weight) == (asked.samples, asked.weight) and len(metrics) == len(asked.metrics):
-            return asked
         return asked._replace(samples=samples, weight=weight, metrics=metrics)
 
     def bounded_unit(self, asked: Delivered) -> Delivered:
@@ -79,8 +77,7 @@ class PlausibilityChecks:
     # --- where it stands --------------------------------------------------------------------------------
 
     def in_reach(self, asked: Contribute, seq: int, place: tuple[int, int] | None) -> bool:
-        """Whether a worker can have come this far since its last contribution, with number `seq` and at `place` in the data. `place` is
-        None in runs with a scheduler, which checks the place itself."""
+        """Whether a worker can have come this far since its last contribution. `place`: None with a scheduler, which checks it itself."""
         if asked.seq > seq + _MOST_SKIPPED:
             return False
         if asked.unit >= 0 or place is None:

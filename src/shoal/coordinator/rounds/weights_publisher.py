@@ -212,8 +212,7 @@ class WeightsMessage(NamedTuple):
 
 
 class WeightsFeed:
-    """The newest weights for workers that read them from a database: differences where a codec makes them smaller, and full weights
-    whenever the differences since the last full weights add up to their size."""
+    """The newest weights for readers of a database: differences, and full weights whenever the differences add up to their size."""
 
     def __init__(self, publisher: WeightsPublisher) -> None:
         self._publisher = publisher

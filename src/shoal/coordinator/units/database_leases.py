@@ -13,23 +13,21 @@ from shoal.coordinator.driver_interfaces import LeaseDatabase
 from shoal.coordinator.effects import Effect, Issue, Published
 from shoal.coordinator.events import LeaseResult, UnusableResult
 from shoal.coordinator.machine import Coordinator
-from shoal.coordinator.members.authentication import TokenBucket
+from shoal.coordinator.members.authentication import NOTES_AT_ONCE, NOTES_PER_S, TokenBucket
 from shoal.coordinator.rounds.weights_publisher import WeightsFeed, WeightsMessage
 from shoal.errors import printable
 from shoal.protocol.messages import BadMessage, Request, parse_from_leases
 
 _NOTES_EVERY_S = 1.0
-_NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
 
 
 class DatabaseNotes:
-    """Notes from the database for the user, read once a second. They contain students' text, so they are made printable and
-    rate-limited."""
+    """Notes from the database, read once a second. They contain students' text, so they are made printable and rate-limited."""
 
     def __init__(self, database: LeaseDatabase) -> None:
         self.database = database
         self._next_at = 0.0
-        self._limit = TokenBucket(_NOTES_PER_S, _NOTES_AT_ONCE)
+        self._limit = TokenBucket(NOTES_PER_S, NOTES_AT_ONCE)
 
     def read(self, now: float) -> list[str]:
         """New notes, warnings first, so that frequent notes cannot hide them."""
@@ -54,7 +52,7 @@ class DatabaseLeases:
         """Results that are in an open round, and still in the database."""
         self._effects: list[Effect] = []
         """Effects to carry out when the round closes."""
-        self._notes = DatabaseNotes(database)
+        self.notes = DatabaseNotes(database)
 
     def is_resumed(self) -> bool:
         """Whether the units that were on offer before a restart still are."""
@@ -94,7 +92,7 @@ class DatabaseLeases:
 
     def _publish(self, version: int, messages: list[WeightsMessage], done: bool) -> None:
         for kind, header, frames in messages:
-            self.database.publish(version, kind, header | {"step": self.coordinator.step, "done": done}, frames)
+            self.database.publish(version, kind, header | {"step": self.coordinator.replayed.step, "done": done}, frames)
         self.published_end = done
 
     def issue(self, effect: Issue) -> None:
@@ -104,10 +102,6 @@ class DatabaseLeases:
         contributions = self.coordinator.policies.rounds.contributions
         quorum = contributions if plan.needed <= 1 else None  # the rule may need results of more workers
         self.database.issue(effect.version, units, plan.lease_s, plan.attempts, quorum)
-
-    def notes(self, now: float) -> list[str]:
-        """New notes for the user."""
-        return self._notes.read(now)
 
     def has_workers(self) -> bool:
         return any(worker["alive"] for worker in self.database.workers())

@@ -73,8 +73,8 @@ class Leases:
         present: Callable[[], Iterable[str]] = tuple,
         patience_leases: float = PATIENCE_LEASES,
     ) -> None:
-        """`most_lag`: versions that may be made before a leased unit is cancelled. `present`: names of the workers that are here, without
-        those that failed too many units in a row."""
+        """`most_lag`: versions that may be made before a leased unit is cancelled. `present`: workers that are here, unless they keep
+        failing."""
         self.lease_s, self.attempts, self.most_lag, self.present = lease_s, attempts, most_lag, present
         self.patience_s = patience_leases * lease_s
         self.version = -1
@@ -113,9 +113,9 @@ class Leases:
         if version != self.version:
             self._cancel(version)
         self.version, self.quorum = version, quorum
-        spoiled = [unit for unit in units if unit in self._completed]
+        unusable = [unit for unit in units if unit in self._completed]
         new = [unit for unit in units if not any(unit in known for known in (self._completed, self._pending, self._claimed, self.given_up))]
-        given_up = _only([self._count_attempt(self._completed.pop(unit), RESULT_WAS_UNUSABLE, now) for unit in spoiled])
+        given_up = _only([self._count_attempt(self._completed.pop(unit), RESULT_WAS_UNUSABLE, now) for unit in unusable])
         self._pending.update(dict.fromkeys(new))
         self._totals["issued"] += len(new)
         return given_up
@@ -148,8 +148,7 @@ class Leases:
         return _only([self._fail(lease, WORKER_IS_GONE, now) for lease in self.held(worker)])
 
     def take_from_slowest(self, worker: str, now: float) -> tuple[Lease, GivenUp | None] | None:
-        """Take away the unit that another worker has held for longest, if that is too long, as this worker is idle. Heartbeats renew a
-        lease without end, so leases alone do not bound the time. None: there is no such unit."""
+        """Take away the unit that another worker has held for too long (heartbeats renew a lease without end), as this worker is idle."""
         lease = next((self._claimed[unit] for unit in self._ages if self._claimed[unit].worker != worker), None)
         if lease is None or self.enough or now - lease.since <= self.lease_s:
             return None

@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-from shoal.coordinator.completion import RunCompletion
-from shoal.coordinator.durable.replayed_state import ReplayedState
-from shoal.coordinator.effects import Frames, Issue, Note, StopRun
+from shoal.coordinator.effects import Frames, Issue, Note
 from shoal.coordinator.events import LeaseResult
-from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.members.table import Member
 from shoal.coordinator.rounds.plausibility import PlausibilityChecks
-from shoal.coordinator.run_plan import RunPlan
-from shoal.coordinator.state import unit_record
-from shoal.coordinator.turn import Replies, Turn
+from shoal.coordinator.state import accepted_record
+from shoal.coordinator.turn import CoordinatorContext, Replies, Turn
 from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, DataCut
 from shoal.coordinator.units.lease_table import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
 from shoal.protocol.frames import UpdateError
 from shoal.protocol.messages import Claim, Contribute, Delivered, Failed
 from shoal.updates import staleness
+from shoal.updates.expert_subsets import ExpertIds
 
 NO_UNIT = -1
 
@@ -40,20 +38,11 @@ class WaitingClaim(NamedTuple):
 class UnitLeasing:
     """The units of a run."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        cut: DataCut,
-        quorum: int,
-        replayed: ReplayedState,
-        members: MemberTable,
-        checks: PlausibilityChecks,
-        completion: RunCompletion,
-        replies: Replies,
-    ) -> None:
-        self.plan, self.cut, self.quorum, self.replayed, self.members = plan, cut, quorum, replayed, members
-        self.checks, self.completion, self.replies = checks, completion, replies
-        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts, plan.most_lag, members.at_work)
+    def __init__(self, context: CoordinatorContext, cut: DataCut, quorum: int, checks: PlausibilityChecks, replies: Replies) -> None:
+        self.plan, _, self.replayed, self.members, self.completion = context
+        self.cut, self.quorum, self.checks, self.replies = cut, quorum, checks, replies
+        self.leases = Leases(self.plan.lease_s, self.plan.attempts, self.plan.most_lag, self.members.at_work)
+        """Empty where a database keeps the leases."""
         self.claims: OrderedDict[str, WaitingClaim] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
@@ -70,7 +59,7 @@ class UnitLeasing:
         """Offer the next units for the newest version."""
         most = 0 if self.completion.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * self.quorum)
         self._offered, self._settled_offers = list(self.replayed.settled.open(self.cut.total, most)), 0
-        if self.leases is None:
+        if self.plan.leased_elsewhere:
             turn.emit(Issue(turn.state.version, self._offered))
         else:
             for given_up in self.leases.issue(turn.state.version, self._offered, None, turn.now):
@@ -79,17 +68,14 @@ class UnitLeasing:
     def offer_more(self, turn: Turn) -> None:
         """Offer more units if all on offer are settled and the round is still open: units were given up, or the rule needs more workers."""
         if not self._offered or self.completion.finished or turn.state.paused or not self._all_offers_settled():
-            return
+            return None
         needed, there = self.plan.needed, self.replayed.rounds.workers(turn.state.version)
         if there < needed:
             text = f"{self.plan.updates.aggregation.kind} needs results of {needed} workers, and {there} have handed in"
             if self.plan.updates.below_quorum == "stop" and turn.state.version > 0:
-                self.completion.stopped = f"{text}: stopped, as updates.below_quorum says"
-                turn.emit(StopRun(self.completion.stopped))
-                turn.release_held = True
-                return
+                return turn.stop(self.completion, f"{text}: stopped, as updates.below_quorum says")
             turn.emit(Note(f"{text}: waiting for {needed - there} more"))
-        self.offer(turn)
+        return self.offer(turn)
 
     def _all_offers_settled(self) -> bool:
         """A settled unit stays settled, so each offer is looked at once, however often this is called."""
@@ -117,7 +103,8 @@ class UnitLeasing:
         except UpdateError as error:
             return self.return_unusable(turn, asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
         version, asked = turn.state.version, self.checks.bounded_unit(asked)
-        turn.record(unit_record(asked, number, staleness.weight(max(0, version - asked.base)), version), frames, decoded)
+        share = staleness.weight(max(0, version - asked.base))
+        turn.record(_unit_record(asked, number, share, version), frames, decoded)
         return None
 
     def return_unusable(self, turn: Turn, epoch: int, start: int, why: str) -> None:
@@ -126,8 +113,7 @@ class UnitLeasing:
         turn.emit(Note(f"warning: {printable(why)}"), Issue(turn.state.version, [self.cut.number(epoch, start)]))
 
     def _give_up(self, turn: Turn, asked: Failed, number: int) -> None:
-        fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
-        turn.record({"kind": "failed", "unit": number, **fields})
+        turn.record({"kind": "failed", "unit": number, **asked._asdict()})
         turn.emit(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {printable(asked.reason)}"))
 
     # --- leases that the coordinator keeps -----------------------------------------------------------
@@ -145,7 +131,7 @@ class UnitLeasing:
         for session, claim in list(self.claims.items()):
             excluded = others_work and claim.worker.failed >= self.plan.bounds.failures
             lease = None if none_left or excluded else self._lease(turn, claim.worker)
-            none_left = none_left or not (excluded or (self.leases is not None and self.leases.any_waits))
+            none_left = none_left or not (excluded or self.leases.any_waits)
             if lease is None and not self.completion.finished and turn.now - claim.since < longest_s:
                 if none_left:
                     return  # later claims have waited less
@@ -160,7 +146,6 @@ class UnitLeasing:
 
     def _lease(self, turn: Turn, worker: Member) -> dict[str, Any] | None:
         """The header of a lease. A worker has one unit at a time: if it holds one and claims again, the reply was lost."""
-        assert self.leases is not None
         for lease in self.leases.held(worker.name):
             if lease.version != self.leases.version:  # the reply brings newer weights than it was leased with
                 self.leases.give_back(worker.name, lease.unit)
@@ -176,7 +161,6 @@ class UnitLeasing:
 
     def _take_from_slowest(self, turn: Turn, worker: Member) -> bool:
         """Take away the unit that has been held for too long, as this worker has nothing to do; return whether there was one."""
-        assert self.leases is not None
         taken = self.leases.take_from_slowest(worker.name, turn.now)
         if taken is None:
             return False
@@ -190,7 +174,6 @@ class UnitLeasing:
 
     def submit(self, turn: Turn, worker: Member, asked: Contribute, frames: Frames) -> str:
         """Record a unit's result if its lease is held; return the outcome. Raises UpdateError."""
-        assert self.leases is not None
         if not self.leases.holds(worker.name, asked.unit, turn.now):
             return self.leases.submit(worker.name, asked.unit, asked.base, turn.now)
         try:
@@ -204,17 +187,12 @@ class UnitLeasing:
             self._has_warned = False
             unit = self.cut.unit(asked.unit)
             result = Delivered(worker.name, asked.seq, asked.base, asked.weight, asked.samples, *unit, asked.metrics)
-            record = unit_record(self.checks.bounded_unit(result), asked.unit, 1.0, turn.state.version, worker.experts)
+            record = _unit_record(self.checks.bounded_unit(result), asked.unit, 1.0, turn.state.version, worker.experts)
             turn.record(record, frames, decoded)
         return outcome
 
-    def give_back(self, worker: Member, unit: int) -> None:
-        assert self.leases is not None
-        self.leases.give_back(worker.name, unit)
-
     def fail(self, turn: Turn, worker: Member, unit: int, reason: str) -> bool:
         """Take a unit back that the worker could not do; return whether it had it."""
-        assert self.leases is not None
         held = any(lease.unit == unit for lease in self.leases.held(worker.name))
         self._settle_as_failed(turn, self.leases.fail(worker.name, unit, reason, turn.now))
         if held:
@@ -223,32 +201,30 @@ class UnitLeasing:
 
     def _warn_of_waiting(self, turn: Turn, unit: int, reason: str) -> None:
         """Say why a unit is not given up yet, once until some worker has managed one."""
-        assert self.leases is not None
         if self._has_warned or not self.leases.waits_for_reliable_worker(unit):
             return
         self._has_warned = True
         text = f"unit {unit} was tried in vain {self.leases.attempts} times, and nobody who is here has managed one yet: {reason}"
         turn.emit(Note(f"warning: {text}. Such units wait {self.leases.patience_s:.0f} s for somebody who can do them"))
 
-    def renew(self, worker: Member, now: float) -> None:
-        """Extend the leases of a worker that is computing."""
-        if self.leases is not None:
-            self.leases.renew(worker.name, now)
-
     def forget(self, turn: Turn, worker: Member, left: bool) -> WaitingClaim | None:
         """Take back the units of a worker that is gone; `left`: it said so. Return its waiting claim, if it has one."""
-        if self.leases is not None and left:
+        if left:
             self.leases.leave(worker.name)
-        elif self.leases is not None:
-            for given_up in self.leases.lose(worker.name, turn.now):
-                self._settle_as_failed(turn, given_up)
+        for given_up in self.leases.lose(worker.name, turn.now):
+            self._settle_as_failed(turn, given_up)
         return self.claims.pop(worker.session, None)
 
     def expire(self, turn: Turn) -> None:
         """End leases without a result in time: the unit is pending again, or given up."""
-        for given_up in self.leases.expire(turn.now) if self.leases is not None else ():
+        for given_up in self.leases.expire(turn.now):
             self._settle_as_failed(turn, given_up)
 
     def _settle_as_failed(self, turn: Turn, given_up: GivenUp | None) -> None:
         if given_up is not None and given_up.unit not in self.replayed.settled:
             self._give_up(turn, Failed(*self.cut.unit(given_up.unit), given_up.reason), given_up.unit)
+
+
+def _unit_record(asked: Delivered, unit: int, share: float, number: int, experts: ExpertIds = ()) -> dict[str, Any]:
+    """The record of a unit's result. All units belong to seat 0: each is done once, by any worker."""
+    return accepted_record(asked, asked.worker, 0, asked.start + asked.batches, share, number, experts) | {"unit": unit}

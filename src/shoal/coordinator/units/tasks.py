@@ -3,8 +3,7 @@
 Every epoch of a task is a piece: a range of the epoch's batches, in the order that all workers share. A piece is a seat: its worker learns
 from its batches in order, and a worker that takes it over continues after the last accepted contribution. A worker that is done gets
 another piece: one without a worker, or one whose worker is gone or stuck. In the last epoch, when no such piece is left, a piece is cut in
-two.
-Otherwise the next epoch begins.
+two. Otherwise the next epoch begins.
 
 Decisions depend on what the coordinator knows now (members, speeds) and become records. A restarted coordinator replays the records and
 decides nothing twice.
@@ -15,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shoal.coordinator.completion import RunCompletion
-from shoal.coordinator.durable.replayed_state import ReplayedState
 from shoal.coordinator.effects import Note
-from shoal.coordinator.members.table import Member, MemberTable
+from shoal.coordinator.members.table import Member
 from shoal.coordinator.run_plan import TaskPlan
 from shoal.coordinator.state import State, TaskPiece
-from shoal.coordinator.turn import Turn
+from shoal.coordinator.turn import CoordinatorContext, Turn
 from shoal.protocol.messages import Contribute
 from shoal.scheduling import PendingTask, RemainingWork, WorkerSpec, lacking, worth_stealing
 from shoal.scheduling.matching import estimate_speeds, fits
@@ -50,8 +47,9 @@ class PieceProgress(NamedTuple):
 class TaskAssigner:
     """Assigns pieces of tasks to workers."""
 
-    def __init__(self, tasks: TaskPlan, members: MemberTable, replayed: ReplayedState, completion: RunCompletion) -> None:
-        self.tasks, self.members, self.replayed, self.completion = tasks, members, replayed, completion
+    def __init__(self, context: CoordinatorContext, tasks: TaskPlan) -> None:
+        _, _, self.replayed, self.members, self.completion = context
+        self.tasks = tasks
         self._passed: dict[int, set[str]] = {}
         """By piece: workers that passed its end without sending all of it."""
         self._warned: set[str] = set()
@@ -77,11 +75,7 @@ class TaskAssigner:
         """Match a worker that is about to begin together with the others that have not begun, so that arrival order does not decide."""
         waiting = [one for one in self.members.by_name.values() if self._is_fresh(one)]
         if worker in waiting:
-            self._assign(turn, waiting)
-
-    def assign(self, turn: Turn, worker: Member) -> None:
-        """Find a piece for a worker that has none."""
-        self._assign(turn, [worker])
+            self.assign(turn, waiting)
 
     def is_assigned(self, worker: Member, asked: Contribute) -> bool:
         """Whether a contribution was made of the worker's own piece. A piece that others have finished is forgotten."""
@@ -97,12 +91,12 @@ class TaskAssigner:
             return None
         piece = self._state.pieces.get(worker.seat)
         if piece is None or piece.holder != worker.name:
-            return self._assign(turn, [worker])
+            return self.assign(turn, [worker])
         begin, ends = asked.position - asked.batches, (asked.epoch, asked.position) >= (piece.epoch, piece.end)
         if ends and (asked.epoch, begin) >= (piece.epoch, piece.end):
             self._pass(turn, worker)
         if ends or (self._is_beyond(piece.epoch) and self._can_go_back(turn)):
-            self._assign(turn, [worker])
+            self.assign(turn, [worker])
         return None
 
     def position_of(self, worker: Member) -> dict[str, int]:
@@ -146,7 +140,7 @@ class TaskAssigner:
 
     # --- matching ----------------------------------------------------------------------------------
 
-    def _assign(self, turn: Turn, workers: Sequence[Member]) -> None:
+    def assign(self, turn: Turn, workers: Sequence[Member]) -> None:
         """Give each of these workers a piece. A piece that one of them has and has not begun may go to another of them."""
         names = {worker.name for worker in workers}
         machines = {machine.name: machine for machine in self._machines() if machine.name in names}
@@ -163,7 +157,8 @@ class TaskAssigner:
 
     def _jobs(self, turn: Turn, names: set[str], left: Mapping[str, Member]) -> Iterator[list[PendingTask]]:
         """Free pieces for these workers, one epoch after the other, while some workers have none."""
-        free = [place for place in self._undone() if self._is_free(turn, place, names) and not self._was_passed(place, left)]
+        free = [place for place in self._undone() if self._is_free(turn, place, names)]
+        free = [place for place in free if self._passed.get(place.number, set()).isdisjoint(left)]
         for epoch in sorted({place.piece.epoch for place in free}):
             if not left:
                 return
@@ -181,9 +176,6 @@ class TaskAssigner:
         if holder is None or holder.seat != place.number or holder.name in names:
             return True
         return self._is_stuck(turn, holder)
-
-    def _was_passed(self, place: PieceProgress, left: Mapping[str, Member]) -> bool:
-        return any(name in self._passed.get(place.number, ()) for name in left)
 
     def _is_fresh(self, worker: Member) -> bool:
         """Whether a worker has not begun, and no other worker has begun its piece."""
@@ -276,11 +268,11 @@ class TaskAssigner:
 
     def _declared(self, name: str) -> WorkerSpec:
         claim = self.tasks.claims.get(name)
-        return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.speed or 1.0, claim.memory_gb, claim.bandwidth_mbps)
+        return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.flops or 1.0, claim.memory_gb, claim.bandwidth_mbps)
 
     def _speeds(self) -> dict[str, float]:
         members = self.members.by_name
-        claims = {name: claim.speed if (claim := self.tasks.claims.get(name)) is not None else None for name in members}
+        claims = {name: claim.flops if (claim := self.tasks.claims.get(name)) is not None else None for name in members}
         return estimate_speeds(claims, {name: self._measured(worker) for name, worker in members.items()})
 
     def _measured(self, worker: Member) -> float | None:

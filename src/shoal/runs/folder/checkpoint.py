@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +34,7 @@ from shoal.errors import ShoalError
 from shoal.files import check_format, write_file
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
+from shoal.updates.state_packing import Checkpoint as Checkpoint
 from shoal.updates.state_packing import packed, unpacked
 
 _FORMAT = 3
@@ -41,15 +42,6 @@ _FORMAT = 3
 _OWN_CHECKSUM = ', "checksum": "'
 _PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _FILES = ("weights.safetensors", "state.safetensors")
-
-
-class Checkpoint(NamedTuple):
-    """The content of a checkpoint, and its folder."""
-
-    path: Path
-    step: int
-    weights: Mapping[str, Tensor]
-    state: dict[str, Any]
 
 
 class Checkpoints:

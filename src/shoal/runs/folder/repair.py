@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.durable.journal import FileJournal, journals, path_of
 from shoal.coordinator.durable.ledger import lines_of
 from shoal.coordinator.durable.lock import FolderLock
@@ -166,7 +165,7 @@ def _sound(folder: Path, snapshot: int) -> SoundJournal:
     return sound
 
 
-def _known(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> Sequences:
+def _known(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> Sequences:
     known = dict(snapshot.state["coordinator"]["state"]["sequences"])
     for record in records:
         if record["kind"] == "accepted":
@@ -176,7 +175,7 @@ def _known(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> Sequences
     return known
 
 
-def _version(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> int:
+def _version(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> int:
     version: int = snapshot.state["coordinator"]["state"]["version"]
     return version + [record["kind"] for record in records].count("closed")
 

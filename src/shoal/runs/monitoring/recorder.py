@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from shoal.config import Run
-from shoal.coordinator.driver_interfaces import SavedState
 from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, restore_random_states
@@ -280,7 +279,7 @@ class Recorder:
                 f"{checkpoint.path} is at step {checkpoint.step}, and this run ends at {self.engine.total_steps}: nothing is left to train"
             )
 
-    def restore(self, checkpoint: SavedState) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Load the weights, the engine's state and the counts of a checkpoint."""
         self.engine.load_weights(checkpoint.weights)
         state = checkpoint.state

@@ -16,9 +16,9 @@ from typing import Any
 
 from shoal.config.schema.updates import Privacy
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver_interfaces import TrafficCounts
 from shoal.coordinator.members.table import Member
 from shoal.errors import ShoalError
+from shoal.protocol.server import Traffic
 from shoal.runs.folder.run_reader import STATUS
 from shoal.runs.monitoring.history import History
 from shoal.runs.monitoring.members import MemberOverview
@@ -40,7 +40,7 @@ _SHOWN_FIGURES = {name: name for name in _HEARTBEAT_FIGURES} | {"idle_s": "waiti
 class TrafficTotals:
     """Bytes, and refused messages by reason, over all starts of a coordinator. Snapshots store them; records of figures store the bytes."""
 
-    def __init__(self, traffic: TrafficCounts, coordinator: Coordinator) -> None:
+    def __init__(self, traffic: Traffic, coordinator: Coordinator) -> None:
         self._traffic, self._coordinator = traffic, coordinator
         self._bytes_before = {"received_bytes": 0, "sent_bytes": 0}
         self._refused_before: dict[str, int] = {}
