@@ -23,7 +23,7 @@ class Codec(Part, noun="codec"):
         return self
 
 
-class NoCodec(Codec, built_by="shoal.updates.codecs.dense:plain"):
+class NoCodec(Codec, built_by="shoal.updates.codecs.dense:PlainCoder"):
     """32-bit floats as they are."""
 
     kind: Literal["none"] = "none"

@@ -25,10 +25,6 @@ _ROUNDING = np.float32(3 << 22)
 copy of the byte take three quarters of the time of rounding and converting."""
 
 
-def plain(codec: Codec) -> Coder:
-    return PlainCoder()
-
-
 def half(codec: Codec) -> Coder:
     return BlockwiseCoder(Float16Vector)
 
@@ -44,7 +40,7 @@ def four_bits(codec: Codec) -> Coder:
 class PlainCoder(BlockwiseCoder):
     """The identity codec: the frame is the vector's own memory, and can be read as a view."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec) -> None:
         super().__init__(Float32Vector)
 
     def encode(self, values: Floats, lost: Floats | None) -> Frames:
@@ -61,17 +57,7 @@ class PlainCoder(BlockwiseCoder):
 class Float32Vector(PackedVector):
     """32-bit floats."""
 
-    def __init__(self, values: Floats) -> None:
-        self.values = values
-
-    @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(size, np.float32))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 1)
-        return cls(values_of(frames[0], "<f4", size, "32-bit floats"))
+    dtype, noun = "<f4", "32-bit floats"
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         self.values[start:end] = block
@@ -79,24 +65,11 @@ class Float32Vector(PackedVector):
     def unpack(self, start: int, end: int, out: Floats) -> None:
         out[:] = self.values[start:end]
 
-    def frames(self) -> Frames:
-        return (frame_of(self.values),)
-
 
 class Float16Vector(PackedVector):
     """16-bit floats, saturated."""
 
-    def __init__(self, values: NDArray[np.float16]) -> None:
-        self.values = values
-
-    @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(size, np.float16))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 1)
-        return cls(values_of(frames[0], "<f2", size, "16-bit floats"))
+    dtype, noun = "<f2", "16-bit floats"
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         limited = scratch(end - start)
@@ -109,9 +82,6 @@ class Float16Vector(PackedVector):
             block = block.copy()  # torch takes no array that may not be written to
         _convert(block, out)
 
-    def frames(self) -> Frames:
-        return (frame_of(self.values),)
-
 
 class ScaledVector(PackedVector):
     """Integers from −levels to levels, times the scale of their chunk."""
@@ -122,31 +92,37 @@ class ScaledVector(PackedVector):
     """Largest scale whose product with `levels` is a finite float32."""
 
     def __init__(self, scales: Floats, values: NDArray[Any]) -> None:
-        self.scales, self.values = scales, values
+        super().__init__(values)
+        self.scales = scales
 
     @classmethod
-    def read_scales(cls, size: int, frame: Frame) -> Floats:
-        scales: Floats = values_of(frame, "<f4", chunks(size, cls.chunk), "scales")
+    def empty(cls, size: int) -> Self:
+        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(cls.length(size), cls.dtype))
+
+    @classmethod
+    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
+        expect_frames(len(frames), 2)
+        scales: Floats = values_of(frames[0], "<f4", chunks(size, cls.chunk), "scales")
         if not ((scales >= 0) & (scales <= cls.largest_scale)).all():
             raise UpdateError("scales: a number that is no scale")
-        return scales
+        return cls(scales, values_of(frames[1], cls.dtype, cls.length(size), cls.noun))
 
     def in_units(self, block: Floats, start: int, end: int) -> Floats:
         """A block in units of its scales, not rounded yet, in this thread's scratch buffer; stores the scales."""
         units = scratch(end - start)
-        parts = zip(rows_of(block, self.chunk), rows_of(units, self.chunk), self._scales(start, end), strict=True)
+        parts = zip(rows_of(block, self.chunk), rows_of(units, self.chunk), self.scales_of(start, end), strict=True)
         for rows, scaled, scales in parts:
             _scale(rows, scaled, scales, self.levels, self.largest_scale)
         return units
 
     def scale_up(self, out: Floats, start: int, end: int) -> None:
-        for rows, scales in zip(rows_of(out, self.chunk), self._scales(start, end), strict=True):
+        for rows, scales in zip(rows_of(out, self.chunk), self.scales_of(start, end), strict=True):
             _multiply_rows(rows, scales, rows)
 
     def frames(self) -> Frames:
         return frame_of(self.scales), frame_of(self.values)
 
-    def _scales(self, start: int, end: int) -> list[Floats]:
+    def scales_of(self, start: int, end: int) -> list[Floats]:
         """The scales of the whole chunks, and that of a last one that is shorter."""
         first, whole, last = start // self.chunk, end // self.chunk, chunks(end, self.chunk)
         return [part for part in (self.scales[first:whole], self.scales[whole:last]) if len(part)]
@@ -155,17 +131,9 @@ class ScaledVector(PackedVector):
 class Int8Vector(ScaledVector):
     """8-bit integers from −127 to 127."""
 
+    dtype, noun = "i1", "8-bit integers"
     chunk, levels, largest_scale = 1024, 127, np.float32(2.6e36)
     # scales are 0.4 % of the bytes
-
-    @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(size, np.int8))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 2)
-        return cls(cls.read_scales(size, frames[0]), values_of(frames[1], "i1", size, "8-bit integers"))
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         with np.errstate(invalid="ignore"):
@@ -181,17 +149,13 @@ class Int8Vector(ScaledVector):
 class Int4Vector(ScaledVector):
     """4-bit integers from −7 to 7, two in a byte, the first in its lower half; each is sent with 8 added."""
 
+    dtype, noun = "u1", "4-bit integers"
     chunk, levels, largest_scale = 256, 7, np.float32(4.2e37)
     # small chunks, since the largest number of a chunk decides which numbers seven levels round to 0; scales are 3 % of the bytes
 
     @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(-(-size // 2), np.uint8))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 2)
-        return cls(cls.read_scales(size, frames[0]), values_of(frames[1], "u1", -(-size // 2), "4-bit integers"))
+    def length(cls, size: int) -> int:
+        return -(-size // 2)
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         with np.errstate(invalid="ignore"):
