@@ -136,7 +136,7 @@ class Krum(Aggregation, built_by="shoal.updates.rules.aggregation:by_krum"):
     """f, the false contributions to withstand; null: a quarter of the contributions, or as many as the rule can withstand."""
 
 
-class MultiKrum(Aggregation, built_by="shoal.updates.rules.aggregation:by_multi_krum"):
+class MultiKrum(Aggregation, built_by="shoal.updates.rules.aggregation:by_krum"):
     """The mean of the contributions closest to their neighbours; needs 2f+3 contributions."""
 
     kind: Literal["multi-krum"] = "multi-krum"
