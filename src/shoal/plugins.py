@@ -45,6 +45,8 @@ from shoal.config.schema.updates import Aggregation, Codec
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.config.data_shapes import DataShapes as DataShapes
+    from shoal.config.data_shapes import DataShapes as TaskInfo
     from shoal.coordinator.round_policies import Barrier as Barrier
     from shoal.coordinator.round_policies import Bounded as Bounded
     from shoal.coordinator.round_policies import Discounted as Discounted
@@ -67,7 +69,6 @@ if TYPE_CHECKING:
     from shoal.engines.base import Engine as DistributedEngine
     from shoal.engines.single import SingleEngine as SingleEngine
     from shoal.engines.world import World as World
-    from shoal.models.data_shapes import DataShapes as DataShapes
     from shoal.protocol.frames import Frame as Frame
     from shoal.protocol.frames import Frames as Frames
     from shoal.protocol.frames import expect_frames as expect_frames
@@ -85,7 +86,6 @@ if TYPE_CHECKING:
     from shoal.tasks.base import Loss as Loss
     from shoal.tasks.base import StepResult as StepResult
     from shoal.tasks.base import Task as TrainingTask
-    from shoal.tasks.base import TaskInfo as TaskInfo
     from shoal.tasks.classification import Classification as ClassificationTask
     from shoal.tasks.language import LanguageModelling as LanguageModellingTask
     from shoal.transports import zeromq as zeromq
@@ -187,7 +187,7 @@ _IMPORTED_ON_USE = {
     "Data": "shoal.data.loaded_data.Data",
     "DataInfo": "shoal.data.loaded_data.Info",
     "DataRequest": "shoal.data.hub.dataset.DataRequest",
-    "DataShapes": "shoal.models.data_shapes.DataShapes",
+    "DataShapes": "shoal.config.data_shapes.DataShapes",
     "Discounted": "shoal.coordinator.round_policies.Discounted",
     "DistributedEngine": "shoal.engines.base.Engine",
     "Document": "shoal.data.text.documents.Document",
@@ -214,7 +214,7 @@ _IMPORTED_ON_USE = {
     "SingleEngine": "shoal.engines.single.SingleEngine",
     "StepResult": "shoal.tasks.base.StepResult",
     "StreamReader": "shoal.data.interfaces.StreamReader",
-    "TaskInfo": "shoal.tasks.base.TaskInfo",
+    "TaskInfo": "shoal.config.data_shapes.DataShapes",
     "TextPart": "shoal.data.text.documents.TextPart",
     "TrainingTask": "shoal.tasks.base.Task",
     "World": "shoal.engines.world.World",

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
-
-
-class TaskInfo(Protocol):
-    """The properties of the data that tasks use."""
-
-    @property
-    def image_shape(self) -> tuple[int, int, int] | None: ...
-    @property
-    def num_classes(self) -> int | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def eos_id(self) -> int | None: ...
 
 
 class Loss(NamedTuple):

@@ -9,11 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 
 
-def build(task: schema.Classification, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Classification:
+def build(task: schema.Classification, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Classification:
     return Classification(players)
 
 

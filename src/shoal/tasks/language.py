@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
 from shoal.tasks import penalties
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 
 IGNORED = -100
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
@@ -29,8 +30,8 @@ _LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval":
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
 
 
-def build(task: schema.LanguageModelling, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> LanguageModelling:
-    return LanguageModelling(players, run.training.penalties, info.eos_id, left_padding=run.data.padding_side == "left")
+def build(task: schema.LanguageModelling, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> LanguageModelling:
+    return LanguageModelling(players, run.training.penalties, shapes.eos_id, left_padding=run.data.padding_side == "left")
 
 
 class LanguageModelling(Task):

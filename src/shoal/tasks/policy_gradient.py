@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
 from shoal.tasks.answer_logprobs import PromptAnswers, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 from shoal.tasks.chunked_logprobs import SlopeOf, in_pieces, room_of, with_slopes
 from shoal.tasks.dpo import SIDES, preference_loss
 
 
-def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> PolicyGradient:
+def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> PolicyGradient:
     settings = run.rlhf or Rlhf()
     return OnlineDpo(players, settings) if settings.algorithm == "online-dpo" else PolicyGradient(players, settings)
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, at_the_end, given_to, share_won
-from shoal.tasks.base import Batch, TaskInfo
+from shoal.tasks.base import Batch
 
 
-def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Reward:
+def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Reward:
     return Reward(players)
 
 

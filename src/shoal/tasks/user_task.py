@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema.task import CustomTask
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """Returns a scalar tensor, or a mapping with `loss` and further metrics."""
@@ -186,6 +187,6 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     return ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
 
 
-def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> UserTask:
+def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> UserTask:
     """With the loss that suits the model and the batch; a program gives one of its own with `shoal.train(loss=…)`."""
     return UserTask(players)
