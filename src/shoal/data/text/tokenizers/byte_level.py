@@ -7,20 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids
+from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids, Tokenizer
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """256 bytes and an end-of-text id. It needs no training and encodes every text."""
 
     name = "bytes"
     vocab_size = 257
     eos_id = 256
     pad_id = 256
-    separator = (256,)
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]

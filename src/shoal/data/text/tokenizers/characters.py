@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids
+from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids, Tokenizer
 from shoal.errors import ShoalError
 
 _CODES = 0x110000
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(Tokenizer):
     """One id per distinct character, in the order of their code points. There is no end-of-text id: a line break separates documents."""
 
     name = "characters"
@@ -25,9 +25,9 @@ class CharacterTokenizer:
         self.alphabet = "".join(sorted(set(alphabet)))
         if not self.alphabet:
             raise ShoalError("the tokenizer `characters` needs a text to take its characters from, and there is none")
-        self._codes = _code_points(self.alphabet)
+        self.vocab_size = len(self.alphabet)
         self._id_of_code = np.full(_CODES, -1, np.int32)
-        self._id_of_code[self._codes] = np.arange(len(self._codes))
+        self._id_of_code[_code_points(self.alphabet)] = np.arange(self.vocab_size)
 
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> CharacterTokenizer:
@@ -38,15 +38,8 @@ class CharacterTokenizer:
         return cls(alphabet | {"\n"} if count > 1 else alphabet)
 
     @property
-    def vocab_size(self) -> int:
-        return len(self.alphabet)
-
-    @property
     def separator(self) -> tuple[int, ...]:
         return (self.alphabet.index("\n"),) if "\n" in self.alphabet else ()
-
-    def encode(self, text: str) -> list[int]:
-        return [int(i) for i in self._encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [self._encode(text) for text in texts]

@@ -49,16 +49,13 @@ class LibraryTokenizer(LibraryBasedTokenizer):
         # A loader process may be a fork, and the library's threads do not survive a fork.
         if get_worker_info() is not None:
             return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        encodings: list[Any] = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return encodings
+        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def _with_specials(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return list(self._tokenizer.encode(text).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def save(self, folder: str | Path) -> None:
         """Write files that transformers can read too."""
@@ -101,15 +98,10 @@ def from_json(file: Path, name: str) -> LibraryTokenizer:
         tokenizer = import_optional("tokenizers").Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
         raise ShoalError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
-    _remove_limits(tokenizer)
+    tokenizer.no_truncation()  # a tokenizer.json may contain both
+    tokenizer.no_padding()
     config = _config(file.parent)
     return LibraryTokenizer(tokenizer, name=config.get("name") or name, eos=_token(config, "eos_token"), pad=_token(config, "pad_token"))
-
-
-def _remove_limits(tokenizer: Any) -> None:
-    """Remove truncation and padding, which a tokenizer.json may contain."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -27,12 +27,10 @@ class PretrainedTokenizer(LibraryBasedTokenizer):
         return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
 
     def _with_specials(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        return ids
+        return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def save(self, folder: str | Path) -> None:
         self._tokenizer.save_pretrained(str(folder))
