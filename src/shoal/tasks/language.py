@@ -115,12 +115,10 @@ class LanguageModelling(Task):
         from shoal.tasks import fused_loss
 
         logits_NV, labels_N = logits_BLV.flatten(0, 1), batch["labels"].flatten()
-        if not self.penalised:
-            loss = fused_loss.cross_entropy(logits_NV, labels_N, self.vocab_size, IGNORED)
-            return loss, {"loss": loss}
-        chosen = penalties.weights(self.penalties)
-        punished = fused_loss.Punished(self.marks(batch), chosen, self.penalties.repetition_window, self.eos_id)
-        total, figures = fused_loss.punished_cross_entropy(logits_NV, labels_N, self.vocab_size, IGNORED, punished)
+        chosen, punished = penalties.weights(self.penalties), None
+        if self.penalised:
+            punished = fused_loss.Punished(self.marks(batch), chosen, self.penalties.repetition_window, self.eos_id)
+        total, figures = fused_loss.cross_entropy(logits_NV, labels_N, self.vocab_size, IGNORED, punished)
         names = ("loss", *penalties.NAMES)
         return total, {name: figures[i] for i, name in enumerate(names) if i == 0 or chosen[i - 1]}
 

@@ -30,17 +30,15 @@ class Reward(PairwiseTask):
     def __init__(self, players: dict[str, nn.Module]) -> None:
         self.players = players
 
-    def score(self, text: PromptAnswers) -> Tensor:
-        """The scores of texts [B]."""
-        return self._score(text, given_to(self.players["model"], text))
-
-    def _score(self, text: PromptAnswers, given: dict[str, Any]) -> Tensor:
-        return at_the_end(self.players["model"](text.input_ids_BL, **given), text)
+    def score(self, text: PromptAnswers, given: dict[str, Any] | None = None) -> Tensor:
+        """The scores of texts [B]. `given`: as in `log_softmax`."""
+        model = self.players["model"]
+        return at_the_end(model(text.input_ids_BL, **(given_to(model, text) if given is None else given)), text)
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
         texts = [PromptAnswers.of(batch, side) for side in ("chosen_", "rejected_")]
         givens = [given_to(self.players["model"], text) for text in texts]
-        chosen_B, rejected_B = (self._score(text, given) for text, given in zip(texts, givens, strict=True))
+        chosen_B, rejected_B = (self.score(text, given) for text, given in zip(texts, givens, strict=True))
         margin_B = chosen_B - rejected_B
         loss = -F.logsigmoid(margin_B).mean()
         metrics = {"loss": loss, "accuracy": share_won(margin_B), "margin": margin_B.mean()}

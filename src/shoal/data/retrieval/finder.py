@@ -39,7 +39,7 @@ class PassageFinder:
     """Finds passages in an index. A copy in another process opens the index again."""
 
     def __init__(self, folder: Path, settings: PassageSettings, tokenizer: Tokenizer, index: Index | None = None) -> None:
-        self._folder, self.settings, self.tokenizer = folder, settings, tokenizer
+        self.folder, self.settings, self.tokenizer = folder, settings, tokenizer
         self._index = index
         self._encoder: Encoder | None = None
         self._passages_PM: torch.Tensor | None = None
@@ -47,10 +47,6 @@ class PassageFinder:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_index": None, "_encoder": None, "_cache": {}}
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
 
     @property
     def index(self) -> Index:

@@ -14,7 +14,7 @@ import torch
 from shoal.data.interfaces import IGNORED, Batch, Indices, SelectableSamples, as_index
 from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
 from shoal.data.text.documents import Document
-from shoal.data.text.encoding import Encoding, Tokens, cut, encode, full, gather, join, to_sample
+from shoal.data.text.encoding import Encoding, cut, encode, full, gather, join, to_sample
 from shoal.errors import ShoalError
 
 _LONG_TOKENS = 32 * 2**20
@@ -90,13 +90,12 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     ends = [separator] * (len(documents) - 1) + [()]
     refuse_contexts(documents)
     encoded = encode(documents, encoding.tokenizer, ends) if documents else []
-    tokens = join(encoded) if documents else _no_tokens()
     length = encoding.sequence_length
-    count = max(0, -(-(len(tokens) - 1) // length))
-    if not count:
+    count = -(-(sum(map(len, encoded)) - 1) // length)
+    if count <= 0:
         empty = torch.zeros(0, length, dtype=torch.int64)
         return PackedText(empty, empty, Origins([], torch.zeros(0, 2, dtype=torch.int64)))
-    sample = full(to_sample(tokens), count * length, encoding.tokenizer.pad_id)
+    sample = full(to_sample(join(encoded)), count * length, encoding.tokenizer.pad_id)
     labels = _tensor(sample.labels).view(count, length)
     inputs = _tensor(sample.inputs).view(count, length)
     useful = (labels != IGNORED).any(1)  # a sequence inside a long prompt has no labels
@@ -126,10 +125,6 @@ def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
     labels = np.concatenate([sample.labels for sample in samples]) if samples else np.zeros(0, np.int32)
     contexts = contexts_of(samples, encoding.sequence_length)
     return PaddedText(_tensor(inputs), _tensor(labels), lengths.cumsum(0) - lengths, lengths, encoding, origins, contexts)
-
-
-def _no_tokens() -> Tokens:
-    return Tokens(np.zeros(0, np.int32), np.zeros(0, np.bool_))
 
 
 def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:

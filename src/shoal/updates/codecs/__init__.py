@@ -22,7 +22,6 @@ from shoal.protocol.frames import Frame, Frames, UpdateError, frame_of
 from shoal.updates.codecs import sparse_packing
 
 __all__ = [
-    "Frames",
     "UpdateError",
     "apply_changes",
     "borrow",
