@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task
+from shoal.tasks.base import Batch, Loss, Task
 from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of
 from shoal.tasks.language import IGNORED, READ_BESIDE
 
@@ -152,12 +152,8 @@ class PairwiseTask(Task):
             loss, metrics, givens = self.compare(batch)
         yield Loss("model", with_auxiliary(loss, metrics, givens), metrics)
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = MetricMeans()
-        for batch in batches:
-            mean.add(self.compare(batch)[1], self.count(batch))
-        return mean.result()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        return self.compare(batch)[1]
 
 
 class Reference:

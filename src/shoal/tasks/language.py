@@ -20,7 +20,7 @@ from shoal.config.schema import task as schema
 from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
 from shoal.tasks import penalties
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task
+from shoal.tasks.base import Batch, Loss, Task
 
 IGNORED = -100
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
@@ -173,20 +173,19 @@ class LanguageModelling(Task):
     def _judge(self, batch: Batch) -> Tensor:
         return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])
 
-    @torch.no_grad()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        losses = {"loss": self._judge(batch)}
+        for name, columns in _LEFT_OUT.items():
+            if columns[0] in batch:
+                losses[name] = self._judge({column: value for column, value in batch.items() if column not in columns})
+        if self.memory is not None:
+            self.memory.reading = False
+            losses["loss_without_memory"] = self._judge(batch)
+            self.memory.reading = True
+        return losses
+
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = MetricMeans()
-        for batch in batches:
-            losses = {"loss": self._judge(batch)}
-            for name, columns in _LEFT_OUT.items():
-                if columns[0] in batch:
-                    losses[name] = self._judge({column: value for column, value in batch.items() if column not in columns})
-            if self.memory is not None:
-                self.memory.reading = False
-                losses["loss_without_memory"] = self._judge(batch)
-                self.memory.reading = True
-            mean.add(losses, self.count(batch))
-        result = mean.result()
+        result = super().evaluate(batches)
         if "loss" in result:
             result["perplexity"] = math.exp(min(result["loss"], 700.0))
         return result

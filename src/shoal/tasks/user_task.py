@@ -82,12 +82,8 @@ class UserTask(Task):
             raise ShoalError(f"loss= must give a tensor with one number, or a dict that has one as `loss`: it gave {found}")
         return {name: torch.as_tensor(figure, device=value.device).squeeze() for name, figure in figures.items()}
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = MetricMeans()
-        for batch in batches:
-            mean.add({name: value.float() for name, value in self._figures(batch).items()}, self.count(batch))
-        return mean.result()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in self._figures(batch).items()}
 
 
 class WithMetrics(Task):

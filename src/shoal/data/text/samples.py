@@ -6,6 +6,7 @@ Shapes: N samples, B batch, T tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -20,13 +21,13 @@ from shoal.errors import ShoalError
 _LONG_TOKENS = 32 * 2**20
 
 
+@dataclass(eq=False)
 class PackedText(DocumentSamples, SelectableSamples):
     """Sequences of T tokens. A batch is one index_select for inputs and one for labels."""
 
-    def __init__(self, inputs_NT: torch.Tensor, labels_NT: torch.Tensor, origins: Origins) -> None:
-        self.inputs_NT = inputs_NT
-        self.labels_NT = labels_NT
-        self.origins = origins
+    inputs_NT: torch.Tensor
+    labels_NT: torch.Tensor
+    origins: Origins
 
     def __len__(self) -> int:
         return len(self.inputs_NT)
@@ -43,23 +44,17 @@ class PackedText(DocumentSamples, SelectableSamples):
         return type(self)(self.inputs_NT[indices], self.labels_NT[indices], self.origins.select(indices))
 
 
+@dataclass(eq=False)
 class PaddedText(DocumentSamples, SelectableSamples):
     """Samples of different lengths, padded when a batch is made."""
 
-    def __init__(
-        self,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-        starts_N: torch.Tensor,
-        lengths_N: torch.Tensor,
-        encoding: Encoding,
-        origins: Origins,
-        contexts: Contexts | None = None,
-    ) -> None:
-        self.inputs, self.labels = inputs, labels
-        self.starts_N, self.lengths_N = starts_N, lengths_N
-        self._encoding = encoding
-        self.origins, self.contexts = origins, contexts
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    starts_N: torch.Tensor
+    lengths_N: torch.Tensor
+    encoding: Encoding
+    origins: Origins
+    contexts: Contexts | None
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -67,13 +62,13 @@ class PaddedText(DocumentSamples, SelectableSamples):
     def batch(self, indices: Indices) -> Batch:
         index = as_index(indices)
         starts_B, lengths_B = self.starts_N.index_select(0, index), self.lengths_N.index_select(0, index)
-        batch = gather(self.inputs, self.labels, starts_B, lengths_B, self._encoding)
+        batch = gather(self.inputs, self.labels, starts_B, lengths_B, self.encoding)
         return batch if self.contexts is None else batch | {"context_ids": self.contexts.batch(index)}
 
     def select(self, indices: torch.Tensor) -> Self:
         starts, lengths, origins = self.starts_N[indices], self.lengths_N[indices], self.origins.select(indices)
         contexts = self.contexts.select(indices) if self.contexts else None
-        return type(self)(self.inputs, self.labels, starts, lengths, self._encoding, origins, contexts)
+        return type(self)(self.inputs, self.labels, starts, lengths, self.encoding, origins, contexts)
 
 
 TextSamples = PackedText | PaddedText
@@ -148,7 +143,7 @@ def joined(parts: Sequence[TextSamples]) -> TextSamples:
         torch.cat([part.labels for part in padded]),
         torch.cat([part.starts_N + offset for part, offset in zip(padded, before, strict=False)]),
         torch.cat([part.lengths_N for part in padded]),
-        parts[0]._encoding,
+        parts[0].encoding,
         joined_origins([part.origins for part in padded]),
         joined_contexts([part.contexts for part in padded], [len(part) for part in padded]),
     )

@@ -1,4 +1,4 @@
-"""The base class of all tokenizers, and that of those of other libraries."""
+"""The base class of all tokenizers."""
 
 from __future__ import annotations
 
@@ -51,15 +51,3 @@ class Tokenizer(ABC):
     @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write all files that `load_tokenizer(folder)` needs."""
-
-
-class LibraryBasedTokenizer(Tokenizer):
-    """A tokenizer of another library."""
-
-    @property
-    def opening(self) -> tuple[int, ...]:
-        plain, with_specials = self.encode("a"), self._with_specials("a")
-        return tuple(with_specials[: with_specials.index(plain[0])]) if plain and plain[0] in with_specials else ()
-
-    @abstractmethod
-    def _with_specials(self, text: str) -> list[int]: ...

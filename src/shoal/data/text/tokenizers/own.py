@@ -1,4 +1,4 @@
-"""Each character that occurs in the text is a token."""
+"""Shoal's own tokenizers: a token is a byte, or a character of the training text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids, Tokenize
 from shoal.errors import ShoalError
 
 _CODES = 0x110000
+
+
+class ByteTokenizer(Tokenizer):
+    """256 bytes and an end-of-text id. It needs no training and encodes every text."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos_id = 256
+    pad_id = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+
+    def save(self, folder: str | Path) -> None:
+        _save(folder, {"kind": "bytes"})
 
 
 class CharacterTokenizer(Tokenizer):
@@ -55,8 +73,12 @@ class CharacterTokenizer(Tokenizer):
         return "".join(self.alphabet[int(i)] for i in ids)
 
     def save(self, folder: str | Path) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        FORMAT.write(Path(folder) / OWN_FILE, {"kind": "characters", "alphabet": self.alphabet})
+        _save(folder, {"kind": "characters", "alphabet": self.alphabet})
+
+
+def _save(folder: str | Path, content: dict[str, str]) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    FORMAT.write(Path(folder) / OWN_FILE, content)
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
