@@ -29,7 +29,7 @@ class NoCodec(Codec, built_by="shoal.updates.codecs.dense:PlainCoder"):
     kind: Literal["none"] = "none"
 
 
-class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:half"):
+class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:blockwise"):
     """16-bit floats: half the bytes."""
 
     kind: Literal["fp16"] = "fp16"
@@ -37,7 +37,7 @@ class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:half"):
     """Error feedback: the rounding error is added to the next update."""
 
 
-class Int8Codec(Codec, built_by="shoal.updates.codecs.dense:eight_bits"):
+class Int8Codec(Codec, built_by="shoal.updates.codecs.dense:blockwise"):
     """8-bit integers with a scale per chunk: a quarter of the bytes."""
 
     kind: Literal["int8"] = "int8"
@@ -45,7 +45,7 @@ class Int8Codec(Codec, built_by="shoal.updates.codecs.dense:eight_bits"):
     """Error feedback: the rounding error is added to the next update."""
 
 
-class Int4Codec(Codec, built_by="shoal.updates.codecs.dense:four_bits"):
+class Int4Codec(Codec, built_by="shoal.updates.codecs.dense:blockwise"):
     """4-bit integers with a scale per chunk: about an eighth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["int4"] = "int4"
@@ -53,7 +53,7 @@ class Int4Codec(Codec, built_by="shoal.updates.codecs.dense:four_bits"):
     """Error feedback: the rounding error is added to the next update."""
 
 
-class TernaryCodec(Codec, built_by="shoal.updates.codecs.ternary:ternary"):
+class TernaryCodec(Codec, built_by="shoal.updates.codecs.dense:blockwise"):
     """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["ternary"] = "ternary"
