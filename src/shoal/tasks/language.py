@@ -88,8 +88,8 @@ class LanguageModelling(Task):
         sums_B, counts_B = flat.view_as(labels_BL).sum(1), (labels_BL != IGNORED).sum(1)
         self.memory.score(batch["input_ids"], labels_BL, sums_B / counts_B.clamp(min=1), slots_B)
         parts = {"loss": slice(fresh), "replay_loss": slice(fresh, None)}
-        told = {name: sums_B[part].sum() / counts_B[part].sum().clamp(min=1) for name, part in parts.items()}
-        return told | {"replayed": torch.full_like(told["loss"], len(slots_B) - fresh)}
+        metrics = {name: sums_B[part].sum() / counts_B[part].sum().clamp(min=1) for name, part in parts.items()}
+        return metrics | {"replayed": torch.full_like(metrics["loss"], len(slots_B) - fresh)}
 
     def _weigh_replayed(self, logits_BLV: Tensor, labels_BL: Tensor, fresh: int) -> None:
         """Scale gradients so that a token of a replayed sequence counts `replay_weight` times in the mean. That mean is not reported
@@ -141,7 +141,7 @@ class LanguageModelling(Task):
         return model(ids, **keywords), beside
 
     def beside_tokens(self, batch: Batch) -> dict[str, Any]:
-        """What the model is given beside the tokens of a batch."""
+        """The keyword arguments of the model besides the tokens of a batch."""
         model: Any = self.players["model"]
         keywords: dict[str, Any] = {}
         if hasattr(model, "new_beside"):
@@ -170,17 +170,17 @@ class LanguageModelling(Task):
         places: Tensor = index_L - (index_L * starts_BL).cummax(1).values
         return places
 
-    def _judge(self, batch: Batch) -> Tensor:
+    def _held_out_loss(self, batch: Batch) -> Tensor:
         return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
-        losses = {"loss": self._judge(batch)}
+        losses = {"loss": self._held_out_loss(batch)}
         for name, columns in _LEFT_OUT.items():
             if columns[0] in batch:
-                losses[name] = self._judge({column: value for column, value in batch.items() if column not in columns})
+                losses[name] = self._held_out_loss({column: value for column, value in batch.items() if column not in columns})
         if self.memory is not None:
             self.memory.reading = False
-            losses["loss_without_memory"] = self._judge(batch)
+            losses["loss_without_memory"] = self._held_out_loss(batch)
             self.memory.reading = True
         return losses
 

@@ -74,8 +74,8 @@ class UserTask(Task):
         yield Loss("model", figures["loss"], figures)
 
     def _figures(self, batch: Batch) -> dict[str, Tensor]:
-        told = self.loss(self.players["model"], as_given(batch))
-        figures = dict(told) if isinstance(told, Mapping) else {"loss": told}
+        returned = self.loss(self.players["model"], as_given(batch))
+        figures = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         value = figures.get("loss")
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

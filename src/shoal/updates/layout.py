@@ -33,11 +33,6 @@ class ParameterLayout:
             self.slots.append(slot)
             self.size += slot.size
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ParameterLayout) and self.slots == other.slots
-
-    __hash__ = None  # type: ignore[assignment]
-
     def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The named tensors of a vector; they share its memory."""
         for slot in self.slots:

@@ -75,8 +75,7 @@ def _counts(run: Run) -> tuple[int | None, int]:
 
 
 def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encoding, count: int | None, run: Run) -> SampleStream:
-    names, weights = [part.name for part in parts], [part.weight for part in parts]
-    shares = probabilities(names, weights, [part.train.size() for part in parts], run.data.mixing.temperature) if len(parts) > 1 else None
+    shares = probabilities(parts, [part.train.size() for part in parts], run.data.mixing.temperature) if len(parts) > 1 else None
     quotas = [count] if shares is None or count is None else share_out(count, shares)
     streams = [
         TextStream(part.train, encoding, shuffle_buffer=run.data.shuffle_buffer, held_out=out, max_samples=quota)

@@ -84,8 +84,7 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
         return samples[0]
     if not run.data.mixing.enabled:
         return ChainedText(samples)
-    names, weights = [part.name for part in parts], [part.weight for part in parts]
-    return MixedText(samples, probabilities(names, weights, [len(part) for part in samples], run.data.mixing.temperature))
+    return MixedText(samples, probabilities(parts, [len(part) for part in samples], run.data.mixing.temperature))
 
 
 def load_preferences(source: Preferences, run: Run, request: DataRequest) -> LoadedText | list[TextPart]:
