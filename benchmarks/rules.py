@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from run import Row
 
+from shoal.config.schema.updates import Aggregation, Bulyan, GeometricMedian, Krum, MultiKrum, NearestNeighbours, NoMixing
 from shoal.updates.rules import aggregation
-from shoal.updates.rules.mixing import nearest_neighbour_mixing
+from shoal.updates.rules.mixing import Contributions
 
 COUNT, SIZE, FALSE, TRIM = 43, 1_000_000, 10, 0.3
 ROUNDS = 9
@@ -134,18 +135,22 @@ def reference(stack: NDArray[np.float32]) -> dict[str, Doubles]:
     }
 
 
+def combined(rule: Aggregation, stack: torch.Tensor) -> torch.Tensor:
+    return aggregation.combine(rule, NoMixing(), stack, torch.ones(len(stack)), None, 0)[0]
+
+
 def ours(stack: torch.Tensor) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Seconds, interleaved, and results."""
     sides: dict[str, Callable[[], torch.Tensor]] = {
         "mean": lambda: aggregation.mean(stack),
-        "krum": lambda: aggregation.krum(stack, FALSE),
-        "multi-krum": lambda: aggregation.multi_krum(stack, FALSE),
-        "bulyan": lambda: aggregation.bulyan(stack, FALSE),
+        "krum": lambda: combined(Krum(byzantine=FALSE), stack),
+        "multi-krum": lambda: combined(MultiKrum(byzantine=FALSE), stack),
+        "bulyan": lambda: combined(Bulyan(byzantine=FALSE), stack),
         "trimmed mean": lambda: aggregation.trimmed_mean(stack, TRIM),
         "median": lambda: aggregation.median(stack),
-        "geometric median": lambda: aggregation.geometric_median(stack),
+        "geometric median": lambda: combined(GeometricMedian(), stack),
         "centered clipping": lambda: aggregation.centered_clipping(stack, None, 100.0, 1),
-        "nearest neighbours": lambda: nearest_neighbour_mixing(stack, FALSE),
+        "nearest neighbours": lambda: Contributions(stack, NearestNeighbours(byzantine=FALSE), 0).rows,
     }
     results = {name: side() for name, side in sides.items()}
     times: dict[str, list[float]] = {name: [] for name in sides}

@@ -18,7 +18,7 @@ from run import Row
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
 from shoal.config.schema.serving import Serving
-from shoal.data.text.tokenizers.byte_level import ByteTokenizer
+from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.serve.api.chat_format import ChatTemplate

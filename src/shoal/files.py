@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -29,6 +30,12 @@ def write_file(path: Path, text: str, *, private: bool = False, user: tuple[int,
         os.replace(partial, path)
     except OSError as error:
         raise ShoalError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def check_format(place: PurePath | str, kind: str, found: object, expected: int, remedy: str = "use the version that wrote it") -> None:

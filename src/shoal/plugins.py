@@ -46,6 +46,8 @@ from shoal.config.schema.updates import Codec as Codec
 from shoal.errors import ShoalError as ShoalError
 
 if TYPE_CHECKING:
+    from shoal.config.data_shapes import DataShapes as DataShapes
+    from shoal.config.data_shapes import DataShapes as TaskInfo
     from shoal.coordinator.round_policies import Barrier as Barrier
     from shoal.coordinator.round_policies import Bounded as Bounded
     from shoal.coordinator.round_policies import Discounted as Discounted
@@ -68,7 +70,6 @@ if TYPE_CHECKING:
     from shoal.engines.base import Engine as DistributedEngine
     from shoal.engines.single import SingleEngine as SingleEngine
     from shoal.engines.world import World as World
-    from shoal.models.data_shapes import DataShapes as DataShapes
     from shoal.protocol.frames import Frame as Frame
     from shoal.protocol.frames import Frames as Frames
     from shoal.protocol.frames import expect_frames as expect_frames
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
     from shoal.tasks.base import Loss as Loss
     from shoal.tasks.base import StepResult as StepResult
     from shoal.tasks.base import Task as TrainingTask
-    from shoal.tasks.base import TaskInfo as TaskInfo
     from shoal.tasks.classification import Classification as ClassificationTask
     from shoal.tasks.language import LanguageModelling as LanguageModellingTask
     from shoal.transports import zeromq as zeromq
@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from shoal.updates.rules.mixing import Contributions as Contributions
 
 _MODULES = {
+    "shoal.config.data_shapes": "DataShapes",
     "shoal.coordinator.round_policies": "Barrier Bounded Discounted Every Everything",
     "shoal.data.hub.dataset": "DataRequest",
     "shoal.data.images.samples": "from_pixels image_data",
@@ -107,14 +108,13 @@ _MODULES = {
     "shoal.data.text.documents": "Document TextPart",
     "shoal.engines.single": "SingleEngine",
     "shoal.engines.world": "World",
-    "shoal.models.data_shapes": "DataShapes",
     "shoal.protocol.frames": "Frame Frames expect_frames frame_of values_of",
     "shoal.protocol.messages": "Message Request",
     "shoal.runs.monitoring.recorder": "Reporter",
     "shoal.runs.rlhf.rewards.interface": "Answer Score",
     "shoal.strategies.policy_set": "Policies",
     "shoal.strategies.run_length": "in_rounds in_updates",
-    "shoal.tasks.base": "Batch Loss StepResult TaskInfo",
+    "shoal.tasks.base": "Batch Loss StepResult",
     "shoal.transports": "zeromq",
     "shoal.transports.interface": "Client ConnectOptions ListenOptions Server",
     "shoal.updates.codecs.base": "Coder",
@@ -130,11 +130,21 @@ _IMPORTED_ON_USE = {
     "Documents": "shoal.data.text.documents.InMemoryDocuments",
     "ImageTarget": "shoal.data.images.samples.Target",
     "LanguageModellingTask": "shoal.tasks.language.LanguageModelling",
+    "TaskInfo": "shoal.config.data_shapes.DataShapes",
     "TrainingTask": "shoal.tasks.base.Task",
 }
 """Public name → where it is defined; the names above that need torch or NumPy."""
 # Type checkers find names by `import X as X`; those that are renamed have to be written here.
-__all__ = ["ClassificationTask", "DataInfo", "DistributedEngine", "Documents", "ImageTarget", "LanguageModellingTask", "TrainingTask"]
+__all__ = [
+    "ClassificationTask",
+    "DataInfo",
+    "DistributedEngine",
+    "Documents",
+    "ImageTarget",
+    "LanguageModellingTask",
+    "TaskInfo",
+    "TrainingTask",
+]
 __all__ += ({name for name in globals() if name[0] != "_"} | _IMPORTED_ON_USE.keys()) - {"Any", "TYPE_CHECKING", "annotations", *__all__}
 
 

@@ -53,7 +53,7 @@ def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> Non
             worker.take(fields["weights"], version, frames)
             known = publisher._held.get(session)
             assert known is None or known[0] != version or torch.equal(worker.vector, known[1].vector)
-            if codecs.of_weights(codec).kind == "none":
+            if codec.for_weights().kind == "none":
                 assert torch.equal(worker.vector, vector), "changes are exact"
             else:
                 assert float((worker.vector - vector).abs().max()) < 0.1

@@ -14,7 +14,7 @@ from shoal.updates import codecs
 from shoal.updates.experts import ExpertBlocks
 from tests.support.small_cluster import RATE, Numbers, strategy_of
 
-BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, loads_at=0, cap=1.5)
+BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, loads_at=0, cap=1.5, size=4)
 """Four numbers: the second and the third are experts."""
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.data import ShardFeed, load, load_tokenizer
 from shoal.data.splits import share_out
-from shoal.data.text.documents import Document
+from shoal.data.text.documents import Document, InMemoryDocuments, TextPart
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.samples import text_samples
@@ -32,12 +32,14 @@ def parts_of(*sizes: int) -> list[Any]:
 
 
 def test_weights_sizes_and_temperature() -> None:
-    names = ["a", "b"]
-    assert probabilities(names, [1.0, 3.0], [10, 10], 1.0).tolist() == [0.25, 0.75]
-    assert probabilities(names, [None, None], [10, 90], 1.0) == pytest.approx([0.1, 0.9])
-    assert probabilities(names, [None, None], [10, 90], 2.0) == pytest.approx([0.25, 0.75])
+    def parts(weights: list[float | None]) -> list[TextPart]:
+        return [TextPart(name, InMemoryDocuments([]), None, weight) for name, weight in zip("ab", weights, strict=True)]
+
+    assert probabilities(parts([1.0, 3.0]), [10, 10], 1.0).tolist() == [0.25, 0.75]
+    assert probabilities(parts([None, None]), [10, 90], 1.0) == pytest.approx([0.1, 0.9])
+    assert probabilities(parts([None, None]), [10, 90], 2.0) == pytest.approx([0.25, 0.75])
     with pytest.raises(ShoalError, match="the size of b is not known"):
-        probabilities(names, [None, None], [10, None], 1.0)
+        probabilities(parts([None, None]), [10, None], 1.0)
 
 
 @given(draws=st.integers(0, 1000), weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=6))

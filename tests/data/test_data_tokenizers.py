@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import Tokenizer, load_tokenizer
-from shoal.data.text.tokenizers.library import LibraryTokenizer, _pieces
-from shoal.data.text.tokenizers.pretrained import PretrainedTokenizer
+from shoal.data.text.tokenizers.library import LibraryTokenizer, PretrainedTokenizer, _pieces
 from shoal.errors import ShoalError
 
 TEXT = "the cat sat on the mat, and the dog sat on the log.\n" * 40

@@ -84,7 +84,7 @@ def test_an_index_comes_back_from_its_folder_and_damage_is_told(index: Index) ->
 
 
 def test_an_absent_encoder_is_refused_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "import_optional", lambda module: import_optional("no_such_package"))
+    monkeypatch.setattr(encoders, "import_optional", lambda module, missing: import_optional("no_such_package", missing))
     with pytest.raises(ShoalError, match=r"shoal\[rag\].*words"):
         encoders.open_encoder("minilm")
 

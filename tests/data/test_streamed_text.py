@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import StreamedText
-from shoal.data.text.tokenizers.byte_level import ByteTokenizer
+from shoal.data.text.tokenizers.own import ByteTokenizer
 
 
 @given(st.text(max_size=40))

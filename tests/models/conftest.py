@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import model as schema
 from shoal.models.gpt import Gpt
 
 LM_FOLDER = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "lm"
-
-
-@dataclass
-class DataShapes:
-    image_shape: tuple[int, int, int] | None = None
-    num_classes: int | None = None
-    vocab_size: int | None = None
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 from shoal.data import load_tokenizer
 from shoal.data.text.tokenizers import library
-from shoal.data.text.tokenizers.characters import CharacterTokenizer
+from shoal.data.text.tokenizers.own import CharacterTokenizer
 from shoal.errors import ShoalError
 from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.up_file import running_process, written_while_up

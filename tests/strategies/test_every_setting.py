@@ -22,6 +22,7 @@ from shoal.runs.coordinator_setup import prepare
 from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.rules import aggregation
 from tests.support.layered_settings import loaded, merged
+from tests.support.rules import bulyan, geometric_median, krum, multi_krum
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},
@@ -122,10 +123,10 @@ def combination(rule: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     return {
         "trimmed-mean": lambda stack: aggregation.trimmed_mean(stack, 0.3),
         "median": aggregation.median,
-        "geometric-median": aggregation.geometric_median,
-        "krum": lambda stack: aggregation.krum(stack, 1),
-        "multi-krum": lambda stack: aggregation.multi_krum(stack, 1),
-        "bulyan": lambda stack: aggregation.bulyan(stack, 1),
+        "geometric-median": geometric_median,
+        "krum": lambda stack: krum(stack, 1),
+        "multi-krum": lambda stack: multi_krum(stack, 1),
+        "bulyan": lambda stack: bulyan(stack, 1),
         "centered-clipping": centered_clipping(0.1, 3),
     }[rule["kind"]]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.config.schema.serving import Decoding
@@ -332,8 +333,7 @@ class Repeats:
         return {"passage_ids": torch.tensor(rows), "passage_from": torch.tensor(starts)[:, None] + 3 * torch.arange(1, chunks + 1)}
 
 
-class Bytes:
-    image_shape, num_classes, vocab_size = None, None, 257
+BYTES = DataShapes(vocab_size=257)
 
 
 def policy_feed(world: World | None, engine: dict[str, Any], rlhf: dict[str, Any]) -> tuple[Engine, RolloutFeed]:
@@ -346,10 +346,10 @@ def policy_feed(world: World | None, engine: dict[str, Any], rlhf: dict[str, Any
     tree["rlhf"] = {"ppo": ppo, "group_size": 4, "kl": {"target": 0.1}} | ways
     run = resolve_data(tree, name="test", dialect="shoal", environ={}).run
     assert run.rlhf is not None
-    players = build_models(run, Bytes())
+    players = build_models(run, BYTES)
     for part in (part for player in players.values() for part in player.modules() if isinstance(part, WithCrossAttention)):
         part.gate.data.fill_(0.7)
-    task: Any = build_task(run, players, Bytes())
+    task: Any = build_task(run, players, BYTES)
     reference = Reference(players["model"])
     device = choose_device(DEVICE, world.rank if world else 0)
     made = build(run, task, device, 8, world) if world else SingleEngine(run, task, device, 8)

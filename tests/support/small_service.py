@@ -10,7 +10,7 @@ import torch
 
 from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Serving
-from shoal.data.text.tokenizers.byte_level import ByteTokenizer
+from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.models.gpt import Gpt
 from shoal.serve.api.chat_format import ChatTemplate
 from shoal.serve.load_model import ServedModel

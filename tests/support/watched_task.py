@@ -15,9 +15,9 @@ import numpy as np
 from torch import nn
 
 from shoal.config import Run
-from shoal.models.data_shapes import DataShapes
+from shoal.config.data_shapes import DataShapes
 from shoal.plugins import Model, Task, builds
-from shoal.tasks import Batch, Loss, TaskInfo
+from shoal.tasks import Batch, Loss
 from shoal.tasks.classification import Classification
 
 
@@ -30,7 +30,7 @@ class Watched(Task):
 
 @builds(Watched)
 class WatchedTask(Classification):
-    def __init__(self, settings: Watched, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> None:
+    def __init__(self, settings: Watched, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> None:
         super().__init__(players)
 
     def losses(self, batch: Batch) -> Iterator[Loss]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.config.schema.rlhf import Ppo, Rlhf
 from shoal.tasks import advantages
-from shoal.tasks.policy_gradient import PolicyGradient, TokenLogProbs
+from shoal.tasks.policy_gradient import PolicyGradient
 
 PLACES_BT = torch.arange(15, dtype=torch.float64).view(3, 5)
 OLD_BT, REFERENCE_BT = -1.5 + torch.sin(PLACES_BT), -1.5 + torch.sin(PLACES_BT + 0.3)
@@ -77,7 +77,7 @@ def learned(advantages_BT: Tensor, returns_BT: Tensor, new_BT: Tensor, values_BT
     """The policy's loss with its figures, and the value's loss."""
     task = PolicyGradient({}, Rlhf(ppo=Ppo(clip_range=0.2, value_clip_range=0.2, value_weight=0.1)))
     batch = {"log_probs": OLD_BT, "advantages": advantages_BT, "values": VALUES_BT * real_BT, "returns": returns_BT}
-    policy = task.policy_loss(TokenLogProbs(new_BT, torch.zeros_like(new_BT)), batch, real_BT)
+    policy = task.policy_loss(new_BT, torch.zeros_like(new_BT), batch, real_BT)
     return policy, task.value_loss(values_BT, batch, real_BT)
 
 

@@ -23,7 +23,7 @@ def test_loss_and_gradient(dtype: torch.dtype, tolerance: float, size: int, colu
     expected = F.cross_entropy(exact[:, :size], labels, ignore_index=-100)
     (factor * expected).backward()
     leaf = logits.clone().requires_grad_()
-    loss = cross_entropy(leaf * 1.0, labels, size, -100)
+    loss, _ = cross_entropy(leaf * 1.0, labels, size, -100)
     (factor * loss).backward()
     assert leaf.grad is not None
     assert exact.grad is not None
@@ -36,7 +36,7 @@ def test_nothing_that_counts_is_no_loss() -> None:
     from shoal.tasks.fused_loss import cross_entropy
 
     logits = torch.randn(3, 64, device="cuda", requires_grad=True)
-    loss = cross_entropy(logits * 1.0, torch.full((3,), -100, device="cuda"), 60, -100)
+    loss, _ = cross_entropy(logits * 1.0, torch.full((3,), -100, device="cuda"), 60, -100)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert logits.grad is not None
@@ -51,7 +51,7 @@ def test_penalties_in_the_kernel(
 ) -> None:
     """Against the plain penalties in double precision: few tokens, so that windows hold repetitions, the label and the end of text."""
     from shoal.config.schema.training import Penalties
-    from shoal.tasks.fused_loss import Punished, punished_cross_entropy
+    from shoal.tasks.fused_loss import Punished, cross_entropy
     from shoal.tasks.penalties import marks, sums
 
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def test_penalties_in_the_kernel(
         expected = expected + weight * value / counted
     (3.0 * expected).backward()
     leaf = logits.clone().requires_grad_()
-    total, figures = punished_cross_entropy(leaf * 1.0, labels.flatten(), size, -100, Punished(marked, weights, window, eos))
+    total, figures = cross_entropy(leaf * 1.0, labels.flatten(), size, -100, Punished(marked, weights, window, eos))
     (3.0 * total).backward()
     assert leaf.grad is not None
     assert exact.grad is not None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shoal.errors import ShoalError
 from shoal.updates.rules import aggregation
 from shoal.updates.rules.gram import gram, squared_distances
+from tests.support.rules import bulyan, geometric_median, krum, multi_krum
 
 Doubles = NDArray[np.float64]
 
@@ -82,8 +83,8 @@ def test_a_weighted_mean_weighs_by_samples() -> None:
 def test_krum_and_bulyan_equal_the_reference(byzantine: int, more: int, size: int, seed: int) -> None:
     values = stack(4 * byzantine + 3 + more, size, seed)
     exact = values.double().numpy()
-    assert torch.equal(aggregation.krum(values, byzantine), values[reference_krum(exact, byzantine)])
-    assert np.allclose(aggregation.bulyan(values, byzantine).numpy(), reference_bulyan(exact, byzantine), atol=1e-5)
+    assert torch.equal(krum(values, byzantine), values[reference_krum(exact, byzantine)])
+    assert np.allclose(bulyan(values, byzantine).numpy(), reference_bulyan(exact, byzantine), atol=1e-5)
 
 
 def test_distances_survive_a_large_common_part() -> None:
@@ -111,7 +112,7 @@ def test_distances_among_the_honest_survive_an_attacker_of_any_length(large: flo
     expected = torch.from_numpy(reference_distances(values[honest].double().numpy()))
     assert torch.allclose(distances[honest][:, honest], expected, rtol=1e-4)
     assert distances[[1, 4]][:, honest].min() > 100 * expected.max()
-    assert torch.equal(aggregation.krum(values, 2), values[honest][reference_choice(values[honest], 3)])
+    assert torch.equal(krum(values, 2), values[honest][reference_choice(values[honest], 3)])
 
 
 def reference_choice(values: torch.Tensor, neighbours: int) -> int:
@@ -126,8 +127,8 @@ def test_a_rule_leaves_the_contributions_as_they_were() -> None:
         for rule in (
             aggregation.median,
             lambda s: aggregation.trimmed_mean(s, 0.5),
-            lambda s: aggregation.bulyan(s, 1),
-            lambda s: aggregation.krum(s, 1),
+            lambda s: bulyan(s, 1),
+            lambda s: krum(s, 1),
         ):
             rule(values)
             assert torch.equal(values, before)
@@ -136,14 +137,14 @@ def test_a_rule_leaves_the_contributions_as_they_were() -> None:
 def test_bulyan_survives_a_value_that_would_swallow_a_running_sum() -> None:
     values = 1 + 0.01 * stack(11, 500)
     values[0, 7], values[1, 9] = 1e30, -1e30
-    assert (aggregation.bulyan(values, 2) - 1).abs().max() < 0.1
+    assert (bulyan(values, 2) - 1).abs().max() < 0.1
 
 
 def test_too_few_contributions_are_refused() -> None:
     with pytest.raises(ShoalError, match="needs 7 contributions, there are 6"):
-        aggregation.krum(stack(6, 3), 2)
+        krum(stack(6, 3), 2)
     with pytest.raises(ShoalError, match="needs 11 contributions"):
-        aggregation.bulyan(stack(10, 3), 2)
+        bulyan(stack(10, 3), 2)
 
 
 @pytest.mark.parametrize("rule", ["krum", "multi-krum", "bulyan", "trimmed", "median", "geometric", "clipping"])
@@ -152,12 +153,12 @@ def test_two_attackers_of_eleven_do_not_move_it_far_and_the_mean_they_do(rule: s
     attacked = honest.clone()
     attacked[[2, 7]] = -50.0 * torch.ones(200)
     robust = {
-        "krum": lambda s: aggregation.krum(s, 2),
-        "bulyan": lambda s: aggregation.bulyan(s, 2),
+        "krum": lambda s: krum(s, 2),
+        "bulyan": lambda s: bulyan(s, 2),
         "trimmed": lambda s: aggregation.trimmed_mean(s, 0.4),
         "median": aggregation.median,
-        "multi-krum": lambda s: aggregation.multi_krum(s, 2),
-        "geometric": aggregation.geometric_median,
+        "multi-krum": lambda s: multi_krum(s, 2),
+        "geometric": geometric_median,
         "clipping": lambda s: aggregation.centered_clipping(s, torch.ones(200), 2.0, 3),
     }[rule]
     assert (robust(attacked) - 1).abs().mean() < 0.2

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from shoal.config.schema.updates import Bulyan, CenteredClipping, GeometricMedian, Krum, Median, MultiKrum, NearestNeighbours, NoMixing
-from shoal.updates.experts import ExpertBlocks, believable, capped_shares, combine_apart, mean_by_experts, stretches
+from shoal.updates.experts import ExpertBlocks, believable, capped_shares, combine_apart, mean_by_experts
 from shoal.updates.rules import aggregation
+from tests.support.rules import krum
 
 PARTS = ([0, 5, 8], [1, 2, 6], [3, 4, 7])
-BLOCKS = ExpertBlocks(spans_X=(((1, 3), (6, 7)), ((3, 5), (7, 8))), layers=1, per_token=1, cap=2.0)
+BLOCKS = ExpertBlocks(spans_X=(((1, 3), (6, 7)), ((3, 5), (7, 8))), layers=1, per_token=1, cap=2.0, size=9)
 """Two experts in a vector of nine numbers: each has a stretch in two stacked tensors, and the rest is the trunk's."""
 
 
@@ -79,13 +80,14 @@ def test_the_trunk_goes_by_weights_and_each_expert_by_its_tokens() -> None:
 
 
 def test_the_stretches_are_the_whole_vector_once() -> None:
-    found = list(stretches(BLOCKS.spans_X, 9))
+    found = list(BLOCKS.stretches())
     assert [at for (start, end), _ in found for at in range(start, end)] == list(range(9))
     assert [number for _, number in found] == [None, 0, 1, None, 0, 1, None]
 
 
 def test_a_fragment_of_the_weights_has_the_experts_that_lie_in_it() -> None:
     assert BLOCKS.within((5, 9)).spans_X == (((1, 2),), ((2, 3),))
+    assert BLOCKS.within((5, 9)).size == 4
     assert BLOCKS.within(None) is BLOCKS
 
 
@@ -122,7 +124,7 @@ def test_what_is_false_in_one_expert_only_is_found_there() -> None:
     stack = 1 + torch.randn(7, 9, generator=torch.Generator().manual_seed(5)) * torch.tensor([9.0, 0.1, 0.1, 9, 9, 9, 0.1, 9, 9])
     stack[0] = stack[1:].mean(0)
     stack[0, PARTS[1]] = -3.0
-    whole = aggregation.krum(stack, 1)
+    whole = krum(stack, 1)
     assert torch.equal(whole, stack[0])
     apart, _ = combine_apart(BLOCKS, Krum(byzantine=1), NoMixing(), stack, torch.ones(7), None, 0)
     assert float((apart[PARTS[1]] - 1).abs().max()) < 0.5

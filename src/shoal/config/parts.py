@@ -5,7 +5,7 @@ A family is a class of settings; each kind is a subclass:
     class Codec(Part):
         '''How an update travels.'''
 
-    class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:half"):
+    class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:blockwise"):
         '''16-bit floats: half the bytes.'''
         kind: Literal["fp16"] = "fp16"
 

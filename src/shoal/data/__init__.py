@@ -3,36 +3,32 @@
 from shoal.data.fake_data import is_local, make_fake_data
 from shoal.data.feed import ShardFeed
 from shoal.data.fingerprint import fingerprint, local_fingerprint
-from shoal.data.interfaces import IGNORED, Batch, Feed, Progress, Samples, SampleStream, State
+from shoal.data.interfaces import Batch, Feed, Samples, SampleStream
 from shoal.data.load_data import load
 from shoal.data.loaded_data import Data, Info
 from shoal.data.retrieval.augmented_samples import RetrievalSamples
 from shoal.data.retrieval.finder import PassageFinder
 from shoal.data.retrieval.load_index import open_finder, retrieval_of
-from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
+from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_prompts
 from shoal.data.text.sources import reads_context
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
-from shoal.data.unit_feed import UnitBatches, UnitFeed
+from shoal.data.unit_feed import UnitBatches
 
 __all__ = [
-    "IGNORED",
     "Batch",
     "Data",
     "Feed",
     "Info",
     "PassageFinder",
     "PreferencePairs",
-    "Progress",
     "Prompt",
     "RetrievalSamples",
     "SampleStream",
     "Samples",
     "ShardFeed",
-    "State",
     "StreamedText",
     "Tokenizer",
     "UnitBatches",
-    "UnitFeed",
     "answer_samples",
     "fingerprint",
     "is_local",
@@ -41,7 +37,6 @@ __all__ = [
     "local_fingerprint",
     "make_fake_data",
     "open_finder",
-    "read_preferences",
     "read_prompts",
     "reads_context",
     "retrieval_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.config.schema.data import Loader
 from shoal.data.batch_source import SampleBatches, StreamBatches
 from shoal.data.interfaces import Batch, Feed, Samples, SampleStream, State
-from shoal.data.loader_processes import FeedPlan, LoaderOptions
+from shoal.data.loader_processes import FeedPlan, loader_here
 from shoal.errors import ShoalError
 
 
@@ -33,8 +33,7 @@ class ShardFeed(Feed):
         if not 0 <= index < count:
             raise ValueError(f"shard {index} of {count}")
         self._batch_size, self._shard = batch_size, shard
-        self._reshuffle = reshuffle
-        plan = FeedPlan(batch_size, seed, shard, part, drop_last, LoaderOptions.of(loader))
+        plan = FeedPlan(batch_size, seed, shard, part, drop_last, reshuffle, loader_here(loader))
         self._source = StreamBatches(samples, plan) if isinstance(samples, SampleStream) else SampleBatches(samples, plan)
         self.batches_per_epoch = self._source.batches_per_epoch
         self.epoch = 0
@@ -69,7 +68,7 @@ class ShardFeed(Feed):
 
     def _look_ahead(self) -> tuple[Batch, State | None] | None:
         if not self._open:
-            self._source.open(self.epoch, self.position, self._reader, self._reshuffle)
+            self._source.open(self.epoch, self.position, self._reader)
             self._open = True
         if self._ahead is None:
             self._ahead = self._source.pull()

@@ -40,10 +40,8 @@ def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | 
     found = source.builder()(source, run, request)
     if isinstance(found, Data):
         return adapt_plugin_data(found)
-    if isinstance(found, LoadedText):
-        made = found
-    else:
-        made = load_stream(found, run, folder, token) if run.data.streaming else load_text(found, run, folder, token)
+    read = load_stream if run.data.streaming else load_text
+    made = found if isinstance(found, LoadedText) else read(found, run, folder, token)
     return with_retrieval(made.data, run, made.training_text, progress)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from shoal.config.data_shapes import DataShapes
 from shoal.data.interfaces import Samples, SampleStream
 from shoal.data.retrieval.finder import PassageFinder
 from shoal.data.text.tokenizers import Tokenizer
 
 
 class Info(NamedTuple):
-    """What the model and the task must know about the data."""
+    """What a run must know about its data."""
 
     kind: Literal["image", "text", "own"]
     name: str
@@ -23,9 +24,9 @@ class Info(NamedTuple):
     """Finds passages for texts, where the model retrieves."""
 
     @property
-    def eos_id(self) -> int | None:
-        """The end-of-text token, where the tokenizer has one."""
-        return self.tokenizer.eos_id if self.tokenizer else None
+    def shapes(self) -> DataShapes:
+        """What the networks and the task are built for."""
+        return DataShapes(self.image_shape, self.num_classes, self.vocab_size, self.tokenizer.eos_id if self.tokenizer else None)
 
 
 class Data(NamedTuple):

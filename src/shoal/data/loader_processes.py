@@ -26,41 +26,35 @@ from shoal.data.interfaces import Batch, Samples, SampleStream, State
 from shoal.errors import ShoalError
 
 
-class LoaderOptions(NamedTuple):
-    """Options of the loader processes."""
+def loader_here(loader: Loader | None) -> Loader:
+    """The settings of loading on this machine. Pinned memory makes copies to a GPU faster, and is not used without one."""
+    if loader is None:
+        return Loader(pin_memory=False)
+    here: Loader = loader.replace(pin_memory=loader.pin_memory and torch.cuda.is_available())
+    return here
 
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    persistent: bool = False
-    pin_memory: bool = False
 
-    @classmethod
-    def of(cls, loader: Loader | None) -> LoaderOptions:
-        if loader is None:
-            return cls()
-        # Pinned memory makes copies to a GPU faster; without a GPU it has no effect.
-        pin = loader.pin_memory and torch.cuda.is_available()
-        return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, pin)
+def pinned(batch: Batch, loader: Loader) -> Batch:
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if loader.pin_memory else batch
 
-    def pinned(self, batch: Batch) -> Batch:
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
 
-    def loader(self, dataset: Dataset[Any], sampler: Iterable[Any] | None) -> DataLoader[Any]:
-        with _without_worker_warnings():
-            return DataLoader(
-                dataset,
-                batch_size=None,
-                sampler=sampler,
-                num_workers=self.num_workers,
-                collate_fn=_identity,
-                pin_memory=self.pin_memory,
-                prefetch_factor=self.prefetch_factor,
-                persistent_workers=self.persistent,
-                multiprocessing_context=_context(),
-                worker_init_fn=_begin,
-                # The default would draw a seed from the global generator, and so change the dropout of the next step.
-                generator=torch.Generator(),
-            )
+def processes_for(dataset: Dataset[Any], loader: Loader, sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
+    """The processes that load a data set, which `start_epoch` starts."""
+    with _without_worker_warnings():
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=loader.num_workers,
+            collate_fn=_identity,
+            pin_memory=loader.pin_memory,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            multiprocessing_context=_context(),
+            worker_init_fn=_begin,
+            # The default would draw a seed from the global generator, and so change the dropout of the next step.
+            generator=torch.Generator(),
+        )
 
 
 class FeedPlan(NamedTuple):
@@ -73,7 +67,9 @@ class FeedPlan(NamedTuple):
     part: tuple[int, int]
     """Index of the part of every batch, and number of parts of a batch."""
     drop_last: bool
-    options: LoaderOptions
+    reshuffle: bool
+    """Whether each epoch has an order of its own."""
+    loader: Loader
 
 
 @contextmanager
@@ -107,10 +103,11 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _start(loader: DataLoader[Any]) -> _Batches:
+def start_epoch(loader: DataLoader[Any]) -> Iterator[LoadedBatch]:
+    """The batches that the processes send, of the next epoch if they persist. Raises ShoalError, also later if a process ends early."""
     try:
         with _without_worker_warnings():
-            return _Batches(iter(loader), loader.num_workers)
+            return _received(iter(loader), loader.num_workers)
     except Exception as error:  # objects that cannot be pickled raise many types of errors
         raise ShoalError(
             f"the data cannot be sent to {loader.num_workers} processes that load it ahead: {error}. Set data.loader.num_workers to 0; or, "
@@ -118,25 +115,16 @@ def _start(loader: DataLoader[Any]) -> _Batches:
         ) from error
 
 
-class _Batches:
-    """The batches that the processes send. Raises ShoalError if one of them ends early."""
-
-    def __init__(self, loaded: Iterator[LoadedBatch], workers: int) -> None:
-        self._loaded, self._workers = loaded, workers
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> LoadedBatch:
-        try:
-            return next(self._loaded)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise ShoalError(
-                f"one of the {self._workers} processes that load data ahead has ended: {error}. Its output is above; "
-                "it may have run out of memory. data.loader.num_workers=0 loads in this process"
-            ) from None
+def _received(loaded: Iterator[LoadedBatch], workers: int) -> Iterator[LoadedBatch]:
+    try:
+        yield from loaded
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ShoalError(
+            f"one of the {workers} processes that load data ahead has ended: {error}. Its output is above; "
+            "it may have run out of memory. data.loader.num_workers=0 loads in this process"
+        ) from None
 
 
 class LoadedBatch(NamedTuple):
@@ -169,44 +157,14 @@ class IndexedBatches(Dataset[LoadedBatch]):
         except ShoalError as error:  # DataLoader would wrap it in a traceback
             return LoadedBatch(None, error=str(error))
 
-    def load(self, index_lists: Iterable[list[int]], options: LoaderOptions) -> Iterator[LoadedBatch]:
-        return _start(options.loader(self, _Once(index_lists)))
-
-
-class _Once:
-    """Makes an iterator look like a sampler to DataLoader."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
-
 
 class ShardedBatches(IterableDataset[LoadedBatch]):
-    """Batches of a stream. Process w of W reads shard index·W + w of count·W."""
+    """Batches of a stream. Process w of W reads shard index·W + w of count·W. Each reader resumes from its state in `turns`, beginning with
+    the one whose turn it is."""
 
-    def __init__(self, stream: SampleStream, plan: FeedPlan, reshuffle: bool) -> None:
-        self._stream, self._plan, self._reshuffle = stream, plan, reshuffle
-        self._epoch = 0
-        self._turns: State | None = None
-        self._loader: DataLoader[LoadedBatch] | None = None
-
-    def load(self, epoch: int, turns: State) -> Iterator[LoadedBatch]:
-        """Resume each reader from its state, beginning with the one whose turn it is."""
-        self._epoch, self._turns = epoch, turns
-        loader = self._plan.options.loader(self, None)
-        batches = _start(loader)
-        self._loader = loader  # after the start: a spawned process gets a copy of this object
-        return batches
-
-    def load_next(self) -> Iterator[LoadedBatch]:
-        """The next epoch, from the same processes."""
-        assert self._loader is not None
-        return _start(self._loader)
-
-    def close(self) -> None:
-        self._loader = None
+    def __init__(self, stream: SampleStream, plan: FeedPlan, epoch: int, turns: State) -> None:
+        self._stream, self._plan, self._epoch = stream, plan, epoch
+        self._turns: State | None = turns
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         """One epoch, read in a loader process. DataLoader calls this again for each epoch if the processes persist."""
@@ -222,7 +180,7 @@ class ShardedBatches(IterableDataset[LoadedBatch]):
         try:
             plan = self._plan
             shard = (plan.shard[0] * count + worker, plan.shard[1] * count)
-            reader = self._stream.read(shard=shard, seed=plan.seed, epoch=epoch if self._reshuffle else 0, state=state)
+            reader = self._stream.read(shard=shard, seed=plan.seed, epoch=epoch if plan.reshuffle else 0, state=state)
             while samples := list(islice(reader, plan.batch_size)):
                 if plan.drop_last and len(samples) < plan.batch_size:
                     return

@@ -10,7 +10,7 @@ import torch
 from shoal.config.schema.data import Loader
 from shoal.data.batch_source import part_of, without_samples
 from shoal.data.interfaces import Batch, Feed, Samples, State
-from shoal.data.loader_processes import LoaderOptions
+from shoal.data.loader_processes import loader_here, pinned
 
 
 class UnitBatches:
@@ -33,7 +33,7 @@ class UnitBatches:
     ) -> None:
         self.samples, self.batch_size, self.batches_per_unit = samples, batch_size, batches_per_unit
         self._seed, self._reshuffle, self._part = seed, reshuffle, part
-        self._options = LoaderOptions.of(loader)
+        self._loader = loader_here(loader)
         self._order: tuple[int, torch.Tensor] | None = None
         self.threads = ThreadPoolExecutor(loader.num_workers, "loader") if loader.num_workers else None
 
@@ -46,7 +46,7 @@ class UnitBatches:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self.samples.order(self._seed, epoch if self._reshuffle else 0)
         whole = self._order[1][number * self.batch_size : (number + 1) * self.batch_size]
-        batch = self._options.pinned(self.samples.batch(part_of(whole, self._part)))
+        batch = pinned(self.samples.batch(part_of(whole, self._part)), self._loader)
         return without_samples(batch) if len(whole) <= self._part[0] else batch
 
     def end(self, start: int) -> int:

@@ -64,35 +64,29 @@ class PluginSamples(Samples):
     """Samples of a plugin whose class has the methods of `Samples` (`order` is optional) and does not extend it."""
 
     def __init__(self, samples: Any) -> None:
-        self._samples = samples
+        self._samples: Samples = samples
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def batch(self, indices: Indices) -> Batch:
-        batch: Batch = self._samples.batch(indices)
-        return batch
+        return self._samples.batch(indices)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
-        if not hasattr(self._samples, "order"):
-            return super().order(seed, epoch)
-        order: torch.Tensor = self._samples.order(seed, epoch)
-        return order
+        return self._samples.order(seed, epoch) if hasattr(self._samples, "order") else super().order(seed, epoch)
 
 
 class PluginStream(SampleStream):
     """A stream of a plugin whose class has the methods of `SampleStream` and does not extend it."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream: SampleStream = stream
 
     def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
-        reader: StreamReader = self._stream.read(shard=shard, seed=seed, epoch=epoch, state=state)
-        return reader
+        return self._stream.read(shard=shard, seed=seed, epoch=epoch, state=state)
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        batch: Batch = self._stream.collate(samples)
-        return batch
+        return self._stream.collate(samples)
 
 
 def adapt_plugin_data(data: Data) -> Data:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema.model import Model
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import DataShapes
 from shoal.models.layers.value_head import ScoreModel, add_value_head
 
 Players = dict[str, nn.Module]

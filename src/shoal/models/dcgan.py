@@ -10,9 +10,9 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import DataShapes
 
 SMALLEST = {4: 8, 7: 14}
 """An image grows by doubling from 4 × 4 or 7 × 7; and the smallest image made so."""

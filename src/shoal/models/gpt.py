@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
-from shoal.models.data_shapes import DataShapes, vocab_size_for
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.layers.rotary import rotate, turns_in_one_pass
 from shoal.models.trunk import BlockPart, LayerInputs, SideOutputs, Trunk

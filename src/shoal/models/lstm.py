@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
-from shoal.models.data_shapes import DataShapes, vocab_size_for
 
 
 class LstmCache:

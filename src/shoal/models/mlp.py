@@ -8,9 +8,9 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes, misfit
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import DataShapes, misfit
 
 
 class Mlp(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
 from shoal.models.compile_rules import not_compiled
-from shoal.models.data_shapes import DataShapes, vocab_size_for
 from shoal.models.gpt import Attention
 from shoal.models.layers.cross_attention import ContextEncoder, WithCrossAttention, attends_to_context, has_context
 from shoal.models.layers.episodic_memory import EpisodicMemory

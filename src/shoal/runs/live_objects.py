@@ -84,7 +84,7 @@ def players_for(run: Run, live: LiveObjects, info: data.Info) -> dict[str, nn.Mo
         if not isinstance(model, nn.Module):
             raise ShoalError(f"model.function: {run.model.function} made {type(model).__name__}, which is no torch.nn.Module")
     if model is None:
-        return models.build(run, info)
+        return models.build(run, info.shapes)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ShoalError(f"the model ({type(model).__name__}) has no parameter to train: all of them are frozen, or there are none")
     in_transformers = run.chosen_task.shows == "text" and hasattr(model, "get_input_embeddings")
@@ -98,7 +98,7 @@ def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: d
         loss = import_function(run.model.loss)
     if (loss is not None or live.metrics) and set(players) != {"model"}:
         raise ShoalError(f"loss= and metrics= are for one network, and a model of kind {run.model.kind} is {len(players)}")
-    task: tasks.Task = UserTask(players, loss) if loss is not None else tasks.build(run, players, info)
+    task: tasks.Task = UserTask(players, loss) if loss is not None else tasks.build(run, players, info.shapes)
     return WithMetrics(task, live.metrics) if live.metrics else task
 
 

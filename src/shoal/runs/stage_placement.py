@@ -52,7 +52,7 @@ class PipelineStage(NamedTuple):
 def layers_and_vocabulary(run: Run) -> tuple[LayerSizes, int]:
     """The layers of a run's model, and the size of its vocabulary. Raises ShoalError where it cannot be split."""
     info = data.load(run).info
-    players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_for(run, NO_LIVE_OBJECTS, info)
+    players = models.build(run, info.shapes, "meta") if run.model.kind in _SHAPED else players_for(run, NO_LIVE_OBJECTS, info)
     return layers_of(players["model"]), info.vocab_size or 0
 
 

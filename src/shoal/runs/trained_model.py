@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal import data, models, tasks
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema.model import Moe
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
@@ -23,15 +24,6 @@ from shoal.runs.folder.checkpoint import Checkpoint, find_checkpoint, read_weigh
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.training.initial_weights import passage_index_of
-
-
-class SavedShapes(NamedTuple):
-    """The shapes of the data that the networks are built from, as data.json keeps them."""
-
-    image_shape: tuple[int, int, int] | None
-    num_classes: int | None
-    vocab_size: int | None
-    eos_id: int | None = None
 
 
 class TrainedModel(NamedTuple):
@@ -61,7 +53,7 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     shape = raw["image_shape"]
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     eos_id = tokenizer.eos_id if tokenizer else None
-    shapes = SavedShapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
+    shapes = DataShapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
     task = tasks.build(run, models.build(run, shapes), shapes)
     checkpoint = read_weights(pushed) if pushed.exists() else find_checkpoint(path, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)

@@ -112,7 +112,7 @@ def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
     if model is None or (nodes == 1 and gpt_conversion(model) is None):
         model, tensors = HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None
     tokenizer, folder = data.load_tokenizer(settings.pretrained, token=token), Path(settings.pretrained)
-    start_ids, ends = getattr(tokenizer, "opening", ()), _ends(model, tokenizer, [folder])
+    start_ids, ends = tokenizer.opening, _ends(model, tokenizer, [folder])
     served = ServedModel(name, model.eval(), tokenizer, template_in([folder]), run.serving, start_ids, ends, nodes, run=run)
     return _computed(served, tensors or WeightStore(model.state_dict()))
 

@@ -112,7 +112,7 @@ def build_meta_model(run: Run, samples: data.Data | None = None) -> MetaModel:
     """Build the networks on the meta device: they may be larger than this machine's memory. `samples`: the run's data; None: read it."""
     samples = samples or data_of(run)
     shaped = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan", "huggingface")  # user models cannot be built on the meta device
-    players = models.build(run, samples.info, "meta") if shaped else players_for(run, NO_LIVE_OBJECTS, samples.info)
+    players = models.build(run, samples.info.shapes, "meta") if shaped else players_for(run, NO_LIVE_OBJECTS, samples.info)
     with torch.device("meta"):
         task = task_for(run, NO_LIVE_OBJECTS, players, samples.info)
         engine = SingleEngine(run, task, torch.device("meta"), 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task
+from shoal.tasks.base import Batch, Loss, Task
 from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of
 from shoal.tasks.language import IGNORED, READ_BESIDE
 
@@ -56,7 +56,7 @@ def as_text(prompt_BP: Tensor, prompt_mask_BP: Tensor, answer_BT: Tensor, real_B
 
 
 def given_to(model: Any, text: PromptAnswers) -> dict[str, Any]:
-    """What a model is given besides the tokens. Padding on the right needs no mask: a causal model never looks there."""
+    """The keyword arguments of a model besides the tokens. Padding on the right needs no mask: a causal model never looks there."""
     given: dict[str, Any] = {} if bool(text.mask_BL[:, 0].all()) else {"attention_mask": text.mask_BL}
     if hasattr(model, "new_beside"):
         given["beside"] = model.new_beside(counted_BL=text.counted_BL, **text.beside)
@@ -64,16 +64,16 @@ def given_to(model: Any, text: PromptAnswers) -> dict[str, Any]:
 
 
 def output_of(model: Any, given: dict[str, Any]) -> Tensor:
-    """A model's output matrix, after a pass that it was given this for."""
-    lent: Tensor | None = given["beside"].output_weight if "beside" in given else None
+    """The output matrix that a model used in a pass with these keyword arguments."""
+    used: Tensor | None = given["beside"].output_weight if "beside" in given else None
     own: Tensor = model.output_weight
-    return own if lent is None else lent
+    return own if used is None else used
 
 
 def log_softmax(model: Any, text: PromptAnswers, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
     """The log-probabilities of all tokens where an answer's token was chosen [N, V]: logits are made there, and nowhere else.
 
-    `given`: what `given_to` gave, for those who read what comes out beside the logits.
+    `given`: the result of `given_to`, for callers that read what the model returns in it; None: it is made here.
     """
     given = given_to(model, text) if given is None else given
     if hasattr(model, "output_weight"):
@@ -96,7 +96,7 @@ def spread(values_N: Tensor, text: PromptAnswers) -> Tensor:
 
 
 def log_probs(model: Any, text: PromptAnswers, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
-    """How probable each token of the answers was [B, L]; 0 where nothing counts."""
+    """The log-probability of each token of the answers [B, L]; 0 elsewhere."""
     if torch.is_grad_enabled() or not hasattr(model, "output_weight"):
         return chosen(log_softmax(model, text, temperature, given), text)
     hidden_ND = model.hidden(text.input_ids_BL, **(given_to(model, text) if given is None else given))[text.counted_BL]
@@ -152,12 +152,8 @@ class PairwiseTask(Task):
             loss, metrics, givens = self.compare(batch)
         yield Loss("model", with_auxiliary(loss, metrics, givens), metrics)
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = MetricMeans()
-        for batch in batches:
-            mean.add(self.compare(batch)[1], self.count(batch))
-        return mean.result()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        return self.compare(batch)[1]
 
 
 class Reference:

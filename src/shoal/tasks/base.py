@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
-
-
-class TaskInfo(Protocol):
-    """The properties of the data that tasks use."""
-
-    @property
-    def image_shape(self) -> tuple[int, int, int] | None: ...
-    @property
-    def num_classes(self) -> int | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def eos_id(self) -> int | None: ...
 
 
 class Loss(NamedTuple):
@@ -62,9 +50,17 @@ class Task(ABC):
     def losses(self, batch: Batch) -> Iterator[Loss]:
         """One loss for each network that learns. The engine takes the gradient of each for its own network only."""
 
-    @abstractmethod
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        """Metrics of a batch of held-out data, which `evaluate` averages by the weights of the batches."""
+        raise NotImplementedError
+
+    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Metrics over batches of held-out data. Leaves weights, buffers and random numbers as they were."""
+        mean = MetricMeans()
+        for batch in batches:
+            mean.add(self.measure(batch), self.count(batch))
+        return mean.result()
 
     def compile(self) -> None:
         """Let torch.compile make the losses faster."""

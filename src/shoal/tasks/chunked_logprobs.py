@@ -31,7 +31,7 @@ SlopeOf = Callable[[slice, Tensor, Tensor], tuple[Tensor, float]]
 
 
 class ChunkedLogProbs(NamedTuple):
-    """What was found out about tokens, piece by piece."""
+    """Log-probabilities and entropies of tokens, and the slopes of a loss by hidden states and output matrix."""
 
     log_probs_N: Tensor
     entropy_N: Tensor
@@ -42,7 +42,7 @@ class ChunkedLogProbs(NamedTuple):
 
 @torch.no_grad()
 def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
-    """How probable each label is [N]; nothing learns from it."""
+    """The log-probability of each label [N], without gradients."""
     wide_WD = _widened(weight_VD)
     found = []
     for some in _cut(len(labels_N), weight_VD):
@@ -51,7 +51,7 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
             at_temperature(rows_rW, temperature).gather(1, labels_N[rows, None]).squeeze(1)
             for rows, rows_rW in _rows_of(logits_nW, some.start)
         ]
-        del logits_nW  # before the next piece's take as much room
+        del logits_nW  # before those of the next piece need as much memory
     return torch.cat(found) if found else hidden_ND.new_zeros(0)
 
 
@@ -59,8 +59,8 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
 def in_pieces(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf, room_VD: Tensor | None = None
 ) -> ChunkedLogProbs:
-    """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `room_VD`: where
-    the latter is formed; null: somewhere."""
+    """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `room_VD`:
+    memory for the latter; None: it is allocated."""
     kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
     weight_slope_WD: Tensor | None = None
     found = []
@@ -68,11 +68,11 @@ def in_pieces(
         logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD))
         logits_slope_nW = logits_nW.to(torch.promote_types(logits_nW.dtype, torch.float32))
         del logits_nW
-        told = [
+        results = [
             _to_slopes(rows_rW, labels_N[rows, None], temperature, rows, slope_of)
             for rows, rows_rW in _rows_of(logits_slope_nW, some.start)
         ]
-        log_probs_n, entropy_n = map(torch.cat, zip(*told, strict=True))
+        log_probs_n, entropy_n = map(torch.cat, zip(*results, strict=True))
         logits_slope_nW = logits_slope_nW.to(kind)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             found.append((log_probs_n, entropy_n, logits_slope_nW @ wide_WD.to(kind)))
@@ -148,7 +148,7 @@ def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: s
 
 
 def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype, room_VD: Tensor | None) -> Tensor:
-    """A sum of products with one more, in a kind as fine as theirs or finer; None: it is the first, put into the room that fits."""
+    """A sum of products with one more, in a type at least as precise. The first goes into `room_VD`, if that has its shape and type."""
     if before_VD is not None:
         return before_VD.addmm_(left_Vn, right_nD) if before_VD.dtype == left_Vn.dtype else before_VD.add_(left_Vn @ right_nD)
     if room_VD is None or len(room_VD) != len(left_Vn) or not room_VD.dtype == kind == left_Vn.dtype:
@@ -169,7 +169,7 @@ def at_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
 
 
 class WithSlopes(torch.autograd.Function):
-    """A loss whose slopes by some tensors are known already."""
+    """A loss whose gradients were computed together with it."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs) -> Tensor:
@@ -184,7 +184,7 @@ class WithSlopes(torch.autograd.Function):
 
 
 def room_of(parameter: Tensor) -> Tensor | None:
-    """Where the gradient of a parameter is going to be, if it may be formed there: an engine said so, and nothing is there of this step."""
+    """The memory where the gradient of a parameter will be gathered; None: no engine offers it, or it holds gradients of this step."""
     room: Tensor | None = getattr(parameter, "gradient_room", None)
     return room if parameter.grad is None else None
 

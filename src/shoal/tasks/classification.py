@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, Task
 
 
-def build(task: schema.Classification, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Classification:
+def build(task: schema.Classification, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Classification:
     return Classification(players)
 
 
@@ -34,11 +34,7 @@ class Classification(Task):
         loss = F.cross_entropy(logits, batch["label"])
         yield Loss("model", loss, {"loss": loss})
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = MetricMeans()
-        for batch in batches:
-            logits = self.players["model"](batch["image"]).float()
-            right = (logits.argmax(1) == batch["label"]).float().mean()
-            mean.add({"loss": F.cross_entropy(logits, batch["label"]), "accuracy": right}, self.count(batch))
-        return mean.result()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        logits = self.players["model"](batch["image"]).float()
+        right = (logits.argmax(1) == batch["label"]).float().mean()
+        return {"loss": F.cross_entropy(logits, batch["label"]), "accuracy": right}

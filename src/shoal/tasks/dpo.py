@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, Reference, given_to, log_probs, share_won
-from shoal.tasks.base import Batch, TaskInfo
+from shoal.tasks.base import Batch
 
 SIDES = ("chosen_", "rejected_")
 
 
-def build(task: schema.Dpo, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Dpo:
+def build(task: schema.Dpo, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Dpo:
     return Dpo(players, task.beta, task.label_smoothing)
 
 

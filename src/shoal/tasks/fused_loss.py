@@ -166,13 +166,10 @@ def _arguments(punished: Punished) -> tuple[Any, ...]:
     return seen, again, early, *punished.weights, punished.eos_id or 0, length, window, CERTAIN, triton.next_power_of_2(window)
 
 
-def cross_entropy(logits_NV: Tensor, labels_N: Tensor, size: int, ignored: int) -> Tensor:
-    """The mean over labels that count. Only the first `size` columns are classes. The logits are overwritten."""
-    loss: Tensor = _CrossEntropy.apply(logits_NV, labels_N, size, ignored, None)[0]  # type: ignore[no-untyped-call]
-    return loss
+def cross_entropy(logits_NV: Tensor, labels_N: Tensor, size: int, ignored: int, punished: Punished | None = None) -> tuple[Tensor, Tensor]:
+    """The loss, and its parts without gradients: the cross-entropy, and each penalty without its weight, if there are penalties.
 
-
-def punished_cross_entropy(logits_NV: Tensor, labels_N: Tensor, size: int, ignored: int, punished: Punished) -> tuple[Tensor, Tensor]:
-    """The same with penalties, and what it is made of: the cross-entropy, and each penalty without its weight."""
+    Both are means over the labels that count. Only the first `size` columns are classes. The logits are overwritten.
+    """
     total, figures = _CrossEntropy.apply(logits_NV, labels_N, size, ignored, punished)  # type: ignore[no-untyped-call]
     return total, figures

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.config.schema.model import Dcgan
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 
 
-def build(task: schema.Gan, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Gan:
+def build(task: schema.Gan, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Gan:
     assert isinstance(run.model, Dcgan)
     return Gan(players, run.model.latent_dim, run.seed)
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
 from shoal.tasks import penalties
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, Task
 
 IGNORED = -100
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
@@ -29,8 +30,8 @@ _LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval":
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
 
 
-def build(task: schema.LanguageModelling, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> LanguageModelling:
-    return LanguageModelling(players, run.training.penalties, info.eos_id, left_padding=run.data.padding_side == "left")
+def build(task: schema.LanguageModelling, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> LanguageModelling:
+    return LanguageModelling(players, run.training.penalties, shapes.eos_id, left_padding=run.data.padding_side == "left")
 
 
 class LanguageModelling(Task):
@@ -87,8 +88,8 @@ class LanguageModelling(Task):
         sums_B, counts_B = flat.view_as(labels_BL).sum(1), (labels_BL != IGNORED).sum(1)
         self.memory.score(batch["input_ids"], labels_BL, sums_B / counts_B.clamp(min=1), slots_B)
         parts = {"loss": slice(fresh), "replay_loss": slice(fresh, None)}
-        told = {name: sums_B[part].sum() / counts_B[part].sum().clamp(min=1) for name, part in parts.items()}
-        return told | {"replayed": torch.full_like(told["loss"], len(slots_B) - fresh)}
+        metrics = {name: sums_B[part].sum() / counts_B[part].sum().clamp(min=1) for name, part in parts.items()}
+        return metrics | {"replayed": torch.full_like(metrics["loss"], len(slots_B) - fresh)}
 
     def _weigh_replayed(self, logits_BLV: Tensor, labels_BL: Tensor, fresh: int) -> None:
         """Scale gradients so that a token of a replayed sequence counts `replay_weight` times in the mean. That mean is not reported
@@ -114,12 +115,10 @@ class LanguageModelling(Task):
         from shoal.tasks import fused_loss
 
         logits_NV, labels_N = logits_BLV.flatten(0, 1), batch["labels"].flatten()
-        if not self.penalised:
-            loss = fused_loss.cross_entropy(logits_NV, labels_N, self.vocab_size, IGNORED)
-            return loss, {"loss": loss}
-        chosen = penalties.weights(self.penalties)
-        punished = fused_loss.Punished(self.marks(batch), chosen, self.penalties.repetition_window, self.eos_id)
-        total, figures = fused_loss.punished_cross_entropy(logits_NV, labels_N, self.vocab_size, IGNORED, punished)
+        chosen, punished = penalties.weights(self.penalties), None
+        if self.penalised:
+            punished = fused_loss.Punished(self.marks(batch), chosen, self.penalties.repetition_window, self.eos_id)
+        total, figures = fused_loss.cross_entropy(logits_NV, labels_N, self.vocab_size, IGNORED, punished)
         names = ("loss", *penalties.NAMES)
         return total, {name: figures[i] for i, name in enumerate(names) if i == 0 or chosen[i - 1]}
 
@@ -142,7 +141,7 @@ class LanguageModelling(Task):
         return model(ids, **keywords), beside
 
     def beside_tokens(self, batch: Batch) -> dict[str, Any]:
-        """What the model is given beside the tokens of a batch."""
+        """The keyword arguments of the model besides the tokens of a batch."""
         model: Any = self.players["model"]
         keywords: dict[str, Any] = {}
         if hasattr(model, "new_beside"):
@@ -171,23 +170,22 @@ class LanguageModelling(Task):
         places: Tensor = index_L - (index_L * starts_BL).cummax(1).values
         return places
 
-    def _judge(self, batch: Batch) -> Tensor:
+    def _held_out_loss(self, batch: Batch) -> Tensor:
         return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])
 
-    @torch.no_grad()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        losses = {"loss": self._held_out_loss(batch)}
+        for name, columns in _LEFT_OUT.items():
+            if columns[0] in batch:
+                losses[name] = self._held_out_loss({column: value for column, value in batch.items() if column not in columns})
+        if self.memory is not None:
+            self.memory.reading = False
+            losses["loss_without_memory"] = self._held_out_loss(batch)
+            self.memory.reading = True
+        return losses
+
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = MetricMeans()
-        for batch in batches:
-            losses = {"loss": self._judge(batch)}
-            for name, columns in _LEFT_OUT.items():
-                if columns[0] in batch:
-                    losses[name] = self._judge({column: value for column, value in batch.items() if column not in columns})
-            if self.memory is not None:
-                self.memory.reading = False
-                losses["loss_without_memory"] = self._judge(batch)
-                self.memory.reading = True
-            mean.add(losses, self.count(batch))
-        result = mean.result()
+        result = super().evaluate(batches)
         if "loss" in result:
             result["perplexity"] = math.exp(min(result["loss"], 700.0))
         return result

@@ -9,30 +9,24 @@ Shapes: B answers, L tokens of prompt and answer, T tokens of the longest answer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
 from shoal.tasks.answer_logprobs import PromptAnswers, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 from shoal.tasks.chunked_logprobs import SlopeOf, in_pieces, room_of, with_slopes
 from shoal.tasks.dpo import SIDES, preference_loss
 
 
-def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> PolicyGradient:
+def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> PolicyGradient:
     settings = run.rlhf or Rlhf()
     return OnlineDpo(players, settings) if settings.algorithm == "online-dpo" else PolicyGradient(players, settings)
-
-
-class TokenLogProbs(NamedTuple):
-    """The policy's log-probabilities of the answers in a batch."""
-
-    log_probs_BT: Tensor
-    entropy_BT: Tensor
 
 
 class PolicyGradient(Task):
@@ -82,14 +76,13 @@ class PolicyGradient(Task):
         if not hasattr(model, "output_weight"):
             log_p_NV = log_softmax(model, text, self.ppo.temperature, given)
             entropy_BL = spread(-(log_p_NV.exp() * log_p_NV).sum(-1), text)
-            scored = TokenLogProbs(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:])
-            return *self.policy_loss(scored, batch, real_BT), None
+            return *self.policy_loss(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:], batch, real_BT), None
         hidden_BLD, labels_N = model.hidden(text.input_ids_BL, **given), text.labels_BL[text.counted_BL]
         hidden_ND, weight_VD = hidden_BLD[text.counted_BL], output_of(model, given)
         slope_of, room_VD = self._slope_of(batch, real_BT), room_of(model.output_weight)
         pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, slope_of, room_VD)
-        scored = TokenLogProbs(*(spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N)))
-        loss, metrics = self.policy_loss(scored, batch, real_BT)
+        log_probs_BT, entropy_BT = (spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N))
+        loss, metrics = self.policy_loss(log_probs_BT, entropy_BT, batch, real_BT)
         values_BT = model.value_head(hidden_BLD[:, -width:]) if hasattr(model, "value_head") else None
         return with_slopes(loss, hidden_ND, weight_VD, pieces), metrics, values_BT
 
@@ -114,20 +107,19 @@ class PolicyGradient(Task):
     def values(self, text: PromptAnswers, width: int) -> Tensor | None:
         """The predicted return of the rest of each answer, before each of its tokens [B, T]; None: there is no value function."""
         model: Any = self.players["model"]
-        if "value" not in self.players:
-            found_BT: Tensor | None = None
-            if hasattr(model, "value_head"):
-                found_BT = model.value_head(model.hidden(text.input_ids_BL, **given_to(model, text))[:, -width:])
-            return found_BT
-        value = self.players["value"]
-        values_BL: Tensor = value(text.input_ids_BL, **given_to(value, text))
-        return values_BL[:, -width:]
+        values_BT: Tensor | None = None
+        if "value" in self.players:
+            value = self.players["value"]
+            values_BT = value(text.input_ids_BL, **given_to(value, text))[:, -width:]
+        elif hasattr(model, "value_head"):
+            values_BT = model.value_head(model.hidden(text.input_ids_BL, **given_to(model, text))[:, -width:])
+        return values_BT
 
-    def policy_loss(self, scored: TokenLogProbs, batch: Batch, real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def policy_loss(self, log_probs_BT: Tensor, entropy_BT: Tensor, batch: Batch, real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The smaller of the two gains: with the ratio of the probabilities as it is, and clipped."""
-        change_BT = scored.log_probs_BT - batch["log_probs"]
+        change_BT = log_probs_BT - batch["log_probs"]
         plain_BT, clipped_BT = self._gains_lost(change_BT, batch["advantages"])
-        entropy = over(scored.entropy_BT, real_BT)
+        entropy = over(entropy_BT, real_BT)
         loss = over(torch.maximum(plain_BT, clipped_BT), real_BT)
         moved = torch.where(real_BT, change_BT.expm1() - change_BT, 0.0).sum().detach()
         self.moved.append(torch.stack([moved, real_BT.sum().to(moved.dtype)]))

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
 from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, at_the_end, given_to, share_won
-from shoal.tasks.base import Batch, TaskInfo
+from shoal.tasks.base import Batch
 
 
-def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Reward:
+def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Reward:
     return Reward(players)
 
 
@@ -29,17 +30,15 @@ class Reward(PairwiseTask):
     def __init__(self, players: dict[str, nn.Module]) -> None:
         self.players = players
 
-    def score(self, text: PromptAnswers) -> Tensor:
-        """The scores of texts [B]."""
-        return self._score(text, given_to(self.players["model"], text))
-
-    def _score(self, text: PromptAnswers, given: dict[str, Any]) -> Tensor:
-        return at_the_end(self.players["model"](text.input_ids_BL, **given), text)
+    def score(self, text: PromptAnswers, given: dict[str, Any] | None = None) -> Tensor:
+        """The scores of texts [B]. `given`: as in `log_softmax`."""
+        model = self.players["model"]
+        return at_the_end(model(text.input_ids_BL, **(given_to(model, text) if given is None else given)), text)
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
         texts = [PromptAnswers.of(batch, side) for side in ("chosen_", "rejected_")]
         givens = [given_to(self.players["model"], text) for text in texts]
-        chosen_B, rejected_B = (self._score(text, given) for text, given in zip(texts, givens, strict=True))
+        chosen_B, rejected_B = (self.score(text, given) for text, given in zip(texts, givens, strict=True))
         margin_B = chosen_B - rejected_B
         loss = -F.logsigmoid(margin_B).mean()
         metrics = {"loss": loss, "accuracy": share_won(margin_B), "margin": margin_B.mean()}

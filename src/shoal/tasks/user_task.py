@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema.task import CustomTask
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task, TaskInfo
+from shoal.tasks.base import Batch, Loss, MetricMeans, Task
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """Returns a scalar tensor, or a mapping with `loss` and further metrics."""
@@ -73,20 +74,16 @@ class UserTask(Task):
         yield Loss("model", figures["loss"], figures)
 
     def _figures(self, batch: Batch) -> dict[str, Tensor]:
-        told = self.loss(self.players["model"], as_given(batch))
-        figures = dict(told) if isinstance(told, Mapping) else {"loss": told}
+        returned = self.loss(self.players["model"], as_given(batch))
+        figures = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         value = figures.get("loss")
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ShoalError(f"loss= must give a tensor with one number, or a dict that has one as `loss`: it gave {found}")
         return {name: torch.as_tensor(figure, device=value.device).squeeze() for name, figure in figures.items()}
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = MetricMeans()
-        for batch in batches:
-            mean.add({name: value.float() for name, value in self._figures(batch).items()}, self.count(batch))
-        return mean.result()
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in self._figures(batch).items()}
 
 
 class WithMetrics(Task):
@@ -186,6 +183,6 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     return ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
 
 
-def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> UserTask:
+def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> UserTask:
     """With the loss that suits the model and the batch; a program gives one of its own with `shoal.train(loss=…)`."""
     return UserTask(players)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.updates.experts import ExpertBlocks, capped_shares, stretches
+from shoal.updates.experts import ExpertBlocks, capped_shares
 from shoal.updates.rules.aggregation import mean_of_vectors
 
 ExpertIds = tuple[int, ...]
@@ -41,12 +41,12 @@ def why_not_held(blocks: ExpertBlocks, experts: Sequence[int]) -> str:
 
 def size_of(blocks: ExpertBlocks, experts: ExpertIds) -> int:
     """Length of the vector of a worker with these experts."""
-    return sum(end - start for (start, end), number in _stretches(blocks) if _has(blocks, experts, number))
+    return sum(end - start for (start, end), number in blocks.stretches() if _has(blocks, experts, number))
 
 
 def part_of(blocks: ExpertBlocks, vector: Tensor, experts: ExpertIds) -> Tensor:
     """The part of a whole vector that a worker with these experts has."""
-    return torch.cat([vector[start:end] for (start, end), number in _stretches(blocks) if _has(blocks, experts, number)])
+    return torch.cat([vector[start:end] for (start, end), number in blocks.stretches() if _has(blocks, experts, number)])
 
 
 def mean_over_holders(
@@ -56,7 +56,7 @@ def mean_over_holders(
     tokens that it saw, as in `mean_by_experts`, among its holders."""
     shares_NX = None if loads_NX is None else _shares_of_holders(blocks, parts, weights_N, loads_NX)
     at = [0] * len(parts)
-    for (start, end), number in _stretches(blocks):
+    for (start, end), number in blocks.stretches():
         holders = [i for i, part in enumerate(parts) if _has(blocks, part.experts, number)]
         if holders:
             vectors = [parts[i].vector[at[i] : at[i] + end - start] for i in holders]
@@ -88,10 +88,6 @@ def format_expert_ids(experts: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _stretches(blocks: ExpertBlocks) -> list[tuple[tuple[int, int], int | None]]:
-    return list(stretches(blocks.spans_X, blocks.size))
 
 
 def _has(blocks: ExpertBlocks, experts: ExpertIds, number: int | None) -> bool:

@@ -61,7 +61,18 @@ class ExpertBlocks(NamedTuple):
             return self
         first, last = span
         kept = (tuple((start - first, end - first) for start, end in own if first <= start < last) for own in self.spans_X)
-        return self._replace(spans_X=tuple(kept))
+        return self._replace(spans_X=tuple(kept), size=last - first)
+
+    def stretches(self) -> Iterator[tuple[Span, int | None]]:
+        """All spans of the vector in order: those of experts with the expert's number, and those between them with None."""
+        at = 0
+        for (start, end), number in sorted((span, number) for number, own in enumerate(self.spans_X) for span in own):
+            if start > at:
+                yield (at, start), None
+            yield (start, end), number
+            at = end
+        if at < self.size:
+            yield (at, self.size), None
 
 
 def believable(reported_LE: Tensor, per_token: int) -> Tensor:
@@ -100,22 +111,10 @@ def mean_by_experts(blocks: ExpertBlocks, vectors: Sequence[Tensor], weights_N: 
     """The mean of vectors, in `out`: each expert weighted by the tokens that it saw, everything else by `weights_N`."""
     assert blocks.cap is not None
     shares_NX = capped_shares(loads_NX, weights_N, blocks.cap)
-    for (start, end), number in stretches(blocks.spans_X, len(out)):
+    for (start, end), number in blocks.stretches():
         shares_N = weights_N if number is None else shares_NX[:, number]
         mean_of_vectors([vector[start:end] for vector in vectors], shares_N, out[start:end])
     return out
-
-
-def stretches(spans_X: Sequence[Sequence[Span]], size: int) -> Iterator[tuple[Span, int | None]]:
-    """All spans of the vector in order: those of experts with the expert's number, and those between them with None."""
-    at = 0
-    for (start, end), number in sorted((span, number) for number, own in enumerate(spans_X) for span in own):
-        if start > at:
-            yield (at, start), None
-        yield (start, end), number
-        at = end
-    if at < size:
-        yield (at, size), None
 
 
 def combine_apart(
@@ -132,7 +131,7 @@ def combine_apart(
     compared there, and may be chosen elsewhere. `state`, where the rule has one, is as long as the vector. `dropped` gets the contributions
     that were chosen nowhere."""
     update, remembered, left_out = torch.empty_like(stack_ND[0]), None, list[set[int]]()
-    rest = tuple(span for span, number in stretches(blocks.spans_X, stack_ND.shape[1]) if number is None)
+    rest = tuple(span for span, number in blocks.stretches() if number is None)
     for spans in (own for own in (rest, *blocks.spans_X) if own):
         before = None if state is None else _taken(state, spans)
         left_out.append(set())

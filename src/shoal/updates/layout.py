@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,10 +19,7 @@ class Slot(NamedTuple):
 
     @property
     def size(self) -> int:
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
 
 class ParameterLayout:
@@ -34,11 +32,6 @@ class ParameterLayout:
             slot = Slot(name, tuple(shape), self.size)
             self.slots.append(slot)
             self.size += slot.size
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ParameterLayout) and self.slots == other.slots
-
-    __hash__ = None  # type: ignore[assignment]
 
     def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The named tensors of a vector; they share its memory."""

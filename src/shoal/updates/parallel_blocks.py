@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from itertools import count
 
@@ -48,27 +48,17 @@ def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -
         return
     starts = count(0, width)
 
-    def take_blocks(_: int) -> None:
+    def take_blocks() -> None:
         for start in starts:
             if start >= size:
                 return
             work(start, min(start + width, size))
 
     threads = min(cores(), -(-size // width))
-    for done in list(_pool(os.getpid()).map(_without_raising(take_blocks), range(threads))):
-        if done is not None:
-            raise done
-
-
-def _without_raising(work: Callable[[int], None]) -> Callable[[int], Exception | None]:
-    def guarded(number: int) -> Exception | None:
-        try:
-            work(number)
-        except Exception as error:
-            return error
-        return None
-
-    return guarded
+    running = [_pool(os.getpid()).submit(take_blocks) for _ in range(threads)]
+    wait(running)
+    for done in running:
+        done.result()
 
 
 def scratch(size: int) -> Floats:

@@ -7,20 +7,16 @@ floats: it hides a sample from readers of the updates, not from one who knows th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from shoal.errors import ShoalError
 
 _BLOCK = 1 << 18
-
-Doubles = NDArray[np.float64]
 
 
 def add_noise_(vector: Tensor, clip_norm: float, noise_multiplier: float, generator: Generator) -> None:
@@ -42,12 +38,15 @@ def sample_level_multiplier(noise_multiplier: float) -> float:
     return noise_multiplier / 2
 
 
+@lru_cache(maxsize=4096)
 def epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: float) -> float:
     """ε after `steps` noisy steps, each on a random `sampling_rate` of the data; infinite without noise."""
     if steps == 0:
         return 0.0
-    from_one_step = _divergences(noise_multiplier, sampling_rate)
-    return _epsilon(from_one_step, steps, delta)
+    one_step = _one_step(noise_multiplier, sampling_rate)
+    from dp_accounting import rdp
+
+    return float(rdp.compute_epsilon(one_step.orders, steps * one_step.rdp, delta)[0])
 
 
 @dataclass
@@ -69,31 +68,14 @@ class Accountant:
         """ε so far of the worker with the most steps."""
         return epsilon(self.noise_multiplier, self.sampling_rate, max(self.steps.values(), default=0), self.delta)
 
-    def spent_by_worker(self) -> Mapping[str, float]:
-        return {worker: epsilon(self.noise_multiplier, self.sampling_rate, steps, self.delta) for worker, steps in self.steps.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class _Divergences:
-    """Rényi divergences of one step, at each order."""
-
-    orders: Doubles
-    values: Doubles
-
 
 @lru_cache(maxsize=64)
-def _divergences(noise_multiplier: float, sampling_rate: float) -> _Divergences:
+def _one_step(noise_multiplier: float, sampling_rate: float) -> Any:
+    """An accountant of one step, with its Rényi divergences at each order."""
     try:
         from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, rdp
     except ImportError as error:
         raise ShoalError("accounting for privacy needs dp-accounting: pip install 'shoal[privacy]'") from error
     accountant = rdp.RdpAccountant()
     accountant.compose(PoissonSampledDpEvent(sampling_rate, GaussianDpEvent(noise_multiplier)))
-    return _Divergences(accountant.orders, accountant.rdp)
-
-
-@lru_cache(maxsize=4096)
-def _epsilon(from_one_step: _Divergences, steps: int, delta: float) -> float:
-    from dp_accounting import rdp
-
-    return float(rdp.compute_epsilon(from_one_step.orders, steps * from_one_step.values, delta)[0])
+    return accountant

@@ -58,7 +58,7 @@ class WorkerWeights:
 
     def checksum(self) -> int:
         """Checksum of the coordinator's weights; -1 if a codec compresses them, as two workers' weights then differ slightly."""
-        return crc32(frame_of(self.base.numpy())) if isinstance(codecs.of_weights(self.codec), NoCodec) else -1
+        return crc32(frame_of(self.base.numpy())) if isinstance(self.codec.for_weights(), NoCodec) else -1
 
     def go_back(self) -> None:
         """Reset to the coordinator's weights: the worker's own steps since then were not accepted."""

@@ -23,7 +23,7 @@ class Codec(Part, noun="codec"):
         return self
 
 
-class NoCodec(Codec, built_by="shoal.updates.codecs.dense:plain"):
+class NoCodec(Codec, built_by="shoal.updates.codecs.dense:PlainCoder"):
     """32-bit floats as they are."""
 
     kind: Literal["none"] = "none"
@@ -36,25 +36,25 @@ class DenseCodec(Codec, shared=True):
     """Error feedback: the rounding error is added to the next update."""
 
 
-class Fp16Codec(DenseCodec, built_by="shoal.updates.codecs.dense:half"):
+class Fp16Codec(DenseCodec, built_by="shoal.updates.codecs.dense:blockwise"):
     """16-bit floats: half the bytes."""
 
     kind: Literal["fp16"] = "fp16"
 
 
-class Int8Codec(DenseCodec, built_by="shoal.updates.codecs.dense:eight_bits"):
+class Int8Codec(DenseCodec, built_by="shoal.updates.codecs.dense:blockwise"):
     """8-bit integers with a scale per chunk: a quarter of the bytes."""
 
     kind: Literal["int8"] = "int8"
 
 
-class Int4Codec(DenseCodec, built_by="shoal.updates.codecs.dense:four_bits"):
+class Int4Codec(DenseCodec, built_by="shoal.updates.codecs.dense:blockwise"):
     """4-bit integers with a scale per chunk: about an eighth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["int4"] = "int4"
 
 
-class TernaryCodec(DenseCodec, built_by="shoal.updates.codecs.ternary:ternary"):
+class TernaryCodec(DenseCodec, built_by="shoal.updates.codecs.dense:blockwise"):
     """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates of many inner steps (diloco)."""
 
     kind: Literal["ternary"] = "ternary"
@@ -140,7 +140,7 @@ class Krum(Selection, built_by="shoal.updates.rules.aggregation:by_krum"):
     kind: Literal["krum"] = "krum"
 
 
-class MultiKrum(Selection, built_by="shoal.updates.rules.aggregation:by_multi_krum"):
+class MultiKrum(Selection, built_by="shoal.updates.rules.aggregation:by_krum"):
     """The mean of the contributions closest to their neighbours; needs 2f+3 contributions."""
 
     kind: Literal["multi-krum"] = "multi-krum"

@@ -130,7 +130,7 @@ class WeightsPublisher:
 
     def _shorter(self, replica: Tensor, vector: Tensor) -> tuple[str, Frames] | None:
         """The encoded difference from the replica to the weights; None: full weights are smaller."""
-        codec = codecs.of_weights(self.codec)
+        codec = self.codec.for_weights()
         if self.codec.kind == "topk":
             changes = self._changes(replica, vector, codecs.encoded_bytes(codec, vector.numel()))
             if changes is not None:

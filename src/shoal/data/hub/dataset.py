@@ -183,14 +183,11 @@ class DatasetRows:
 
     def _rows(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
         rows = self._numbered(position) if hasattr(self._dataset, "__len__") else self._streamed(position)
-        while True:
-            try:
-                yield next(rows)
-            except StopIteration:
-                return
-            except (OSError, ValueError, import_optional("datasets").exceptions.DatasetGenerationError) as error:
-                reason = str(error.__cause__ or error).strip().split("\n")[0]
-                raise ShoalError(f"{self._where} cannot be read any further: {reason}") from error
+        try:
+            yield from rows
+        except (OSError, ValueError, import_optional("datasets").exceptions.DatasetGenerationError) as error:
+            reason = str(error.__cause__ or error).strip().split("\n")[0]
+            raise ShoalError(f"{self._where} cannot be read any further: {reason}") from error
 
     def _numbered(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
         for start in range(position or 0, len(self._dataset), _ROWS):

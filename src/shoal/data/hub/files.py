@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.interfaces import Progress
 from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
+from shoal.files import file_digest
 
 TRIES = 6
 FIRST_WAIT_S = 1.0
@@ -66,7 +66,7 @@ def _copy(name: str, url: str, target: Path, file: _File, token: str | None, sho
             if failures == TRIES or _is_permanent(error):
                 raise _refusal(name, error) from error
             time.sleep(FIRST_WAIT_S * 2 ** (failures - 1))
-    if partial.stat().st_size != file.size or (file.sha256 and _sha256(partial) != file.sha256):
+    if partial.stat().st_size != file.size or (file.sha256 and file_digest(partial) != file.sha256):
         partial.unlink()
         raise ShoalError(f"{file.name} of {name} came damaged: start again to download it anew")
     partial.replace(target)
@@ -103,8 +103,3 @@ def _refusal(name: str, error: Exception) -> ShoalError:
         return ShoalError(f"the hub has no {name} that you may read ({status}): check its name, or export HF_TOKEN")
     why = f"the hub answered {status}" if status else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return ShoalError(f"{why}; what has come is kept, and the next start goes on from there")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 LAZY_BYTES = 10**9
 _LISTED = 5
 _HEADERS = 1000
-_PARTITION = "list_eval_partition.txt"
+PARTITION = "list_eval_partition.txt"
 
 
 ImageSamples = TensorImages | LazyImages
@@ -116,8 +116,8 @@ def _is_image(name: str) -> bool:
 
 def _partition(store: ImageStore, everything: Sequence[str]) -> set[str]:
     """The files that CelebA's partition file assigns to validation (1) and test (2); empty without such a file."""
-    inside = next((name for name in everything if PurePosixPath(name).name == _PARTITION), None)
-    next_to_store = store.path.parent / _PARTITION
+    inside = next((name for name in everything if PurePosixPath(name).name == PARTITION), None)
+    next_to_store = store.path.parent / PARTITION
     if inside is None and not next_to_store.is_file():
         return set()
     lines = (store.read(inside) if inside else next_to_store.read_bytes()).decode("utf-8", "replace").split("\n")
@@ -129,7 +129,7 @@ class Decoder:
 
     def __init__(self, store: ImageStore, names: Sequence[str], target: Target, shape: tuple[int, ...] | None = None) -> None:
         self._store, self._names, self._target = store, list(names), target
-        self._shape = shape or self(0).shape
+        self.shape = shape or self(0).shape
 
     def __call__(self, number: int) -> Pixels:
         file = self._store.path / self._names[number]
@@ -137,14 +137,10 @@ class Decoder:
             pixels = decode(self._store.read(self._names[number]), self._target.size, self._target.channels)
         except (CorruptImageError, OSError, zipfile.BadZipFile, zlib.error) as error:
             raise CorruptImageError(f"{file} is not an image that can be read: {error}") from error
-        if pixels.shape != getattr(self, "_shape", pixels.shape):
-            sizes = " and ".join(" × ".join(map(str, shape[1:])) for shape in (pixels.shape, self._shape))
+        if pixels.shape != getattr(self, "shape", pixels.shape):
+            sizes = " and ".join(" × ".join(map(str, shape[1:])) for shape in (pixels.shape, self.shape))
             raise CorruptImageError(f"{file}: images have different sizes, {sizes}: bring them to one size (dcgan models resize images)")
         return pixels
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
 
 
 def image_samples(

@@ -9,7 +9,6 @@ import struct
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,26 +51,25 @@ def _find(folder: Path, name: str, progress: Progress | None) -> Path:
     for file in (folder / name, folder / f"{name}.gz"):
         if file.is_file():
             return file
-    missing = f"put {', '.join(f'{name}.gz' for name in FILES)} (gzipped or not) in {folder}"
-    target = folder / f"{name}.gz"
-    return _download([f"{address}/{name}.gz" for address in ADDRESSES], target, lambda path: _check(path, name), missing, progress)
+    return _download(folder / f"{name}.gz", FILES[name], progress)
 
 
-def _download(addresses: Sequence[str], file: Path, check: Callable[[Path], None], missing: str, progress: Progress | None) -> Path:
-    """Download `file` from the first address that has it. The file appears only when it is whole and `check` accepts it. `missing`
-    says what to do without a network."""
+def _download(file: Path, checksum: str, progress: Progress | None) -> Path:
+    """Download `file` from the first address that has it. The file appears only when it is whole and its contents have this checksum."""
     unfinished = file.with_name(file.name + ".part")
     reason: Exception | None = None
-    for address in addresses:
+    for address in ADDRESSES:
         try:
             unfinished.parent.mkdir(parents=True, exist_ok=True)
-            _copy(address, unfinished, file.name, progress)
-            check(unfinished)
+            _copy(f"{address}/{file.name}", unfinished, file.name, progress)
+            if hashlib.md5(_content(unfinished), usedforsecurity=False).hexdigest() != checksum:
+                raise ShoalError(f"what was downloaded as {file.name} is not the file of that name: its checksum differs")
             return unfinished.replace(file)
         except (OSError, ShoalError) as error:  # URLError is an OSError
             reason = error
             unfinished.unlink(missing_ok=True)
     why = getattr(reason, "reason", reason)
+    missing = f"put {', '.join(f'{name}.gz' for name in FILES)} (gzipped or not) in {file.parent}"
     raise ShoalError(f"{file} is not there and cannot be downloaded ({why}): {missing}")
 
 
@@ -87,11 +85,6 @@ def _copy(address: str, file: Path, what: str, progress: Progress | None) -> Non
                 progress(what, done, total)
     if total is not None and done != total:
         raise OSError(f"{done:,} of {total:,} bytes came")
-
-
-def _check(file: Path, name: str) -> None:
-    if hashlib.md5(_content(file), usedforsecurity=False).hexdigest() != FILES[name]:
-        raise ShoalError(f"what was downloaded as {name}.gz is not the file of that name: its checksum differs")
 
 
 def _pair(images: Path, labels: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -92,17 +92,13 @@ def _unpack(request: DataRequest, name: str, folder: Path) -> Path:
     folder.mkdir(parents=True)
     total, done = dataset.info.dataset_size or dataset.info.download_size, 0
     for number, row in enumerate(dataset.cast_column(column, type(dataset.features[column])(decode=False)), 1):
-        content = _content(row[column])
+        image = row[column]
+        content = image["bytes"] if image.get("bytes") else Path(image["path"]).read_bytes()
         (folder / f"{number:06d}{_suffix(content)}").write_bytes(content)
         done += len(content)
         if request.progress:
             request.progress(f"{name} (images)", done, total)
     return folder
-
-
-def _content(value: dict[str, Any]) -> bytes:
-    content: bytes = value["bytes"] if value.get("bytes") else Path(value["path"]).read_bytes()
-    return content
 
 
 def _suffix(content: bytes) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from shoal.config import Run
 from shoal.config.schema.data import Images
+from shoal.data.images.files import PARTITION
 from shoal.data.images.source import find_existing
 from shoal.data.interfaces import Progress
 from shoal.errors import ShoalError
@@ -25,7 +26,6 @@ CHUNK_BYTES = 4 << 20
 _DIGEST_BYTES = 32
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 """Date of every file in a zip file, so that the same images have the same digest."""
-_PARTITION = "list_eval_partition.txt"
 
 
 class ImageOffer(NamedTuple):
@@ -64,10 +64,9 @@ def is_without_images(run: Run) -> bool:
 
 def image_chunks(path: Path) -> Iterator[bytes]:
     """The chunks of a file, or of a folder as a zip file."""
-    return _folder_chunks(path) if path.is_dir() else _file_chunks(path)
-
-
-def _file_chunks(path: Path) -> Iterator[bytes]:
+    if path.is_dir():
+        yield from _folder_chunks(path)
+        return
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
@@ -94,10 +93,10 @@ class _Stream(io.RawIOBase):
 
 
 def _folder_chunks(folder: Path) -> Iterator[bytes]:
-    stream, partition = _Stream(), folder.parent / _PARTITION
+    stream, partition = _Stream(), folder.parent / PARTITION
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     if partition.is_file():
-        files.setdefault(_PARTITION, partition)
+        files.setdefault(PARTITION, partition)
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         for name, path in files.items():
             archive.writestr(zipfile.ZipInfo(name, _FIXED_DATE), path.read_bytes())

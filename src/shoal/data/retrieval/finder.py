@@ -9,6 +9,7 @@ Shapes: B batch, L tokens, U chunks with later tokens, K passages per chunk, P p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -39,18 +40,13 @@ class PassageFinder:
     """Finds passages in an index. A copy in another process opens the index again."""
 
     def __init__(self, folder: Path, settings: PassageSettings, tokenizer: Tokenizer, index: Index | None = None) -> None:
-        self._folder, self.settings, self.tokenizer = folder, settings, tokenizer
+        self.folder, self.settings, self.tokenizer = folder, settings, tokenizer
         self._index = index
         self._encoder: Encoder | None = None
-        self._passages_PM: torch.Tensor | None = None
         self._cache: dict[tuple[str, ...], Neighbours] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_index": None, "_encoder": None, "_cache": {}}
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
 
     @property
     def index(self) -> Index:
@@ -61,16 +57,14 @@ class PassageFinder:
     def chunk_size(self) -> int:
         return self.settings.chunk_size
 
-    @property
+    @cached_property
     def passages_PM(self) -> torch.Tensor:
         """The tokens of every passage, and a last row of NO_TOKEN, which is row −1."""
-        if self._passages_PM is None:
-            rows = self.tokenizer.encode_batch(self.index.passages.texts)
-            table = np.full((len(rows) + 1, self.settings.passage_tokens), NO_TOKEN, np.int32)
-            for target, row in zip(table, rows, strict=False):
-                target[: len(row)] = row[: len(target)]
-            self._passages_PM = torch.from_numpy(table)
-        return self._passages_PM
+        rows = self.tokenizer.encode_batch(self.index.passages.texts)
+        table = np.full((len(rows) + 1, self.settings.passage_tokens), NO_TOKEN, np.int32)
+        for target, row in zip(table, rows, strict=False):
+            target[: len(row)] = row[: len(target)]
+        return torch.from_numpy(table)
 
     def neighbours(self, texts: Sequence[Sequence[int]], origins: Sequence[Sequence[str]], chunks: int) -> Neighbours:
         """The passages [B, U, K] for the first chunks of each text, −1 where there are none. `origins`: the documents of each text."""

@@ -24,7 +24,7 @@ from shoal.data.packages import import_optional
 from shoal.data.retrieval.encoders import Encoder, Vectors
 from shoal.data.retrieval.passages import Passages
 from shoal.errors import ShoalError
-from shoal.files import JsonFormat
+from shoal.files import JsonFormat, file_digest
 
 Neighbours = NDArray[np.int32]
 IndexProgress = Callable[[int, int], None]
@@ -74,7 +74,7 @@ class Index(NamedTuple):
 
     def _search_outside(self, query_1D: Vectors, count: int, forbidden: set[int]) -> list[int]:
         """Search with FAISS's own filter, where nearly all neighbours are from forbidden documents."""
-        faiss = import_optional("faiss")
+        faiss = _faiss()
         allowed = np.flatnonzero(~np.isin(self.passages.documents, list(forbidden)))
         if not len(allowed):
             return []
@@ -119,9 +119,9 @@ def _write(index: Index, about: dict[str, Any]) -> None:
             for document, text in zip(index.passages.documents, index.passages.texts, strict=True)
         )
         (partial / _FILES[0]).write_text("".join(lines), encoding="utf-8")
-        import_optional("faiss").write_index(index.vectors, str(partial / _FILES[1]))
+        _faiss().write_index(index.vectors, str(partial / _FILES[1]))
         manifest = {"encoder": index.encoder, "digest": index.digest, "passages": len(index.passages.texts)}
-        files = {name: _file_digest(partial / name) for name in _FILES}
+        files = {name: file_digest(partial / name) for name in _FILES}
         _FORMAT.write(partial / MANIFEST, about | manifest | {"origins": index.passages.origins, "files": files}, indent=1)
         if not (index.folder / MANIFEST).exists():
             partial.rename(index.folder)
@@ -138,7 +138,7 @@ def open_index(folder: Path) -> Index:
     if manifest is None:
         raise ShoalError(f"there is no index at {folder}: `shoal index FILES… --out {folder}` builds one")
     try:
-        if {name: _file_digest(folder / name) for name in _FILES} != manifest["files"]:
+        if {name: file_digest(folder / name) for name in _FILES} != manifest["files"]:
             raise ValueError("its files are not those that its manifest names")
         rows = [json.loads(line) for line in (folder / _FILES[0]).read_text(encoding="utf-8").split("\n")[:-1]]
         numbers = np.asarray([document for document, _ in rows], np.int32)
@@ -152,13 +152,5 @@ def open_index(folder: Path) -> Index:
     return Index(folder, passages, vectors, manifest["encoder"], manifest["digest"], _documents_by_origin(passages.origins))
 
 
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _faiss() -> Any:
-    try:
-        return import_optional("faiss")
-    except ShoalError:
-        raise ShoalError("retrieval needs the Python package faiss-cpu: pip install 'shoal[rag]'") from None
+    return import_optional("faiss", "retrieval needs the Python package faiss-cpu: pip install 'shoal[rag]'")

@@ -16,7 +16,6 @@ from shoal.data.retrieval.encoders import open_encoder
 from shoal.data.retrieval.finder import PassageFinder, PassageSettings
 from shoal.data.retrieval.index import Index, IndexProgress, build_index, digest_of, open_index
 from shoal.data.retrieval.passages import cut_passages
-from shoal.data.text.context_text import DocumentSamples
 from shoal.data.text.documents import Document
 from shoal.data.text.files import TextFiles, find_files
 from shoal.data.text.rows import Fields
@@ -42,13 +41,9 @@ def with_retrieval(data: Data, run: Run, training_text: Callable[[], Iterable[Do
         )
     assert data.info.tokenizer is not None
     finder = finder_of(settings, _index(settings, run, training_text, progress), data.info.tokenizer)
-    train = RetrievalStream(data.train, finder) if isinstance(data.train, SampleStream) else _with_passages(data.train, finder, longest)
-    held_out = _with_passages(data.eval, finder, longest) if data.eval is not None else None
+    train = RetrievalStream(data.train, finder) if isinstance(data.train, SampleStream) else RetrievalSamples(data.train, finder, longest)
+    held_out = RetrievalSamples(data.eval, finder, longest) if data.eval is not None else None
     return Data(train, held_out, data.info._replace(finder=finder))
-
-
-def _with_passages(samples: Any, finder: PassageFinder, longest: int) -> RetrievalSamples:
-    return RetrievalSamples(cast(DocumentSamples, samples), finder, longest)
 
 
 def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> PassageFinder:

@@ -13,7 +13,7 @@ from shoal.data.interfaces import SampleStream
 from shoal.data.loaded_data import Data, Info
 from shoal.data.splits import HELD_OUT_SHARE, share_out
 from shoal.data.streams.mixed import MixedStream
-from shoal.data.streams.text import HeldOut, TextStream
+from shoal.data.streams.text import NOTHING_HELD_OUT, HeldOut, TextStream
 from shoal.data.text.documents import FEW, ChainedDocuments, Document, DocumentFronts, Documents, TextPart, cut
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.load_text import LoadedText, expect_contexts
@@ -75,8 +75,7 @@ def _counts(run: Run) -> tuple[int | None, int]:
 
 
 def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encoding, count: int | None, run: Run) -> SampleStream:
-    names, weights = [part.name for part in parts], [part.weight for part in parts]
-    shares = probabilities(names, weights, [part.train.size() for part in parts], run.data.mixing.temperature) if len(parts) > 1 else None
+    shares = probabilities(parts, [part.train.size() for part in parts], run.data.mixing.temperature) if len(parts) > 1 else None
     quotas = [count] if shares is None or count is None else share_out(count, shares)
     streams = [
         TextStream(part.train, encoding, shuffle_buffer=run.data.shuffle_buffer, held_out=out, max_samples=quota)
@@ -92,14 +91,14 @@ def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tupl
     document, if there are fewer than 20.
     """
     if not count:
-        return part.train, HeldOut(), []
+        return part.train, NOTHING_HELD_OUT, []
     if part.held_out is not None:
-        return part.train, HeldOut(), _until_enough(part.held_out, encoding, count, HeldOut(1, 0, 2**62))[0]
+        return part.train, NOTHING_HELD_OUT, _until_enough(part.held_out, encoding, count, HeldOut(1, 0, 2**62))[0]
     every = HeldOut(FEW, seed % FEW, 2**62)
     documents, read = _until_enough(part.train, encoding, count, every)
     if read < FEW:
         ends = [cut(document)[1] for document, _ in part.train.read()]
-        return DocumentFronts(part.train), HeldOut(), [document for document in ends if document.text]
+        return DocumentFronts(part.train), NOTHING_HELD_OUT, [document for document in ends if document.text]
     return part.train, every._replace(below=read), documents
 
 

@@ -36,11 +36,11 @@ class MixedReader(StreamReader):
         count = len(mixture.streams)
         state = state or {"draw": 0, "passes": [0] * count, "given": [0] * count, "empty": [False] * count, "parts": [None] * count}
         self._draw: int = state["draw"]
+        self._block: int | None = None
         self._passes: list[int] = list(state["passes"])
         self._given: list[int] = list(state["given"])
         self._empty: list[bool] = list(state["empty"])
         self._readers = [self._open(part, inner) for part, inner in enumerate(state["parts"])]
-        self._choices = self._choose(self._draw // _DRAWS)
         self._bounds = self._cumulative_shares()
 
     def __next__(self) -> Any:
@@ -61,13 +61,11 @@ class MixedReader(StreamReader):
         return {"draw": self._draw, **lists, "parts": parts}
 
     def _part(self) -> int:
-        if self._draw and self._draw % _DRAWS == 0:
-            self._choices = self._choose(self._draw // _DRAWS)
-        part = int(np.searchsorted(self._bounds, self._choices[self._draw % _DRAWS], side="right"))
+        block, number = divmod(self._draw, _DRAWS)
+        if self._block != block:
+            self._block, self._choices = block, np.random.default_rng([self._seed, self._epoch, block]).random(_DRAWS)
+        part = int(np.searchsorted(self._bounds, self._choices[number], side="right"))
         return min(part, len(self._readers) - 1)
-
-    def _choose(self, block: int) -> NDArray[np.float64]:
-        return np.random.default_rng([self._seed, self._epoch, block]).random(_DRAWS)
 
     def _cumulative_shares(self) -> NDArray[np.float64]:
         """The upper bound of each part in the interval [0, 1]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ class HeldOut(NamedTuple):
         return isinstance(number, int) and number < self.below and number % self.every == self.first
 
 
+NOTHING_HELD_OUT = HeldOut()
+
+
 class DocumentPosition(NamedTuple):
     """A position between two documents: for `Documents.read`, and the numbers of the next document and the next training document."""
 
@@ -42,23 +46,15 @@ class DocumentPosition(NamedTuple):
     learned: int = 0
 
 
+@dataclass(eq=False)
 class TextStream(SampleStream):
     """A stream of samples from documents, shuffled over a buffer."""
 
-    def __init__(
-        self,
-        documents: Documents,
-        encoding: Encoding,
-        *,
-        shuffle_buffer: int = 10_000,
-        held_out: HeldOut = HeldOut(),  # noqa: B008
-        max_samples: int | None = None,
-    ) -> None:
-        self.documents = documents
-        self.encoding = encoding
-        self.shuffle_buffer = shuffle_buffer
-        self.held_out = held_out
-        self.max_samples = max_samples
+    documents: Documents
+    encoding: Encoding
+    shuffle_buffer: int = 10_000
+    held_out: HeldOut = NOTHING_HELD_OUT
+    max_samples: int | None = None
 
     def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> StreamReader:
         return ShuffledReader(self, shard, [seed, epoch], state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any, Literal, NamedTuple, Protocol
 
 from shoal.data.splits import held_out_numbers
@@ -107,10 +108,7 @@ def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], lis
     """Hold out 5 %: documents chosen by seed; or of fewer than 20 documents the end of each."""
     if len(documents) >= FEW:
         held = held_out_numbers(len(documents), seed)
-        return (
-            [document for document, out in zip(documents, held, strict=True) if not out],
-            [document for document, out in zip(documents, held, strict=True) if out],
-        )
+        return list(compress(documents, ~held)), list(compress(documents, held))
     halves = [cut(document) for document in documents]
     return [front for front, _ in halves if front.text], [back for _, back in halves if back.text]
 

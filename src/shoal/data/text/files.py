@@ -117,9 +117,8 @@ class TextFiles:
                 for document, (after, number) in rows_to_documents(rows, self._fields):
                     yield document, after, number
                 return
-            for document, end, end_line in {"whole": _whole, "piece": _in_pieces, "line": _in_lines}[self._unit](
-                file, content, offset, line
-            ):
+            read = {"whole": _whole, "piece": _in_pieces, "line": _in_lines}[self._unit]
+            for document, end, end_line in read(file, content, offset, line):
                 yield document._replace(origin=f"{origin}#{end_line}" if self._unit == "line" else origin), end, end_line
 
 

@@ -16,7 +16,7 @@ from shoal.data.loaded_data import Data, Info
 from shoal.data.splits import counts, share_out, some_of, split_and_limit
 from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
-from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences
+from shoal.data.text.preferences import PreferencePairs, read_preferences
 from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, expect_one_sequence, joined, text_samples
 from shoal.data.text.sources import expect_reader, reads_context
@@ -84,8 +84,7 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
         return samples[0]
     if not run.data.mixing.enabled:
         return ChainedText(samples)
-    names, weights = [part.name for part in parts], [part.weight for part in parts]
-    return MixedText(samples, probabilities(names, weights, [len(part) for part in samples], run.data.mixing.temperature))
+    return MixedText(samples, probabilities(parts, [len(part) for part in samples], run.data.mixing.temperature))
 
 
 def load_preferences(source: Preferences, run: Run, request: DataRequest) -> LoadedText | list[TextPart]:
@@ -93,14 +92,8 @@ def load_preferences(source: Preferences, run: Run, request: DataRequest) -> Loa
     expect_reader(source, run)
     pairs, held_pairs, left_out = read_preferences(source, reads_context(run))
     if run.chosen_task.needs == "tokens":
-        train, held = (InMemoryDocuments([pair.document() for pair in some]) for some in (pairs, held_pairs))
-        return [TextPart(f"{Path(source.path).name}: chosen answers", train, held if held_pairs else None)]
-    return _load_pairs(pairs, held_pairs, left_out, source, run, request)
-
-
-def _load_pairs(
-    pairs: list[Pair], held_pairs: list[Pair], left_out: int, source: Preferences, run: Run, request: DataRequest
-) -> LoadedText:
+        chosen, held = (InMemoryDocuments([pair.document() for pair in some]) for some in (pairs, held_pairs))
+        return [TextPart(f"{Path(source.path).name}: chosen answers", chosen, held if held_pairs else None)]
     encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], request.folder, request.token)
     train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(held_pairs, encoding) if held_pairs else None
     train, held_out = split_and_limit(run.data, run.seed, train, held_out)

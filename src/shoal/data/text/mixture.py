@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from shoal.data.interfaces import Batch, Indices
 from shoal.data.splits import share_out
 from shoal.data.text.context_text import DocumentSamples
+from shoal.data.text.documents import TextPart
 from shoal.data.text.samples import TextSamples, joined
 from shoal.errors import ShoalError
 
 
-def probabilities(
-    names: Sequence[str], weights: Sequence[float | None], sizes: Sequence[int | None], temperature: float
-) -> NDArray[np.float64]:
+def probabilities(parts: Sequence[TextPart], sizes: Sequence[int | None], temperature: float) -> NDArray[np.float64]:
     """The sampling probability of each part: its weight, or its size if any part has no weight, to the power 1/temperature."""
-    if any(weight is None for weight in weights):
-        unknown = [name for name, size in zip(names, sizes, strict=True) if size is None]
+    weights = [part.weight for part in parts]
+    if None in weights:
+        unknown = [part.name for part, size in zip(parts, sizes, strict=True) if size is None]
         if unknown:
             raise ShoalError(f"data.source.parts: the size of {unknown[0]} is not known while streaming: give every part a weight")
         weights = [float(size or 0) for size in sizes]

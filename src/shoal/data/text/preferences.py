@@ -108,14 +108,12 @@ def read_preferences(source: Preferences, reads_context: bool = False) -> tuple[
 def _read(file: Path, source: Preferences, context: str | None) -> list[Pair]:
     with open_file(file) as content:
         rows = [(row, where) for row, where, _, _ in read_rows(file, content)]
-    if context is None:
-        return [_pair(row, where, source) for row, where in rows]
     return [_pair(row, where, source)._replace(context=_context(row, context, where)) for row, where in rows]
 
 
-def _context(row: dict[str, object], name: str, where: str) -> str:
-    """The context of a row; empty if there is none. Raises ShoalError."""
-    value = row.get(name)
+def _context(row: dict[str, object], name: str | None, where: str) -> str:
+    """The context of a row, in the field of this name; empty if there is none. Raises ShoalError."""
+    value = None if name is None else row.get(name)
     if value is not None and not isinstance(value, str):
         raise ShoalError(f"{where}: `{name}` must be a text, and it is {type(value).__name__}")
     return value or ""
@@ -198,4 +196,4 @@ def _prompt(row: dict[str, object], where: str, reads_context: bool) -> Prompt:
         prompt = _dialogue(prompt, _PROMPT, where) + _TURN
     if not isinstance(prompt, str) or not prompt:
         raise ShoalError(f"{where}: `{_PROMPT}` must be a text: the fields are {', '.join(f'`{key}`' for key in row)}")
-    return Prompt(prompt, None if answer is None else str(answer), _context(row, CONTEXT, where) if reads_context else "")
+    return Prompt(prompt, None if answer is None else str(answer), _context(row, CONTEXT if reads_context else None, where))

@@ -39,24 +39,17 @@ def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) ->
     raise ShoalError(f"{where}: which field is the text? Name one in data.source.text_field: the fields are {_names(row)}")
 
 
-def to_document(row: Mapping[str, Any], field: str | None, where: str, context: str | None = None) -> Document:
-    """`context`: the field of the context; None: there is none."""
-    context_text = _text(row, context, where) if context else ""
-    if field is None:
-        document = Document(_text(row, PAIR[1], where), prompt=_text(row, PAIR[0], where), context=context_text)
-    else:
-        document = Document(_text(row, field, where), context=context_text)
-    return document._replace(origin=origin_of(document.prompt + document.text))
-
-
 def rows_to_documents(rows: Iterable[tuple[Mapping[str, Any], str, Position]], wanted: Fields) -> Iterator[tuple[Document, Position]]:
     """The documents of rows, each with the position after it. The first row determines the fields; rows without text are skipped."""
     fields: tuple[str | None, str | None] | None = None
     for row, where, after in rows:
         fields = fields or fields_of(row, where, wanted)
-        document = to_document(row, fields[0], where, fields[1])
-        if document.text:
-            yield document, after
+        field, context = fields
+        context_text = _text(row, context, where) if context else ""
+        text = _text(row, PAIR[1] if field is None else field, where)
+        prompt = _text(row, PAIR[0], where) if field is None else ""
+        if text:
+            yield Document(text, prompt, origin=origin_of(prompt + text), context=context_text), after
 
 
 def fields_of(row: Mapping[str, Any], where: str, wanted: Fields) -> tuple[str | None, str | None]:

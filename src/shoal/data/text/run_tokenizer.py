@@ -39,11 +39,7 @@ def contents(documents: Iterable[Document]) -> Iterable[str]:
 def noun(encoding: Encoding, count: int | None = None) -> str:
     """A description of the samples: `4,096 training sequences of 128 tokens`."""
     number = "" if count is None else f"{count:,} training "
-    return (
-        f"{number}sequences of {encoding.sequence_length} tokens"
-        if encoding.packed
-        else f"{number}texts of up to {encoding.sequence_length} tokens"
-    )
+    return f"{number}{'sequences of' if encoding.packed else 'texts of up to'} {encoding.sequence_length} tokens"
 
 
 def joined_name(names: Sequence[str]) -> str:

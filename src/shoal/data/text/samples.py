@@ -6,6 +6,7 @@ Shapes: N samples, B batch, T tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -14,19 +15,19 @@ import torch
 from shoal.data.interfaces import IGNORED, Batch, Indices, SelectableSamples, as_index
 from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
 from shoal.data.text.documents import Document
-from shoal.data.text.encoding import Encoding, Tokens, cut, encode, full, gather, join, to_sample
+from shoal.data.text.encoding import Encoding, cut, encode, full, gather, join, to_sample
 from shoal.errors import ShoalError
 
 _LONG_TOKENS = 32 * 2**20
 
 
+@dataclass(eq=False)
 class PackedText(DocumentSamples, SelectableSamples):
     """Sequences of T tokens. A batch is one index_select for inputs and one for labels."""
 
-    def __init__(self, inputs_NT: torch.Tensor, labels_NT: torch.Tensor, origins: Origins) -> None:
-        self.inputs_NT = inputs_NT
-        self.labels_NT = labels_NT
-        self.origins = origins
+    inputs_NT: torch.Tensor
+    labels_NT: torch.Tensor
+    origins: Origins
 
     def __len__(self) -> int:
         return len(self.inputs_NT)
@@ -43,23 +44,17 @@ class PackedText(DocumentSamples, SelectableSamples):
         return type(self)(self.inputs_NT[indices], self.labels_NT[indices], self.origins.select(indices))
 
 
+@dataclass(eq=False)
 class PaddedText(DocumentSamples, SelectableSamples):
     """Samples of different lengths, padded when a batch is made."""
 
-    def __init__(
-        self,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-        starts_N: torch.Tensor,
-        lengths_N: torch.Tensor,
-        encoding: Encoding,
-        origins: Origins,
-        contexts: Contexts | None = None,
-    ) -> None:
-        self.inputs, self.labels = inputs, labels
-        self.starts_N, self.lengths_N = starts_N, lengths_N
-        self._encoding = encoding
-        self.origins, self.contexts = origins, contexts
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    starts_N: torch.Tensor
+    lengths_N: torch.Tensor
+    encoding: Encoding
+    origins: Origins
+    contexts: Contexts | None
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -67,13 +62,13 @@ class PaddedText(DocumentSamples, SelectableSamples):
     def batch(self, indices: Indices) -> Batch:
         index = as_index(indices)
         starts_B, lengths_B = self.starts_N.index_select(0, index), self.lengths_N.index_select(0, index)
-        batch = gather(self.inputs, self.labels, starts_B, lengths_B, self._encoding)
+        batch = gather(self.inputs, self.labels, starts_B, lengths_B, self.encoding)
         return batch if self.contexts is None else batch | {"context_ids": self.contexts.batch(index)}
 
     def select(self, indices: torch.Tensor) -> Self:
         starts, lengths, origins = self.starts_N[indices], self.lengths_N[indices], self.origins.select(indices)
         contexts = self.contexts.select(indices) if self.contexts else None
-        return type(self)(self.inputs, self.labels, starts, lengths, self._encoding, origins, contexts)
+        return type(self)(self.inputs, self.labels, starts, lengths, self.encoding, origins, contexts)
 
 
 TextSamples = PackedText | PaddedText
@@ -90,13 +85,12 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     ends = [separator] * (len(documents) - 1) + [()]
     refuse_contexts(documents)
     encoded = encode(documents, encoding.tokenizer, ends) if documents else []
-    tokens = join(encoded) if documents else _no_tokens()
     length = encoding.sequence_length
-    count = max(0, -(-(len(tokens) - 1) // length))
-    if not count:
+    count = -(-(sum(map(len, encoded)) - 1) // length)
+    if count <= 0:
         empty = torch.zeros(0, length, dtype=torch.int64)
         return PackedText(empty, empty, Origins([], torch.zeros(0, 2, dtype=torch.int64)))
-    sample = full(to_sample(tokens), count * length, encoding.tokenizer.pad_id)
+    sample = full(to_sample(join(encoded)), count * length, encoding.tokenizer.pad_id)
     labels = _tensor(sample.labels).view(count, length)
     inputs = _tensor(sample.inputs).view(count, length)
     useful = (labels != IGNORED).any(1)  # a sequence inside a long prompt has no labels
@@ -128,10 +122,6 @@ def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
     return PaddedText(_tensor(inputs), _tensor(labels), lengths.cumsum(0) - lengths, lengths, encoding, origins, contexts)
 
 
-def _no_tokens() -> Tokens:
-    return Tokens(np.zeros(0, np.int32), np.zeros(0, np.bool_))
-
-
 def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:
     """Token ids as int64, which models need; as int32 above `_LONG_TOKENS`, to save memory."""
     tensor = torch.from_numpy(ids)
@@ -153,7 +143,7 @@ def joined(parts: Sequence[TextSamples]) -> TextSamples:
         torch.cat([part.labels for part in padded]),
         torch.cat([part.starts_N + offset for part, offset in zip(padded, before, strict=False)]),
         torch.cat([part.lengths_N for part in padded]),
-        parts[0]._encoding,
+        parts[0].encoding,
         joined_origins([part.origins for part in padded]),
         joined_contexts([part.contexts for part in padded], [len(part) for part in padded]),
     )

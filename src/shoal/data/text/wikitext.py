@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from shoal.config.schema.data import Wikitext
@@ -46,9 +46,6 @@ def _from_hub(request: DataRequest, unit: Unit) -> dict[str, Documents]:
 
 def _lines(lines: Iterable[str], unit: Unit) -> InMemoryDocuments:
     """Join the rows of the hub, which are lines, unless samples are lines."""
-    rows: Sequence[str] = list(lines)
-    return (
-        InMemoryDocuments([row.rstrip("\n") for row in rows if not row.isspace() and row])
-        if unit == "line"
-        else InMemoryDocuments(["".join(rows)])
-    )
+    if unit == "line":
+        return InMemoryDocuments([line.rstrip("\n") for line in lines if line and not line.isspace()])
+    return InMemoryDocuments(["".join(lines)])

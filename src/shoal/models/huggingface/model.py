@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import DataShapes
 from shoal.models.generation.kv_cache import padded_rows
 from shoal.models.huggingface import pretrained
 

@@ -11,24 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.config.data_shapes import misfit
 from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.data_shapes import misfit
 
 FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
     """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read."""
+    transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
-        config = _transformers().AutoConfig.from_pretrained(model.pretrained, token=token)
+        config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
     check_layers(model, config)
     if model.from_scratch or torch.get_default_device().type == "meta":
         with _explained("model.pretrained", model.pretrained):
             return from_config(config)
-    setting = "model.pretrained" if model.weights is None else "model.weights"
-    return _with_weights(setting, model.weights or model.pretrained, config, token)
+    setting, name = ("model.pretrained", model.pretrained) if model.weights is None else ("model.weights", model.weights)
+    return _with_weights(setting, name, config, token)
 
 
 def from_config(config: Any) -> nn.Module:

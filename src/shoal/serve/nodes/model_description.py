@@ -5,26 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
 from shoal.models.huggingface.as_gpt import gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.stages import without_weights
-
-
-class DataShape(NamedTuple):
-    """What building a model needs to know of the data."""
-
-    vocab_size: int
-    image_shape: None = None
-    num_classes: None = None
-
 
 Get = Callable[[str], Tensor]
 """Gives a tensor by its name."""
@@ -41,7 +33,7 @@ def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
 
     def make() -> Any:
         with without_weights():
-            return run.model.builder()(run.model, run, DataShape(vocab_size))["model"]
+            return run.model.builder()(run.model, run, DataShapes(vocab_size=vocab_size))["model"]
 
     return make, get
 

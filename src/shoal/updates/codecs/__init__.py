@@ -22,7 +22,6 @@ from shoal.protocol.frames import Frame, Frames, UpdateError, frame_of
 from shoal.updates.codecs import sparse_packing
 
 __all__ = [
-    "Frames",
     "UpdateError",
     "apply_changes",
     "borrow",
@@ -31,7 +30,6 @@ __all__ = [
     "encode",
     "encode_changes",
     "encoded_bytes",
-    "of_weights",
     "renew",
     "residual_for",
 ]
@@ -92,11 +90,6 @@ def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
     vector.numpy()[positions] = values
 
 
-def of_weights(codec: Codec) -> Codec:
-    """The codec for differences of weights, which are dense, in a run whose updates use `codec`."""
-    return codec.for_weights()
-
-
 def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame], own: bool = False) -> None:
     """Update weights in place from published frames: `full` weights, exact `changes`, or an encoded `difference`. `own`: as above."""
     if kind == "full":
@@ -104,4 +97,4 @@ def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame], own
     elif kind == "changes":
         apply_changes(weights, frames)
     else:
-        decode_into(of_weights(codec), weights.numel(), frames, weights, 1.0, own)
+        decode_into(codec.for_weights(), weights.numel(), frames, weights, 1.0, own)

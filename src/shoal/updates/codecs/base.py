@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shoal.protocol.frames import Frame, Frames, UpdateError
+from shoal.protocol.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
 from shoal.updates.parallel_blocks import BLOCK, Floats, all_finite, in_blocks, scratch
 
 
@@ -62,13 +63,30 @@ class Coder:
 class PackedVector(ABC):
     """An encoded vector that can be written and read block by block. Blocks begin at whole chunks."""
 
-    @classmethod
-    @abstractmethod
-    def empty(cls, size: int) -> Self: ...
+    dtype: str
+    """The type of the values in the frame."""
+    noun: str
+    """Name of the values in messages."""
+
+    def __init__(self, values: NDArray[Any]) -> None:
+        self.values = values
 
     @classmethod
-    @abstractmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self: ...
+    def length(cls, size: int) -> int:
+        """The number of values in the frame of a vector of `size` numbers."""
+        return size
+
+    @classmethod
+    def empty(cls, size: int) -> Self:
+        return cls(np.empty(cls.length(size), cls.dtype))
+
+    @classmethod
+    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
+        expect_frames(len(frames), 1)
+        return cls(values_of(frames[0], cls.dtype, cls.length(size), cls.noun))
+
+    def frames(self) -> Frames:
+        return (frame_of(self.values),)
 
     @abstractmethod
     def pack(self, block: Floats, start: int, end: int) -> None: ...
@@ -76,27 +94,24 @@ class PackedVector(ABC):
     @abstractmethod
     def unpack(self, start: int, end: int, out: Floats) -> None: ...
 
-    @abstractmethod
-    def frames(self) -> Frames: ...
-
 
 class BlockwiseCoder(Coder):
     """A codec that sends every number. It works on several blocks at once, each of which fits a core's cache."""
 
-    def __init__(self, dense: type[PackedVector]) -> None:
-        self.dense = dense
+    def __init__(self, vector: type[PackedVector]) -> None:
+        self.vector = vector
 
     def encode(self, values: Floats, lost: Floats | None) -> Frames:
-        packed = self.dense.empty(len(values))
+        packed = self.vector.empty(len(values))
         in_blocks(len(values), lambda start, end: _pack(packed, values, lost, start, end))
         return packed.frames()
 
     def decode(self, size: int, frames: Sequence[Frame], out: Floats) -> None:
-        packed = self.dense.read(size, frames)
+        packed = self.vector.read(size, frames)
         in_blocks(size, lambda start, end: _unpack(packed, out[start:end], start, end))
 
     def add(self, size: int, frames: Sequence[Frame], target: Floats, scale: float, own: bool) -> None:
-        packed = self.dense.read(size, frames)
+        packed = self.vector.read(size, frames)
         if not own:  # everything is checked before anything is added
             in_blocks(size, lambda start, end: _unpack(packed, scratch(end - start), start, end))
         in_blocks(size, lambda start, end: _add(packed, target[start:end], scale, start, end))
@@ -107,7 +122,7 @@ class BlockwiseCoder(Coder):
         return whole * self._bytes_of(BLOCK) + self._bytes_of(rest)
 
     def _bytes_of(self, size: int) -> int:
-        return sum(frame.nbytes for frame in self.dense.empty(size).frames())
+        return sum(frame.nbytes for frame in self.vector.empty(size).frames())
 
 
 def expect_finite(block: Floats) -> None:

@@ -1,4 +1,4 @@
-"""Dense codecs: every number as float32, float16, or an 8-bit or 4-bit integer with a scale per chunk."""
+"""Dense codecs: every number as float32, float16, or an 8-bit, 4-bit or ternary integer with a scale per chunk."""
 
 from __future__ import annotations
 
@@ -24,27 +24,23 @@ _ROUNDING = np.float32(3 << 22)
 """A float of this size has no fraction bits: adding it rounds a small number, to even as `rint` does, into the lowest byte. That and the
 copy of the byte take three quarters of the time of rounding and converting."""
 
-
-def plain(codec: Codec) -> Coder:
-    return PlainCoder()
-
-
-def half(codec: Codec) -> Coder:
-    return BlockwiseCoder(Float16Vector)
-
-
-def eight_bits(codec: Codec) -> Coder:
-    return BlockwiseCoder(Int8Vector)
+_PER_BYTE = 5
+"""Ternary numbers in a byte, since 3⁵ < 256."""
+_STEP = np.float32(1.22)
+_POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
+_TABLE: Floats = (np.arange(256)[:, None] // _POWERS % 3 - 1).astype(np.float32)
+"""The five ternary numbers of every byte."""
 
 
-def four_bits(codec: Codec) -> Coder:
-    return BlockwiseCoder(Int4Vector)
+def blockwise(codec: Codec) -> Coder:
+    vectors: dict[str, type[PackedVector]] = {"fp16": Float16Vector, "int8": Int8Vector, "int4": Int4Vector, "ternary": TernaryVector}
+    return BlockwiseCoder(vectors[codec.kind])
 
 
 class PlainCoder(BlockwiseCoder):
     """The identity codec: the frame is the vector's own memory, and can be read as a view."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec) -> None:
         super().__init__(Float32Vector)
 
     def encode(self, values: Floats, lost: Floats | None) -> Frames:
@@ -61,17 +57,7 @@ class PlainCoder(BlockwiseCoder):
 class Float32Vector(PackedVector):
     """32-bit floats."""
 
-    def __init__(self, values: Floats) -> None:
-        self.values = values
-
-    @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(size, np.float32))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 1)
-        return cls(values_of(frames[0], "<f4", size, "32-bit floats"))
+    dtype, noun = "<f4", "32-bit floats"
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         self.values[start:end] = block
@@ -79,24 +65,11 @@ class Float32Vector(PackedVector):
     def unpack(self, start: int, end: int, out: Floats) -> None:
         out[:] = self.values[start:end]
 
-    def frames(self) -> Frames:
-        return (frame_of(self.values),)
-
 
 class Float16Vector(PackedVector):
     """16-bit floats, saturated."""
 
-    def __init__(self, values: NDArray[np.float16]) -> None:
-        self.values = values
-
-    @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(size, np.float16))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 1)
-        return cls(values_of(frames[0], "<f2", size, "16-bit floats"))
+    dtype, noun = "<f2", "16-bit floats"
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         limited = scratch(end - start)
@@ -109,9 +82,6 @@ class Float16Vector(PackedVector):
             block = block.copy()  # torch takes no array that may not be written to
         _convert(block, out)
 
-    def frames(self) -> Frames:
-        return (frame_of(self.values),)
-
 
 class ScaledVector(PackedVector):
     """Integers from −levels to levels, times the scale of their chunk."""
@@ -122,31 +92,37 @@ class ScaledVector(PackedVector):
     """Largest scale whose product with `levels` is a finite float32."""
 
     def __init__(self, scales: Floats, values: NDArray[Any]) -> None:
-        self.scales, self.values = scales, values
+        super().__init__(values)
+        self.scales = scales
 
     @classmethod
-    def read_scales(cls, size: int, frame: Frame) -> Floats:
-        scales: Floats = values_of(frame, "<f4", chunks(size, cls.chunk), "scales")
+    def empty(cls, size: int) -> Self:
+        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(cls.length(size), cls.dtype))
+
+    @classmethod
+    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
+        expect_frames(len(frames), 2)
+        scales: Floats = values_of(frames[0], "<f4", chunks(size, cls.chunk), "scales")
         if not ((scales >= 0) & (scales <= cls.largest_scale)).all():
             raise UpdateError("scales: a number that is no scale")
-        return scales
+        return cls(scales, values_of(frames[1], cls.dtype, cls.length(size), cls.noun))
 
     def in_units(self, block: Floats, start: int, end: int) -> Floats:
         """A block in units of its scales, not rounded yet, in this thread's scratch buffer; stores the scales."""
         units = scratch(end - start)
-        parts = zip(rows_of(block, self.chunk), rows_of(units, self.chunk), self._scales(start, end), strict=True)
+        parts = zip(rows_of(block, self.chunk), rows_of(units, self.chunk), self.scales_of(start, end), strict=True)
         for rows, scaled, scales in parts:
             _scale(rows, scaled, scales, self.levels, self.largest_scale)
         return units
 
     def scale_up(self, out: Floats, start: int, end: int) -> None:
-        for rows, scales in zip(rows_of(out, self.chunk), self._scales(start, end), strict=True):
+        for rows, scales in zip(rows_of(out, self.chunk), self.scales_of(start, end), strict=True):
             _multiply_rows(rows, scales, rows)
 
     def frames(self) -> Frames:
         return frame_of(self.scales), frame_of(self.values)
 
-    def _scales(self, start: int, end: int) -> list[Floats]:
+    def scales_of(self, start: int, end: int) -> list[Floats]:
         """The scales of the whole chunks, and that of a last one that is shorter."""
         first, whole, last = start // self.chunk, end // self.chunk, chunks(end, self.chunk)
         return [part for part in (self.scales[first:whole], self.scales[whole:last]) if len(part)]
@@ -155,17 +131,9 @@ class ScaledVector(PackedVector):
 class Int8Vector(ScaledVector):
     """8-bit integers from −127 to 127."""
 
+    dtype, noun = "i1", "8-bit integers"
     chunk, levels, largest_scale = 1024, 127, np.float32(2.6e36)
     # scales are 0.4 % of the bytes
-
-    @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(size, np.int8))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 2)
-        return cls(cls.read_scales(size, frames[0]), values_of(frames[1], "i1", size, "8-bit integers"))
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         with np.errstate(invalid="ignore"):
@@ -181,17 +149,13 @@ class Int8Vector(ScaledVector):
 class Int4Vector(ScaledVector):
     """4-bit integers from −7 to 7, two in a byte, the first in its lower half; each is sent with 8 added."""
 
+    dtype, noun = "u1", "4-bit integers"
     chunk, levels, largest_scale = 256, 7, np.float32(4.2e37)
     # small chunks, since the largest number of a chunk decides which numbers seven levels round to 0; scales are 3 % of the bytes
 
     @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(-(-size // 2), np.uint8))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 2)
-        return cls(cls.read_scales(size, frames[0]), values_of(frames[1], "u1", -(-size // 2), "4-bit integers"))
+    def length(cls, size: int) -> int:
+        return -(-size // 2)
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         with np.errstate(invalid="ignore"):
@@ -209,6 +173,48 @@ class Int4Vector(ScaledVector):
         out[1::2] = (pairs >> 4)[: len(out) // 2]
         out -= 8
         self.scale_up(out, start, end)
+
+
+class TernaryVector(ScaledVector):
+    """−1, 0 or 1, five in a byte. Each chunk begins at a whole byte.
+
+    Numbers below half the scale become 0. The scale is 1.22 times the root mean square of the chunk, which minimises the error for normally
+    distributed numbers, as in most updates. The error is large all the same, so this needs error feedback.
+    """
+
+    dtype, noun = "u1", "ternary numbers"
+    chunk, levels, largest_scale = 1024, 1, np.float32(2.9e38)
+
+    @classmethod
+    def length(cls, size: int) -> int:
+        whole, rest = divmod(size, cls.chunk)
+        return whole * -(-cls.chunk // _PER_BYTE) + -(-rest // _PER_BYTE)
+
+    def pack(self, block: Floats, start: int, end: int) -> None:
+        for (rows, first), scales in zip(self._parts(block, start), self.scales_of(start, end), strict=True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                peaks = np.maximum(np.abs(rows).max(1), np.float32(1e-38))
+                spread = np.sqrt(np.square(rows / peaks[:, None]).mean(1)) * peaks * _STEP  # normalised: squares do not overflow
+                scales[:] = np.minimum(spread, np.where(peaks < np.inf, self.largest_scale, np.inf))
+                trits = 1 + np.sign(rows) * (np.abs(rows) > 0.5 * scales[:, None])
+                padded = np.full((len(rows), -(-rows.shape[1] // _PER_BYTE) * _PER_BYTE), 1, np.uint8)
+                np.copyto(padded[:, : rows.shape[1]], trits, casting="unsafe")
+            packed = padded.reshape(-1, _PER_BYTE) @ _POWERS
+            self.values[first : first + len(packed)] = packed
+
+    def unpack(self, start: int, end: int, out: Floats) -> None:
+        for (rows, first), scales in zip(self._parts(out, start), self.scales_of(start, end), strict=True):
+            each = -(-rows.shape[1] // _PER_BYTE)
+            found = _TABLE[self.values[first : first + len(rows) * each]].reshape(len(rows), -1)
+            np.multiply(found[:, : rows.shape[1]], scales[:, None], out=rows)
+
+    def _parts(self, block: Floats, start: int) -> list[tuple[Floats, int]]:
+        """Whole chunks and a shorter last one, each with the index of its first byte."""
+        parts, first = [], self.length(start)
+        for rows in rows_of(block, self.chunk):
+            parts.append((rows, first))
+            first += len(rows) * -(-rows.shape[1] // _PER_BYTE)
+        return parts
 
 
 def _convert(source: NDArray[Any], target: NDArray[Any]) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.protocol.frames import Frame, UpdateError, expect_frames, frame_of, values_of
-from shoal.updates.parallel_blocks import Floats, all_finite, in_blocks
+from shoal.updates.codecs.base import expect_finite
+from shoal.updates.parallel_blocks import Floats, in_blocks
 
 Positions = NDArray[np.int64]
 Bits = NDArray[np.int32]
@@ -138,8 +139,7 @@ def read(frames: Sequence[Frame], size: int) -> tuple[Positions, Floats]:
     if present > size:
         raise UpdateError(f"values: {present} for a vector of {size}")
     values: Floats = values_of(frames[1], "<f4", present, "values")
-    if not all_finite(values):
-        raise UpdateError("values: a number that is not finite")
+    expect_finite(values)
     return unpack(frames[0], present, size), values
 
 

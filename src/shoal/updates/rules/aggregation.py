@@ -16,7 +16,7 @@ from shoal.config.derived_values import default_byzantine, quorum
 from shoal.config.schema import updates as schema
 from shoal.errors import ShoalError
 from shoal.updates.parallel_blocks import BLOCK, Floats, in_blocks, scratch
-from shoal.updates.rules.gram import gram, squared_distances, weighted_sum
+from shoal.updates.rules.gram import squared_distances
 from shoal.updates.rules.mixing import Contributions
 from shoal.updates.rules.sorted_columns import by_sorted_columns, mean_of, nearest_the_median
 
@@ -54,21 +54,21 @@ def by_median(rule: schema.Median, there: Contributions) -> Tensor:
 
 
 def by_geometric_median(rule: schema.GeometricMedian, there: Contributions) -> Tensor:
-    return there.weighted(geometric_median_weights(there.gram, None, rule.iterations, rule.smoothing))
+    return there.weighted(geometric_median_weights(there.gram, rule.iterations, rule.smoothing))
 
 
-def by_krum(rule: schema.Krum, there: Contributions) -> Tensor:
-    return there.weighted(krum_weights(there.gram, _false(rule, there), 1))
-
-
-def by_multi_krum(rule: schema.MultiKrum, there: Contributions) -> Tensor:
-    return there.weighted(krum_weights(there.gram, _false(rule, there), rule.select))
+def by_krum(rule: schema.Krum | schema.MultiKrum, there: Contributions) -> Tensor:
+    return there.weighted(krum_weights(there.gram, _false(rule, there), rule.select if isinstance(rule, schema.MultiKrum) else 1))
 
 
 def by_bulyan(rule: schema.Bulyan, there: Contributions) -> Tensor:
-    chosen = bulyan_choice(there.gram, _false(rule, there))
+    """Krum chooses N − 2f contributions one by one; of each of their columns, the mean of the values nearest the median."""
+    byzantine = _false(rule, there)
+    chosen = bulyan_choice(there.gram, byzantine)
     there.choose(chosen)
-    return bulyan_of(there.rows, chosen, _false(rule, there))
+    if not byzantine:  # all are chosen, and of each column all values count
+        return mean(there.rows)
+    return by_sorted_columns(there.rows, lambda block: nearest_the_median(block, len(chosen) - 2 * byzantine), chosen)
 
 
 def by_centered_clipping(rule: schema.CenteredClipping, there: Contributions) -> Tensor:
@@ -122,36 +122,13 @@ def median(stack_ND: Tensor) -> Tensor:
     return by_sorted_columns(stack_ND, lambda block: mean_of(block[:, low : high + 1]))
 
 
-def krum(stack_ND: Tensor, byzantine: int) -> Tensor:
-    """The contribution that is closest to its neighbours."""
-    return weighted_sum(krum_weights(gram(stack_ND), byzantine, 1), stack_ND)
-
-
-def multi_krum(stack_ND: Tensor, byzantine: int, select: int | None = None) -> Tensor:
-    """The mean of the `select` contributions closest to their neighbours; N − f of them by default."""
-    return weighted_sum(krum_weights(gram(stack_ND), byzantine, select), stack_ND)
-
-
 def krum_weights(gram_NN: Tensor, byzantine: int, select: int | None) -> Tensor:
-    """Equal weights for those with the lowest Krum scores: the sums of squared distances to their N − f − 2 nearest."""
+    """Equal weights for the `select` (None: N − f) with the lowest scores: the sums of squared distances to their N − f − 2 nearest."""
     count = len(gram_NN)
     _need("krum", byzantine, count)
     chosen = min(count, count - byzantine if select is None else select)
     order = _scores(squared_distances(gram_NN), count - byzantine - 2).argsort(stable=True)
     return torch.zeros(count, dtype=torch.float64).index_fill_(0, order[:chosen], 1 / chosen)
-
-
-def bulyan(stack_ND: Tensor, byzantine: int) -> Tensor:
-    """Krum chooses N − 2f contributions one by one; of each of their columns, the mean of the values nearest the median."""
-    return bulyan_of(stack_ND, bulyan_choice(gram(stack_ND), byzantine), byzantine)
-
-
-def bulyan_of(stack_ND: Tensor, chosen: list[int], byzantine: int) -> Tensor:
-    """Of each column of the chosen contributions, the mean of the values nearest the median."""
-    kept = len(chosen) - 2 * byzantine
-    if kept == len(chosen):
-        return mean(stack_ND)
-    return by_sorted_columns(stack_ND, lambda block: nearest_the_median(block, kept), chosen)
 
 
 def bulyan_choice(gram_NN: Tensor, byzantine: int) -> list[int]:
@@ -168,26 +145,20 @@ def bulyan_choice(gram_NN: Tensor, byzantine: int) -> list[int]:
     return chosen
 
 
-def geometric_median(stack_ND: Tensor, weights_N: Tensor | None = None, iterations: int = 100, smoothing: float = 1e-6) -> Tensor:
-    """The point with the least sum of distances to all contributions."""
-    return weighted_sum(geometric_median_weights(gram(stack_ND), weights_N, iterations, smoothing), stack_ND)
-
-
-def geometric_median_weights(gram_NN: Tensor, weights_N: Tensor | None, iterations: int, smoothing: float) -> Tensor:
+def geometric_median_weights(gram_NN: Tensor, iterations: int, smoothing: float) -> Tensor:
     """Weiszfeld's iteration on N weights: the point is always a weighted mean, so its distances follow from the Gram matrix.
 
     `smoothing` is the least distance, as a share of the median distance, to avoid divisions by almost zero. The iteration starts from the
     nearest half around the most central contribution: from the mean it converges slowly when a false contribution is far away.
     """
-    own = torch.ones(len(gram_NN), dtype=torch.float64) if weights_N is None else weights_N.double().cpu()
     apart = squared_distances(gram_NN).sqrt()
     least = float(smoothing * apart.median()) or 1e-300
-    half = apart[int((apart @ own).argmin())].argsort()[: len(own) // 2 + 1]
-    shares = torch.zeros_like(own).index_fill_(0, half, 1 / len(half))
+    half = apart[int(apart.sum(1).argmin())].argsort()[: len(apart) // 2 + 1]
+    shares = torch.zeros(len(apart), dtype=torch.float64).index_fill_(0, half, 1 / len(half))
     for _ in range(iterations):
         inner = gram_NN @ shares
         distances = (gram_NN.diagonal() - 2 * inner + shares @ inner).clamp(min=0).sqrt()
-        before, shares = shares, own / distances.clamp(min=least)
+        before, shares = shares, 1 / distances.clamp(min=least)
         shares = shares / shares.sum()
         if float((shares - before).abs().max()) < 1e-12:
             break

@@ -15,18 +15,9 @@ from shoal.config.schema.updates import Bucketing, Mixing, NearestNeighbours
 from shoal.updates.rules.gram import gram, squared_distances, weighted_sum
 
 
-def bucketing(stack_ND: Tensor, size: int, seed: int) -> Tensor:
-    """The means of random buckets of `size` contributions (Karimireddy et al., 2022)."""
-    return bucketing_matrix(len(stack_ND), size, seed).to(stack_ND) @ stack_ND
-
-
-def nearest_neighbour_mixing(stack_ND: Tensor, byzantine: int) -> Tensor:
-    """Each contribution replaced by the mean of the N − f nearest to it, itself among them (Allouah et al., 2023)."""
-    return neighbour_matrix(gram(stack_ND), byzantine).to(stack_ND) @ stack_ND
-
-
 def bucketing_matrix(count: int, size: int, seed: int) -> Tensor:
-    """[r, n] is the share of contribution n in the mean of bucket r; 0 where n is in another. The last bucket may hold fewer."""
+    """Random buckets of `size` contributions (Karimireddy et al., 2022), of which the last may hold fewer: [r, n] is the share of
+    contribution n in the mean of bucket r; 0 where n is in another."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     member_RN = torch.zeros(-(-count // size), count, dtype=torch.float64)
     member_RN[torch.arange(count) // size, order] = 1
@@ -34,7 +25,7 @@ def bucketing_matrix(count: int, size: int, seed: int) -> Tensor:
 
 
 def neighbour_matrix(gram_NN: Tensor, byzantine: int) -> Tensor:
-    """[i, j] is 1 / (N − f) where j is one of the N − f contributions nearest to i (i is one of them), else 0."""
+    """Means of neighbours (Allouah et al., 2023): [i, j] is 1 / (N − f) where j is one of the N − f nearest to i (one is i), else 0."""
     count = len(gram_NN)
     kept = max(1, count - byzantine)
     nearest = squared_distances(gram_NN).argsort(dim=1, stable=True)[:, :kept]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from shoal.data.packages import import_optional
-from shoal.data.text.tokenizers.interface import Ids, LibraryBasedTokenizer
+from shoal.data.text.tokenizers.interface import Ids, Tokenizer
 from shoal.errors import ShoalError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -26,8 +27,25 @@ _CACHE_FORMAT = 1
 """Version of the cached file, a part of its name: one of another version is not found, and the tokenizer is trained again."""
 
 
+class LibraryBasedTokenizer(Tokenizer):
+    """A tokenizer of another library. Special tokens are never added, and are recognised inside a text."""
+
+    _tokenizer: Any
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        plain, with_specials = self.encode("a"), self._with_specials("a")
+        return tuple(with_specials[: with_specials.index(plain[0])]) if plain and plain[0] in with_specials else ()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    @abstractmethod
+    def _with_specials(self, text: str) -> list[int]: ...
+
+
 class LibraryTokenizer(LibraryBasedTokenizer):
-    """A tokenizer of the `tokenizers` library. Special tokens are never added, and are recognised inside a text."""
+    """A tokenizer of the `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, *, name: str, eos: str | None = None, pad: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -49,16 +67,10 @@ class LibraryTokenizer(LibraryBasedTokenizer):
         # A loader process may be a fork, and the library's threads do not survive a fork.
         if get_worker_info() is not None:
             return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        encodings: list[Any] = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return encodings
+        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def _with_specials(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+        return list(self._tokenizer.encode(text).ids)
 
     def save(self, folder: str | Path) -> None:
         """Write files that transformers can read too."""
@@ -67,6 +79,28 @@ class LibraryTokenizer(LibraryBasedTokenizer):
         self._tokenizer.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eos, "pad_token": self._pad, "name": self.name}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+class PretrainedTokenizer(LibraryBasedTokenizer):
+    """A tokenizer that only transformers can read: a name on the hub, or a folder without a tokenizer.json."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self._tokenizer = tokenizer
+        self.name = name
+        self.vocab_size = max(max(tokenizer.get_vocab().values()) + 1, len(tokenizer))
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.pad_id: int = next((i for i in (tokenizer.pad_token_id, self.eos_id) if i is not None), 0)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        # verbose=False: its warning about long texts does not apply, since texts are cut to sequences later.
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+
+    def _with_specials(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
+
+    def save(self, folder: str | Path) -> None:
+        self._tokenizer.save_pretrained(str(folder))
 
 
 def _in_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -101,15 +135,10 @@ def from_json(file: Path, name: str) -> LibraryTokenizer:
         tokenizer = import_optional("tokenizers").Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
         raise ShoalError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
-    _remove_limits(tokenizer)
+    tokenizer.no_truncation()  # a tokenizer.json may contain both
+    tokenizer.no_padding()
     config = _config(file.parent)
     return LibraryTokenizer(tokenizer, name=config.get("name") or name, eos=_token(config, "eos_token"), pad=_token(config, "pad_token"))
-
-
-def _remove_limits(tokenizer: Any) -> None:
-    """Remove truncation and padding, which a tokenizer.json may contain."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -10,11 +10,9 @@ from typing import Any
 from shoal.config.path_hints import missing_path_hint
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.packages import import_optional
-from shoal.data.text.tokenizers.byte_level import ByteTokenizer
-from shoal.data.text.tokenizers.characters import CharacterTokenizer
 from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Tokenizer
-from shoal.data.text.tokenizers.library import from_json, from_vocabulary_and_merges, train_bpe
-from shoal.data.text.tokenizers.pretrained import PretrainedTokenizer
+from shoal.data.text.tokenizers.library import PretrainedTokenizer, from_json, from_vocabulary_and_merges, train_bpe
+from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.errors import ShoalError
 
 OWN = ("bytes", "bpe", "characters")

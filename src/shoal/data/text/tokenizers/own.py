@@ -1,4 +1,4 @@
-"""Each character that occurs in the text is a token."""
+"""Shoal's own tokenizers: a token is a byte, or a character of the training text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,31 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids
+from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Ids, Tokenizer
 from shoal.errors import ShoalError
 
 _CODES = 0x110000
 
 
-class CharacterTokenizer:
+class ByteTokenizer(Tokenizer):
+    """256 bytes and an end-of-text id. It needs no training and encodes every text."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos_id = 256
+    pad_id = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+
+    def save(self, folder: str | Path) -> None:
+        _save(folder, {"kind": "bytes"})
+
+
+class CharacterTokenizer(Tokenizer):
     """One id per distinct character, in the order of their code points. There is no end-of-text id: a line break separates documents."""
 
     name = "characters"
@@ -25,9 +43,9 @@ class CharacterTokenizer:
         self.alphabet = "".join(sorted(set(alphabet)))
         if not self.alphabet:
             raise ShoalError("the tokenizer `characters` needs a text to take its characters from, and there is none")
-        self._codes = _code_points(self.alphabet)
+        self.vocab_size = len(self.alphabet)
         self._id_of_code = np.full(_CODES, -1, np.int32)
-        self._id_of_code[self._codes] = np.arange(len(self._codes))
+        self._id_of_code[_code_points(self.alphabet)] = np.arange(self.vocab_size)
 
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> CharacterTokenizer:
@@ -38,15 +56,8 @@ class CharacterTokenizer:
         return cls(alphabet | {"\n"} if count > 1 else alphabet)
 
     @property
-    def vocab_size(self) -> int:
-        return len(self.alphabet)
-
-    @property
     def separator(self) -> tuple[int, ...]:
         return (self.alphabet.index("\n"),) if "\n" in self.alphabet else ()
-
-    def encode(self, text: str) -> list[int]:
-        return [int(i) for i in self._encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [self._encode(text) for text in texts]
@@ -62,8 +73,12 @@ class CharacterTokenizer:
         return "".join(self.alphabet[int(i)] for i in ids)
 
     def save(self, folder: str | Path) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        FORMAT.write(Path(folder) / OWN_FILE, {"kind": "characters", "alphabet": self.alphabet})
+        _save(folder, {"kind": "characters", "alphabet": self.alphabet})
+
+
+def _save(folder: str | Path, content: dict[str, str]) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    FORMAT.write(Path(folder) / OWN_FILE, content)
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:

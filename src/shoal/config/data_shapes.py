@@ -1,26 +1,23 @@
-"""The sizes of the data that a model must know, and errors where the two do not fit."""
+"""The sizes of the data that models and tasks are built for, and errors where a model does not fit them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple
 
 from shoal.errors import ShoalError
 
 
-class DataShapes(Protocol):
+class DataShapes(NamedTuple):
     """The sizes of the data; None where they do not apply."""
 
-    @property
-    def image_shape(self) -> tuple[int, int, int] | None:
-        """Channels, height and width of an image."""
-
-    @property
-    def num_classes(self) -> int | None:
-        """Number of labels."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Tokens of the tokenizer."""
+    image_shape: tuple[int, int, int] | None = None
+    """Channels, height and width of an image."""
+    num_classes: int | None = None
+    """Number of labels."""
+    vocab_size: int | None = None
+    """Tokens of the tokenizer."""
+    eos_id: int | None = None
+    """End-of-text token of the tokenizer."""
 
 
 def vocab_size_for(setting: int | None, shapes: DataShapes) -> int:
