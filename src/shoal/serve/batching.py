@@ -43,28 +43,24 @@ class ForwardBatch(NamedTuple):
     needs_logits: bool = True
     """False: more of this prompt follows, so the next token is not chosen yet."""
 
-    @property
-    def is_decoding(self) -> bool:
-        """One token of each request, not a chunk of a prompt."""
-        return len(self.ids[0]) == 1
 
-
-class MachineStatus(NamedTuple):
-    """One machine that holds layers of the model."""
+@dataclass
+class MachineEntry:
+    """A machine that holds layers of the model."""
 
     name: str
     parameters: int
-    layers: tuple[int, int] | None = None
+    layers: tuple[int, int] | None
     """The first and the last; None: all of them."""
-    alive: bool = True
-    weight_bytes: int = 0
-    memory_bytes: int = 0
-    """Free memory when it joined; 0: unknown."""
-    token_s: float = 0.0
+    alive: bool
+    weight_bytes: int
+    memory_bytes: int
+    """Free memory when it joined."""
+    token_s: float
     """Seconds that its layers take for one token; 0: none was read yet."""
-    tokens: int = 0
+    tokens: int
     """Tokens that it has read."""
-    has_ends: bool = True
+    has_ends: bool
     """Whether it embeds tokens and has the output matrix."""
 
 
@@ -78,41 +74,32 @@ class Backend(Protocol):
     @property
     def microbatches(self) -> int:
         """Batches under way that keep all machines busy."""
-        ...
 
     def start(self, batch: ForwardBatch) -> None:
         """Begin a forward pass. Batches of one request are read in the order in which they were started."""
-        ...
 
     def results(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
         """Batches that were read, with the logits [B, V] of the next tokens where the batch needs them. Waits a moment where none is
         done."""
-        ...
 
     def retain(self, request: int) -> bool:
         """Keep the caches of a request that has ended, for prompts that begin like it. False: the caches of this model cannot be shared,
         and the request is to be released."""
-        ...
 
     def copy_prefix(self, request: int, retained: int, length: int) -> bool:
         """Begin a new request with a copy of the first tokens of a retained one. False: its caches are gone."""
-        ...
 
     def release(self, request: int) -> None:
         """Free the caches of a request."""
-        ...
 
     def discard_pending(self) -> None:
         """Forget all batches that were started and are not finished."""
-        ...
 
-    def machines(self) -> list[MachineStatus]:
+    def machines(self) -> list[MachineEntry]:
         """Which machine holds which layers."""
-        ...
 
     def close(self) -> None:
         """Disconnect from other machines."""
-        ...
 
 
 def moving_average(before: float, now: float) -> float:

@@ -25,7 +25,7 @@ from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.stages import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
-from shoal.serve.batching import ForwardBatch, MachineStatus
+from shoal.serve.batching import ForwardBatch, MachineEntry
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import NodeCommand
 from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, NodePlacement, NodeState, Route, RouteStage
@@ -234,7 +234,7 @@ class NodePipeline:
             self._pending.clear()
             self._finished.clear()
 
-    def machines(self) -> list[MachineStatus]:
+    def machines(self) -> list[MachineEntry]:
         with self._changed:
             return self.placement.machines(sum(one.numel() for one in self.ends.parameters()))
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.scheduling.layer_split import MachineSpec, split
-from shoal.serve.batching import MachineStatus
+from shoal.serve.batching import MachineEntry
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
-from shoal.serve.nodes.messages import NextHop, NodeCommand, PeerEndpoint
+from shoal.serve.nodes.messages import Endpoint, NextHop, NodeCommand
 
 SERVER_NODE = "server"
 _NEW_NODE_SHARE, _NEW_TIMING_SHARE = 0.95, 0.9
@@ -47,7 +47,7 @@ class NodeState:
     assigned: set[LayerRange] = field(default_factory=set)
     lost_at: float = 0.0
     tokens: int = 0
-    endpoint: PeerEndpoint | None = None
+    endpoint: Endpoint | None = None
     """Where other machines may reach it."""
     join_number: int = 0
     """Number of its joining; it differs from that of an earlier machine of the same name."""
@@ -225,18 +225,18 @@ class NodePlacement:
     def alive(self) -> list[NodeState]:
         return [node for node in self.nodes.values() if node.alive]
 
-    def machines(self, ends_parameters: int) -> list[MachineStatus]:
+    def machines(self, ends_parameters: int) -> list[MachineEntry]:
         """The machines that are connected, and those that were lost a moment ago. `ends_parameters`: those that only the server has."""
         now = time.monotonic()
         return [self._status(node, ends_parameters) for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
 
-    def _status(self, node: NodeState, ends_parameters: int) -> MachineStatus:
+    def _status(self, node: NodeState, ends_parameters: int) -> MachineEntry:
         stages = self.current.stages if self.current is not None and node.alive else ()
         layers, here = next((stage.layers for stage in stages if stage.name == node.name), LayerRange(0, 0)), node.name == SERVER_NODE
         count = sum(self.planner.sizes[layers.first : layers.last]) + (ends_parameters if here else 0)
         token_s = self.planner.seconds(node, layers) if layers.last or here else 0.0
         size, shown = count * self.planner.bytes_of_one, (layers.first, layers.last - 1)
-        return MachineStatus(node.name, count, shown, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
+        return MachineEntry(node.name, count, shown, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
 
     def weight_of(self, batch: TokenBatch) -> float:
         """How many batches of one request take as long as this one."""
