@@ -20,8 +20,9 @@ from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine, Finished, GenerationJob
 from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange
+from shoal.serve.nodes.messages import Endpoint
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model
-from shoal.serve.nodes.node import NodeProcess, ServerAddress
+from shoal.serve.nodes.node import NodeProcess, connect_to
 from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, NodeState, RouteStage, spare_nodes
 from shoal.serve.nodes.server import NodeServer
 from shoal.serve.nodes.weights import RemoteWeights
@@ -83,7 +84,7 @@ class Machines:
     """Threads of this process that hold layers, each with a server's invitation."""
 
     def __init__(self, server: Server, token: str, key: str | None) -> None:
-        self.server, self.server_address = server, ServerAddress(server.address, token, key)
+        self.server, self.server_address = server, Endpoint(server.address, token, key)
         self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
         self.problems: list[Exception] = []
 
@@ -189,7 +190,7 @@ def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypa
         assert [heard.tokens] == alone(model, [[3, 1, 4]], [12])
         assert received
         assert all(name.startswith("blocks.") for name in received)
-        stranger = ServerAddress(machines.server.address, "another token", new_keys().public).client()
+        stranger = connect_to(Endpoint(machines.server.address, "another token", new_keys().public))
         with pytest.raises((Unreachable, Refused)):
             stranger.call(Message({"kind": "node"}), 0.3)
         stranger.close()
@@ -452,7 +453,7 @@ def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():
 def test_training_workers_and_strangers_are_told_what_this_is():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (_, machines):
-        client = machines.server_address.client()
+        client = connect_to(machines.server_address)
         answer = client.call(Message({"kind": "join", "name": "w1"}), HANG_S)
         assert "--node" in answer.header["detail"]
         assert client.call(Message({"kind": "turn"}), HANG_S).header["kind"] == "refused"

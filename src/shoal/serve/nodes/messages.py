@@ -23,8 +23,8 @@ _MOST_TOKENS = 1 << 40
 _LONGEST_FIELD = 200
 
 
-class PeerEndpoint(NamedTuple):
-    """Where a machine accepts batches from other machines."""
+class Endpoint(NamedTuple):
+    """Where a machine accepts messages, and the credentials that it expects."""
 
     address: str
     token: str
@@ -36,7 +36,7 @@ class NextHop(NamedTuple):
 
     name: str
     layers: LayerRange
-    endpoint: PeerEndpoint
+    endpoint: Endpoint
 
 
 class NodeCommand(NamedTuple):
@@ -136,12 +136,12 @@ def _next_hop(name: Any, layers: Any, endpoint: Any) -> NextHop:
     return NextHop(str(name), _layer_range(layers), endpoint_from(endpoint))
 
 
-def endpoint_from(value: Any) -> PeerEndpoint:
+def endpoint_from(value: Any) -> Endpoint:
     """The endpoint in a message. Raises ShoalError, or ValueError or TypeError where it is not a list of three."""
     address, token, key = value
     if not all(isinstance(one, str) and len(one) <= _LONGEST_FIELD for one in (address, token, "" if key is None else key)):
         raise ShoalError("a machine's endpoint is an address, a token and a key")
-    return PeerEndpoint(address, token, key)
+    return Endpoint(address, token, key)
 
 
 def _fits(token_batch: TokenBatch, x_BLD: Tensor) -> bool:
