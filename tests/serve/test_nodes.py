@@ -211,14 +211,19 @@ def split_evenly(engine: BatchingEngine, machines: int) -> None:
 
 
 def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
-    planner, stages = LayerPlanner([10] * 4, 1, 0), (RouteStage("pi1", 0, 2), RouteStage("pi2", 2, 3), RouteStage("pi3", 3, 4))
+    planner, stages = (
+        LayerPlanner([10] * 4, 1, 0),
+        (RouteStage("pi1", LayerRange(0, 2)), RouteStage("pi2", LayerRange(2, 3)), RouteStage("pi3", LayerRange(3, 4))),
+    )
     assert planner.reserve(stages, NodeState("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]
     assert planner.reserve(stages, NodeState("pi4", 1.0, 20)) == [(0, 2)]
     assert planner.reserve(stages, NodeState("pi4", 1.0, 19)) == [(2, 3)]
     ready = NodeState("pi5", 1.0, 40, assigned={LayerRange(2, 3)})
-    assert planner.with_replacement(stages, "pi2", [NodeState("pi4", 1.0, 40), ready]) == (stages[0], RouteStage("pi5", 2, 3), stages[2]), (
-        "it need not load"
-    )
+    assert planner.with_replacement(stages, "pi2", [NodeState("pi4", 1.0, 40), ready]) == (
+        stages[0],
+        RouteStage("pi5", LayerRange(2, 3)),
+        stages[2],
+    ), "it need not load"
 
 
 @pytest.mark.parametrize("spare", [False, True])
@@ -396,7 +401,7 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
             engine.step()
         assert backend._active[number].route == before, "what is under way stays where its caches are"
         eventually(lambda: backend.placement.current != before)
-        layers = {stage.name: stage.last - stage.first for stage in backend.placement.current.stages}
+        layers = {stage.name: stage.layers.last - stage.layers.first for stage in backend.placement.current.stages}
         assert layers["server"] == 5
         engine.submit(job([4, 4], second, 20))
         finish(engine)

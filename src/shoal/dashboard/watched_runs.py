@@ -51,8 +51,6 @@ class StreamPosition(NamedTuple):
 
 
 class WatchedRun:
-    """One run."""
-
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self._lock = folder, threading.Lock()
         self.series = {

@@ -31,7 +31,6 @@ class HubUploads(Reporter):
     def __init__(self, run: Run) -> None:
         self.run = run
         self.repository = Repository(run.hub)
-        self.pusher: Pusher | None = None
         self.secrets = [value.reveal() for _, value in flat(run) if isinstance(value, Secret)]
 
     def start(self, recorder: Recorder) -> None:
@@ -41,17 +40,16 @@ class HubUploads(Reporter):
 
     def step(self, recorder: Recorder) -> None:
         """Offer a copy to the pusher every few steps. The copy of the last step is pushed at the end, with its evaluation."""
-        assert self.pusher is not None
         if recorder.step % self.run.hub.push_interval == 0 and recorder.step < recorder.engine.total_steps:
-            self._offer(self.pusher)
+            self._offer()
         self._report()
 
     def close(self, summary: dict[str, Any]) -> None:
-        if self.pusher is None:
+        if not hasattr(self, "pusher"):
             return
         pusher, step = self.pusher, self.recorder.step
         if summary["status"] != "failed" and step:
-            self._offer(pusher)
+            self._offer()
             self._report()
             self.recorder.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
@@ -65,14 +63,13 @@ class HubUploads(Reporter):
 
     def _report(self) -> None:
         """Report on the run's thread what the pushing thread found."""
-        assert self.pusher is not None
         while not self.pusher.messages.empty():
             self.recorder.message(self.pusher.messages.get())
 
-    def _offer(self, pusher: Pusher) -> None:
+    def _offer(self) -> None:
         try:
             weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in self.recorder.engine.weights().items()}
-            pusher.offer(Snapshot(self.recorder.step, facts_of(self.recorder), weights))
+            self.pusher.offer(Snapshot(self.recorder.step, facts_of(self.recorder), weights))
         except (MemoryError, RuntimeError) as error:  # PyTorch reports a lack of memory as either
             self.recorder.message(f"warning: no copy of step {self.recorder.step} for the hub: {error}")
 
@@ -87,7 +84,6 @@ class HubUploads(Reporter):
             save_file(snapshot.weights, files["model.safetensors"], {"format": "pt", "step": str(snapshot.step)})
             self.repository.commit(files, f"Step {snapshot.step} of {snapshot.facts.total_steps}")
         while self.repository.notes:
-            assert self.pusher is not None
             self.pusher.messages.put(f"warning: {self.repository.notes.pop()}")
 
     def _files(self, snapshot: Snapshot) -> dict[str, Any]:

@@ -139,9 +139,6 @@ def table_of(recorder: Recorder) -> Table:
     return table
 
 
-Progress = PlainProgress | LiveProgress
-
-
 class JsonLines(PlainProgress):
     """What people are told, as objects: the time, the level, and a record's figures or a message."""
 
@@ -167,7 +164,7 @@ class JsonLines(PlainProgress):
         self.stream.flush()
 
 
-def progress_for(stream: TextIO, level: str, cluster: bool = False, form: str = "text") -> Progress:
+def progress_for(stream: TextIO, level: str, cluster: bool = False, form: str = "text") -> PlainProgress | LiveProgress:
     """A bar on a terminal at the usual level; lines elsewhere, as many as the level asks for."""
     if form == "json":
         return JsonLines(stream, level)

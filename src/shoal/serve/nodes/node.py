@@ -187,7 +187,6 @@ class NodeProcess:
             self._report_failure(command, str(error) or type(error).__name__, report)
 
     def _report_failure(self, command: NodeCommand, problem: str, report: NodeReport) -> None:
-        """Report a failed command to the server and to the user here."""
         if command.kind == "hold":
             self.tell(f"warning: cannot load the layers {command.layers.first} to {command.layers.last - 1}: {problem}")
             report.done.append({"kind": "unheld", "place": list(command.layers), "problem": problem[:300]})

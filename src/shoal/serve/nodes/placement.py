@@ -55,8 +55,8 @@ class NodeState:
     def spec(self) -> MachineSpec:
         return MachineSpec(1 / self.layer_s, self.memory_bytes, self.fixed_s)
 
-    def stage(self, first: int, last: int) -> RouteStage:
-        return RouteStage(self.name, first, last, self.join_number)
+    def stage(self, layers: LayerRange) -> RouteStage:
+        return RouteStage(self.name, layers, self.join_number)
 
     def send(self, command: NodeCommand) -> None:
         self.commands.append(command)
@@ -64,17 +64,12 @@ class NodeState:
 
 
 class RouteStage(NamedTuple):
-    """The layers [first, last) on a machine."""
+    """Layers on a machine."""
 
     name: str
-    first: int
-    last: int
+    layers: LayerRange
     join_number: int = 0
     """Of the machine: one that rejoins under its name has lost its caches."""
-
-    @property
-    def layers(self) -> LayerRange:
-        return LayerRange(self.first, self.last)
 
 
 class Route(NamedTuple):
@@ -108,7 +103,8 @@ class LayerPlanner:
             bounds = split(self.costs, [node.spec() for node in nodes], sizes=self.layer_bytes, leave_out=True)
         except ShoalError:
             return None
-        return tuple(node.stage(*layers) for node, layers in zip(nodes, pairwise(bounds), strict=True) if layers[0] < layers[1])
+        ranges = [LayerRange(*layers) for layers in pairwise(bounds)]
+        return tuple(node.stage(layers) for node, layers in zip(nodes, ranges, strict=True) if layers.first < layers.last)
 
     def with_replacement(self, stages: Sequence[RouteStage], name: str, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
         """The same stages with a spare machine instead of a lost one, so that all others keep their caches; None: no spare fits."""
@@ -117,7 +113,7 @@ class LayerPlanner:
         if not fit:
             return None
         spare = min(fit, key=lambda node: lost.layers not in node.assigned)
-        return tuple(spare.stage(*stage.layers) if stage is lost else stage for stage in stages)
+        return tuple(spare.stage(stage.layers) if stage is lost else stage for stage in stages)
 
     def reserve(self, stages: Sequence[RouteStage], node: NodeState) -> list[LayerRange]:
         """Stages whose layers a spare machine loads in advance, as far as its memory allows, to replace another one at once."""
@@ -199,7 +195,7 @@ class NodePlacement:
         node.assigned.discard(layers)
         node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(layers) - 1)
         self.tell(f"warning: {name} could not load the layers {layers.first}–{layers.last - 1}, and gets fewer from now on: {problem}")
-        stage = node.stage(*layers)
+        stage = node.stage(layers)
         if self.upcoming is not None and stage in self.upcoming[0].stages:
             self.upcoming = None
         if self.current is not None and stage in self.current.stages:
@@ -209,7 +205,6 @@ class NodePlacement:
             self._load_reserves()
 
     def on_probed(self, name: str, other: str, reached: bool) -> None:
-        """A machine has tried to reach another one."""
         node, after = self.nodes[name], self.nodes.get(other)
         if after is not None and (node.join_number, after.join_number) in self.reachable:
             self.reachable[node.join_number, after.join_number] = reached
@@ -281,7 +276,7 @@ class NodePlacement:
             for layers in [layers for layers in node.assigned if (node.name, layers) not in used]:
                 node.assigned.discard(layers)
                 node.send(NodeCommand("drop", layers))
-                dropped.append(node.stage(*layers))
+                dropped.append(node.stage(layers))
         return dropped
 
     # --- routes --------------------------------------------------------------------------------------
@@ -331,7 +326,7 @@ class NodePlacement:
 
     def _format_route(self) -> str:
         assert self.current is not None
-        return ", ".join(f"{stage.name} {stage.first}–{stage.last - 1}" for stage in self.current.stages)
+        return ", ".join(f"{stage.name} {stage.layers.first}–{stage.layers.last - 1}" for stage in self.current.stages)
 
     def _load_route(self, route: Route) -> None:
         for stage in route.stages:

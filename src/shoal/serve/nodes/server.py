@@ -157,7 +157,6 @@ class NodeServer(threading.Thread):
         return wanted if wanted not in taken else next(f"{wanted}-{i}" for i in range(2, 10_000) if f"{wanted}-{i}" not in taken)
 
     def _handle_reports(self, node: NodeState, header: Mapping[str, Any], frames: tuple[Frame, ...]) -> None:
-        """Pass a machine's reports to the pipeline."""
         for done in header["done"]:
             if done["kind"] == "held":
                 self.pipeline.on_loaded(node.name, LayerRange(*done["place"]))
