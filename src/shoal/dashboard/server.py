@@ -40,12 +40,8 @@ class DashboardServer:
         )
         app: Any = AuthMiddleware(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
+        self.port: int = self.socket.getsockname()[1]
         self.server = bounded_server(app)
-
-    @property
-    def port(self) -> int:
-        port: int = self.socket.getsockname()[1]
-        return port
 
     def run(self, parent: int | None = None) -> None:
         """Serve. `parent`: end when this process is gone."""

@@ -16,8 +16,7 @@ _MOST_RECORDS, _MOST_MOMENTS, _MOST_EVENTS = 4000, 1000, 2000
 
 
 class Series:
-    """Lines of a file that grows. When there are too many, every second one is left out, and `generation` changes: then readers
-    begin again."""
+    """Lines of a growing file. Where there are too many, every second one is left out, and `generation` changes: readers begin again."""
 
     def __init__(self, path: Path, most: int) -> None:
         self.tail, self.most = Tail(path), most

@@ -17,6 +17,13 @@ _MEMBER_CELLS: Cells = {name: CELLS[name] for name in ("worker", "state", "steps
     "rejected": lambda row: str(row["rejected"]),
     "received": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
 }
+_TASK_CELLS: Cells = {
+    "task": lambda row: str(row["task"]),
+    "worker": lambda row: str(row["worker"] or "waits"),
+    "epoch": lambda row: str(row["epoch"] + 1),
+    "batches": lambda row: f"{row['batches'][0]} to {row['batches'][1] - 1}",
+    "done": lambda row: f"{row['done']} of {row['batches'][1] - row['batches'][0]}",
+}
 
 
 def member_table(members: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -27,17 +34,7 @@ def member_table(members: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def task_table(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Pieces of tasks that are not done, and who has them; the columns' names first."""
-    rows = [
-        (
-            str(row["task"]),
-            str(row["worker"] or "waits"),
-            str(row["epoch"] + 1),
-            f"{row['batches'][0]} to {row['batches'][1] - 1}",
-            f"{row['done']} of {row['batches'][1] - row['batches'][0]}",
-        )
-        for row in tasks
-    ]
-    return [("task", "worker", "epoch", "batches", "done"), *rows]
+    return in_columns(_TASK_CELLS, tasks)
 
 
 def table(view: RunView) -> list[tuple[str, ...]]:

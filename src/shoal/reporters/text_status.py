@@ -12,7 +12,7 @@ _LOUD = ("loss", "accuracy", "perplexity", "score", "kl", "discriminator_loss", 
 
 Row = tuple[str, ...]
 Cells = dict[str, Callable[[Mapping[str, Any]], str]]
-"""By a column's name: the text of a worker in it."""
+"""By a column's name: the text of a row in it."""
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -50,15 +50,12 @@ def progress_of(status: Mapping[str, Any]) -> str:
 
 
 def figures_of(status: Mapping[str, Any]) -> str:
-    figures = status["figures"]
-    return (
-        "; ".join(
-            f"{split} " + ", ".join(f"{name} {found[name]:.4g}" for name in _LOUD if isinstance(found.get(name), (int, float)))
-            for split in ("train", "eval")
-            if any(name in (found := figures.get(split, {})) for name in _LOUD)
-        )
-        or "none yet"
-    )
+    found = []
+    for split in ("train", "eval"):
+        values = status["figures"].get(split, {})
+        if shown := [f"{name} {values[name]:.4g}" for name in _LOUD if isinstance(values.get(name), (int, float))]:
+            found.append(f"{split} " + ", ".join(shown))
+    return "; ".join(found) or "none yet"
 
 
 def privacy_of(privacy: Mapping[str, Any]) -> str:
@@ -74,11 +71,11 @@ def member_rows(status: Mapping[str, Any]) -> list[Row]:
     return in_columns(CELLS, ordered, with_task=any("task" in row for row in status["members"]))
 
 
-def in_columns(cells: Cells, workers: Sequence[Mapping[str, Any]], with_task: bool) -> list[Row]:
-    """The columns' names, and a row for each worker."""
+def in_columns(cells: Cells, rows: Sequence[Mapping[str, Any]], with_task: bool = False) -> list[Row]:
+    """The columns' names, and the text of each row in them."""
     if with_task:
         cells = cells | {"task": lambda row: str(row.get("task") or "none")}
-    return [tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in workers)]
+    return [tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in rows)]
 
 
 def _since(row: Mapping[str, Any]) -> str:

@@ -41,8 +41,7 @@ class LocalBackend:
     microbatches = 1
 
     def __init__(self, model: Any, beside: SideTexts | None = None) -> None:
-        """`beside`: finds the passages that the model reads beside its input. They differ between requests, so the requests of such a model
-        are decoded one by one."""
+        """`beside`: finds the passages that the model reads. They differ between requests, which are then decoded one by one."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device

@@ -67,12 +67,9 @@ class ModelServer:
         )
         self.driver = EngineThread(self.engine, warn)
         self.sockets = [listening_socket(host, port) for port in ports]
+        self.ports: list[int] = [one.getsockname()[1] for one in self.sockets]
         app: Any = AuthMiddleware(make_app(served, self.engine), key)
         self.server = bounded_server(app)
-
-    @property
-    def ports(self) -> list[int]:
-        return [one.getsockname()[1] for one in self.sockets]
 
     def run(self) -> None:
         """Serve until a signal comes."""

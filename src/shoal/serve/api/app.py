@@ -204,18 +204,13 @@ def _add_error_handlers(app: FastAPI, api: Api) -> None:
     """Every error is answered in OpenAI's form."""
 
     async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = refusal_of(error.errors())
+        elif isinstance(error, HTTPException):
+            error = RefusedError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
         assert isinstance(error, RefusedError)
         api.answered[error.status] += 1
         return JSONResponse(error.body(), error.status, {"retry-after": "1"} if error.status == 429 else None)
 
-    async def refuse_body(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return await refuse(request, refusal_of(error.errors()))
-
-    async def not_found(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return await refuse(request, RefusedError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}"))
-
-    app.add_exception_handler(RefusedError, refuse)
-    app.add_exception_handler(RequestValidationError, refuse_body)
-    app.add_exception_handler(HTTPException, not_found)
+    for kind in (RefusedError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, refuse)

@@ -56,8 +56,7 @@ class NodeCommand(NamedTuple):
 
 
 def pack_hidden_states(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:
-    """Header fields and bytes of hidden states. As int8 each token has its own scale, and no number is off by more than a 254th of the
-    token's largest one."""
+    """Header fields and bytes. As int8 each token has its own scale; no number is off by more than a 254th of the token's largest one."""
     about = {"shape": list(x_BLD.shape), "type": type_name(x_BLD), "int8": int8}
     if not int8:
         return about, as_frame(x_BLD)
@@ -103,7 +102,8 @@ def command_from(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCo
 
 
 def _parse_command(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCommand:
-    layers, next_hops = _layer_range(header["place"]), tuple(_next_hop(*one) for one in header["onward"])
+    layers = _layer_range(header["place"])
+    next_hops = tuple(NextHop(str(name), _layer_range(place), endpoint_from(endpoint)) for name, place, endpoint in header["onward"])
     if "reading" not in header:
         requests, length = _integers(header["requests"]), _integer(header["length"], most=_MOST_TOKENS)
         return NodeCommand(str(header["kind"]), layers, requests=requests, length=length, next_hops=next_hops)
@@ -130,10 +130,6 @@ def _integers(value: Any, most: int = 2**53) -> tuple[int, ...]:
 def _layer_range(value: Any) -> LayerRange:
     first, last = _integers(value, _MOST_LAYERS)
     return LayerRange(first, last)
-
-
-def _next_hop(name: Any, layers: Any, endpoint: Any) -> NextHop:
-    return NextHop(str(name), _layer_range(layers), endpoint_from(endpoint))
 
 
 def endpoint_from(value: Any) -> Endpoint:

@@ -211,8 +211,7 @@ class NodePipeline:
 
     @torch.inference_mode()
     def copy_prefix(self, request: int, retained: int, length: int) -> bool:
-        """The machines copy the retained request's caches. Where a machine was lost meanwhile, its replacement reads the kept inputs, as
-        for a running request."""
+        """The machines copy the retained request's caches. The replacement of a lost machine reads the kept inputs instead."""
         with self._changed:
             kept, current = self._retained.get(retained), self.placement.current
             if kept is None or kept.route is None or current is None:

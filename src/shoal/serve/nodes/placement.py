@@ -180,15 +180,14 @@ class NodePlacement:
         """A machine has loaded layers. True: the next route is used now."""
         if self.upcoming is None:
             return False
-        self.upcoming[1].discard((name, layers))
-        if self.upcoming[1]:
-            return False
-        self._use_upcoming()
-        return True
+        missing = self.upcoming[1]
+        missing.discard((name, layers))
+        if not missing:
+            self._use_upcoming()
+        return not missing
 
     def on_load_failed(self, name: str, layers: LayerRange, problem: str) -> None:
-        """A machine could not load layers: its memory is assumed to be smaller from now on, and the routes through these layers are
-        replaced."""
+        """A machine could not load layers: its memory counts as smaller from now on, and the routes through these layers are replaced."""
         node = self.nodes.get(name)
         if node is None or layers not in node.assigned:
             return
