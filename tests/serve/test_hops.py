@@ -126,9 +126,9 @@ def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
 def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, say = Counter(), PeerSender._call
 
-    def deaf_after_five(self, endpoint, message, timeout_s):
+    def deaf_after_five(self, endpoint, message, timeout_s, may_connect=True):
         taken[message.header["kind"]] += 1
-        return taken["pass"] <= 5 and say(self, endpoint, message, timeout_s)
+        return taken["pass"] <= 5 and say(self, endpoint, message, timeout_s, may_connect)
 
     monkeypatch.setattr(PeerSender, "_call", deaf_after_five)
     with three("pi1", "pi2") as (engine, _, model, brought):

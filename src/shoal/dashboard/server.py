@@ -32,12 +32,8 @@ class DashboardServer:
         require_token(host, token)
         self.owner_secret = "" if public or not is_loopback(host) else secrets.token_urlsafe(18)
         """What a browser of this machine needs to send commands; empty: the page accepts none."""
-        board = make_dashboard_app(
-            [WatchedRun(folder) for folder in folders],
-            shows_invitation=not public,
-            ending=lambda: self.server.should_exit,
-            owner_secret=self.owner_secret,
-        )
+        runs, secret = [WatchedRun(folder) for folder in folders], self.owner_secret
+        board = make_dashboard_app(runs, shows_invitation=not public, ending=lambda: self.server.should_exit, owner_secret=secret)
         app: Any = AuthMiddleware(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
         self.port: int = self.socket.getsockname()[1]

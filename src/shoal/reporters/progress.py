@@ -63,10 +63,10 @@ class LiveProgress(Reporter):
         self.console = Console(file=stream)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
         self.progress = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
-        self.live = Live(console=self.console, get_renderable=self.drawn_now, refresh_per_second=self.refreshes_per_s)
+        self.live: Live | None = None
         self.bar: TaskID | None = None
 
-    def drawn_now(self) -> RenderableType:
+    def renderable(self) -> RenderableType:
         return self.progress
 
     def start(self, recorder: Recorder) -> None:
@@ -74,6 +74,7 @@ class LiveProgress(Reporter):
         if recorder.step:
             self.message(f"resumed from {recorder.resumed_from} at {recorder.step_name} {recorder.step}")
         self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.completed, figures="")
+        self.live = Live(console=self.console, get_renderable=self.renderable, refresh_per_second=self.refreshes_per_s)
         self.live.start(refresh=True)
 
     def step(self, recorder: Recorder) -> None:
@@ -90,7 +91,8 @@ class LiveProgress(Reporter):
         self.console.print(text, highlight=False, markup=False)
 
     def close(self, summary: dict[str, Any]) -> None:
-        self.live.stop()
+        if self.live is not None:
+            self.live.stop()
 
 
 def _worded(what: str, cell: str) -> str:
@@ -120,7 +122,7 @@ class LiveCluster(LiveProgress):
 
     refreshes_per_s = 4.0
 
-    def drawn_now(self) -> RenderableType:
+    def renderable(self) -> RenderableType:
         return Group(table_of(self.recorder), self.progress)
 
 

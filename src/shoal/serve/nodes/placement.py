@@ -330,8 +330,11 @@ class NodePlacement:
     def _load_route(self, route: Route) -> None:
         for stage in route.stages:
             self._load(self.nodes[stage.name], stage.layers)
-        for before, after in pairwise(route.stages):
-            self._probe(before, after)
+        for before, after in pairwise(route.stages):  # machines try to reach the next one
+            pair, endpoint = (before.join_number, after.join_number), self.nodes[after.name].endpoint
+            if self.probes and pair not in self.reachable and endpoint is not None and self.nodes[before.name].endpoint is not None:
+                self.reachable[pair] = False
+                self.send(before.name, NodeCommand("probe", next_hops=(NextHop(after.name, after.layers, endpoint),)))
 
     def _load(self, node: NodeState, layers: LayerRange) -> None:
         if layers not in node.assigned:
@@ -347,10 +350,3 @@ class NodePlacement:
     def _load_reserves(self) -> None:
         for node, layers in self._reserves():
             self._load(node, layers)
-
-    def _probe(self, before: RouteStage, after: RouteStage) -> None:
-        """Let a machine try to reach the next one."""
-        pair, endpoint = (before.join_number, after.join_number), self.nodes[after.name].endpoint
-        if self.probes and pair not in self.reachable and endpoint is not None and self.nodes[before.name].endpoint is not None:
-            self.reachable[pair] = False
-            self.send(before.name, NodeCommand("probe", next_hops=(NextHop(after.name, after.layers, endpoint),)))
