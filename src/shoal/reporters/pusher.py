@@ -44,7 +44,7 @@ class Pusher:
         self._asked_to_wait = False
         self._failures = 0
         self._until: float | None = None
-        self._reported: set[str] = set()
+        self._told: set[str] = set()
         self._thread = threading.Thread(target=self._work, name="hub", daemon=True)
         self._thread.start()
 
@@ -98,7 +98,7 @@ class Pusher:
             self._not_before = time.monotonic() + (0.0 if error.lasting else own if error.wait_s is None else error.wait_s)
             if self._waiting is None and not error.lasting:
                 self._waiting = state
-        if reason not in self._reported:
-            self._reported.add(reason)
+        if reason not in self._told:
+            self._told.add(reason)
             again = "the next upload tries again" if error.lasting else "it is tried again"
             self.messages.put(f"warning: step {state.step} did not get to the hub: {reason}; {again}, and training goes on")
