@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import ShoalError
-from shoal.reporters.class_table import rows
+from shoal.reporters.class_table import worker_table
 from shoal.runs.coordinator_setup import ReadyCoordinator
 from shoal.runs.worker_run import JoinedWorker, JoinOptions
 from shoal.transports.netem import LinkProfile, NetemProxy
@@ -89,7 +89,8 @@ def test_the_teachers_table_says_why_a_student_left(school: School, capsys: pyte
         with connect(school.access) as connection:
             view = look(connection)
         assert view is not None
-        states = {row[0]: row[1] for row in rows(view.workers)}
+        _, *rows = worker_table(view.workers)
+        states = {row[0]: row[1] for row in rows}
         assert states == {"ben": "left: cannot read ?[2J J?rgen's pictures", "eve": "left"}
         capsys.readouterr()
         assert main(["status", school.access.address]) == 0

@@ -148,7 +148,7 @@ def give_up_once_told(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """A run waits for its last upload until the hub has failed for this reason, however long that takes, and then for a moment."""
     finish = Pusher.finish
 
-    def finish_once_told(self: Pusher[Any], within_s: float) -> None:
+    def finish_once_told(self: Pusher, within_s: float) -> None:
         eventually(lambda: any(reason in told for told in list(self._told)))
         finish(self, 0.5)
 
@@ -183,7 +183,7 @@ def test_a_hub_that_never_answers_costs_the_run_nothing_but_the_last_wait(
 ) -> None:
     asks, finish = "POST /api/repos/create", Pusher.finish
 
-    def finish_once_asked(self: Pusher[Any], within_s: float) -> None:
+    def finish_once_asked(self: Pusher, within_s: float) -> None:
         hub.wait_for(lambda: asks in hub.paths())
         finish(self, 0.5)
 

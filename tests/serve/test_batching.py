@@ -113,7 +113,7 @@ def test_requests_that_come_and_go_give_the_text_they_give_alone(kind):
     finish(one)
     assert [listener.tokens for listener in heard] == [alone(model, p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert {listener.end for listener in heard} == {"length"}
-    assert one.backend.caches.empty
+    assert not one.backend.caches.requests
 
 
 def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
@@ -129,7 +129,7 @@ def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
     assert len(left.tokens) == before
     finish(one)
     assert kept.tokens == alone(one.backend.model, [3], 12)
-    assert one.backend.caches.empty
+    assert not one.backend.caches.requests
 
 
 def test_a_long_prompt_is_read_in_pieces_beside_the_others():
@@ -324,7 +324,7 @@ def test_a_served_model_reads_what_it_reads_when_it_writes_alone(feature: str) -
         assert listener.tokens == [int(token) for token in wanted]
     plain = alone(model, prompts[0], 14) if beside else None
     assert heard[0].tokens != plain, "what it reads changes what it writes"
-    assert one.backend.caches.empty
+    assert not one.backend.caches.requests
     assert not one.backend._readers
 
 

@@ -92,7 +92,7 @@ def shown(folder: RunFolder, token: str | None = None, public: bool = False, wor
     """The page's address. `word`: the owner's, where it is given; else nobody has it."""
     server = DashboardServer([folder], "127.0.0.1", [0], token, public)
     if word is not None:
-        word = server.word
+        word = server.owner_secret
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

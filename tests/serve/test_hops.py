@@ -15,15 +15,15 @@ from shoal.serve.batching import BatchingEngine
 from shoal.serve.nodes import node as node_module
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, LoadedLayers, TokenBatch
 from shoal.serve.nodes.messages import (
+    Endpoint,
     NextHop,
     NodeCommand,
-    PeerEndpoint,
     command_from,
     command_message,
     pack_hidden_states,
     unpack_hidden_states,
 )
-from shoal.serve.nodes.node import PeerSender, ReadHistory, open_receiver
+from shoal.serve.nodes.node import PeerSender, ReadHistory, connect_to, open_receiver
 from shoal.serve.nodes.pipeline import NodePipeline
 from shoal.transports import Message, new_keys
 from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, finish, job, make, split_evenly, spread
@@ -126,9 +126,9 @@ def test_either_end_may_be_unplugged_in_mid_sentence(end: int) -> None:
 def test_a_machine_that_stops_taking_costs_no_token_and_the_server_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, say = Counter(), PeerSender._call
 
-    def deaf_after_five(self, endpoint, message, timeout_s):
+    def deaf_after_five(self, endpoint, message, timeout_s, may_connect=True):
         taken[message.header["kind"]] += 1
-        return taken["pass"] <= 5 and say(self, endpoint, message, timeout_s)
+        return taken["pass"] <= 5 and say(self, endpoint, message, timeout_s, may_connect)
 
     monkeypatch.setattr(PeerSender, "_call", deaf_after_five)
     with three("pi1", "pi2") as (engine, _, model, brought):
@@ -179,13 +179,13 @@ def test_what_comes_late_or_twice_is_not_read_again() -> None:
 def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "needs_keys", lambda settings, hosts: True)
     got: list[NodeCommand] = []
-    receiver = open_receiver("tcp://127.0.0.1:9", 1 << 20, got.append, print)
-    peer_sender = PeerSender(1 << 20)
+    receiver = open_receiver("tcp://127.0.0.1:9", got.append, print)
+    peer_sender = PeerSender()
     try:
         assert receiver.endpoint.key, "what travels is encrypted"
         command = read(3)._replace(next_hops=(NextHop("pi2", LayerRange(1, 2), receiver.endpoint),))
         strange = command._replace(
-            next_hops=(NextHop("pi2", LayerRange(1, 2), PeerEndpoint(receiver.endpoint.address, "another", receiver.endpoint.key)),)
+            next_hops=(NextHop("pi2", LayerRange(1, 2), Endpoint(receiver.endpoint.address, "another", receiver.endpoint.key)),)
         )
         assert not peer_sender.probe(strange.next_hops[0].endpoint)
         assert not peer_sender.hand_on(strange, False)
@@ -197,7 +197,7 @@ def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pyt
         assert not peer_sender.hand_on(command._replace(token_batch=TokenBatch([7, 8], [0, 0], [[1], [1]])), False), (
             "a row for each request"
         )
-        assert open_receiver("https://example.org/", 1 << 20, got.append, print) is None
+        assert open_receiver("https://example.org/", got.append, print) is None
     finally:
         peer_sender.close()
         receiver.close()
@@ -238,7 +238,7 @@ def test_a_message_with_nonsense_in_it_is_refused_or_harmless(int8: bool) -> Non
     assert taken["harmless"] < 150, "another number, a name or a door of text is an order, too"
 
 
-next_hop = NextHop("pi2", LayerRange(1, 2), PeerEndpoint("tcp://127.0.0.1:9", "token", None))
+next_hop = NextHop("pi2", LayerRange(1, 2), Endpoint("tcp://127.0.0.1:9", "token", None))
 
 
 @pytest.mark.usefixtures("patient_hands")
@@ -250,7 +250,7 @@ def test_a_machine_goes_on_to_take_what_others_hand_to_it_after_something_went_w
         if command.batch_number == 3:
             raise TypeError("nobody thought of this")
 
-    receiver, peer_sender = open_receiver("tcp://127.0.0.1:9", 1 << 20, on_command, told.append), PeerSender(1 << 20)
+    receiver, peer_sender = open_receiver("tcp://127.0.0.1:9", on_command, told.append), PeerSender()
     try:
         assert peer_sender.probe(receiver.endpoint)
         for batch_number in (3, 4):
@@ -265,7 +265,7 @@ def test_a_machine_goes_on_to_take_what_others_hand_to_it_after_something_went_w
 def test_the_server_survives_whatever_a_machine_says_it_has_done() -> None:
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (engine, machines):
-        client = machines.server_address.client()
+        client = connect_to(machines.server_address)
         enter = {"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "pi1", "door": list(next_hop.endpoint)}
         about = {"trip": 1, "seconds": 1.0, "frame": 0, "handed_on": True, "shape": [1, 1, 24], "type": "float32", "int8": False}
         done = [{"kind": "read", **about}, {"kind": "held", "place": [0, 1]}, {"kind": "unheld", "place": [0, 1], "problem": "none"}]
@@ -288,7 +288,7 @@ def test_the_words_of_a_machine_cannot_steer_the_servers_terminal(monkeypatch: p
         monkeypatch.setattr(node_server, "tell", words.append)
         monkeypatch.setattr(node_server.pipeline, "fail", lambda batch_number, why: words.append(why))
         monkeypatch.setattr(node_server.pipeline, "on_load_failed", lambda name, layers, why: words.append(why))
-        client = machines.server_address.client()
+        client = connect_to(machines.server_address)
         entered = client.call(Message({"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "\x1b[2Jpi"}), HANG_S).header
         steering = "\x1b]0;owned\x07" * 100
         done = [{"kind": "failed", "trip": 1, "problem": steering}, {"kind": "unheld", "place": [0, 1], "problem": steering}]

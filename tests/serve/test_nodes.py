@@ -20,8 +20,9 @@ from shoal.serve.backend import LocalBackend
 from shoal.serve.batching import BatchingEngine, Finished, GenerationJob
 from shoal.serve.nodes.distributed_model import DistributedModel
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange
+from shoal.serve.nodes.messages import Endpoint
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model
-from shoal.serve.nodes.node import NodeProcess, ServerAddress
+from shoal.serve.nodes.node import NodeProcess, connect_to
 from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, NodeState, RouteStage, spare_nodes
 from shoal.serve.nodes.server import NodeServer
 from shoal.serve.nodes.weights import RemoteWeights
@@ -83,7 +84,7 @@ class Machines:
     """Threads of this process that hold layers, each with a server's invitation."""
 
     def __init__(self, server: Server, token: str, key: str | None) -> None:
-        self.server, self.server_address = server, ServerAddress(server.address, token, key)
+        self.server, self.server_address = server, Endpoint(server.address, token, key)
         self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
         self.problems: list[Exception] = []
 
@@ -189,7 +190,7 @@ def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypa
         assert [heard.tokens] == alone(model, [[3, 1, 4]], [12])
         assert received
         assert all(name.startswith("blocks.") for name in received)
-        stranger = ServerAddress(machines.server.address, "another token", new_keys().public).client()
+        stranger = connect_to(Endpoint(machines.server.address, "another token", new_keys().public))
         with pytest.raises((Unreachable, Refused)):
             stranger.call(Message({"kind": "node"}), 0.3)
         stranger.close()
@@ -210,14 +211,19 @@ def split_evenly(engine: BatchingEngine, machines: int) -> None:
 
 
 def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
-    planner, stages = LayerPlanner([10] * 4, 1, 0), (RouteStage("pi1", 0, 2), RouteStage("pi2", 2, 3), RouteStage("pi3", 3, 4))
+    planner, stages = (
+        LayerPlanner([10] * 4, 1, 0),
+        (RouteStage("pi1", LayerRange(0, 2)), RouteStage("pi2", LayerRange(2, 3)), RouteStage("pi3", LayerRange(3, 4))),
+    )
     assert planner.reserve(stages, NodeState("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]
     assert planner.reserve(stages, NodeState("pi4", 1.0, 20)) == [(0, 2)]
     assert planner.reserve(stages, NodeState("pi4", 1.0, 19)) == [(2, 3)]
     ready = NodeState("pi5", 1.0, 40, assigned={LayerRange(2, 3)})
-    assert planner.with_replacement(stages, "pi2", [NodeState("pi4", 1.0, 40), ready]) == (stages[0], RouteStage("pi5", 2, 3), stages[2]), (
-        "it need not load"
-    )
+    assert planner.with_replacement(stages, "pi2", [NodeState("pi4", 1.0, 40), ready]) == (
+        stages[0],
+        RouteStage("pi5", LayerRange(2, 3)),
+        stages[2],
+    ), "it need not load"
 
 
 @pytest.mark.parametrize("spare", [False, True])
@@ -395,7 +401,7 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
             engine.step()
         assert backend._active[number].route == before, "what is under way stays where its caches are"
         eventually(lambda: backend.placement.current != before)
-        layers = {stage.name: stage.last - stage.first for stage in backend.placement.current.stages}
+        layers = {stage.name: stage.layers.last - stage.layers.first for stage in backend.placement.current.stages}
         assert layers["server"] == 5
         engine.submit(job([4, 4], second, 20))
         finish(engine)
@@ -428,7 +434,7 @@ def test_requests_that_end_early_are_forgotten_on_all_machines():
         assert (left.end, kept.end) == ("cancelled", "length")
         assert [kept.tokens] == alone(model, [[5]], [20])
         own = engine.backend.local_node
-        eventually(lambda: not own.node.commands and all(loaded.caches.empty for loaded in own.host.loaded.values()))
+        eventually(lambda: not own.node.commands and not any(loaded.caches.requests for loaded in own.host.loaded.values()))
 
 
 def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():
@@ -452,7 +458,7 @@ def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():
 def test_training_workers_and_strangers_are_told_what_this_is():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (_, machines):
-        client = machines.server_address.client()
+        client = connect_to(machines.server_address)
         answer = client.call(Message({"kind": "join", "name": "w1"}), HANG_S)
         assert "--node" in answer.header["detail"]
         assert client.call(Message({"kind": "turn"}), HANG_S).header["kind"] == "refused"

@@ -69,14 +69,14 @@ def test_a_request_that_was_cancelled_keeps_nothing() -> None:
         engine.step()
     engine.cancel(numbers)
     finish(engine)
-    assert engine.backend.caches.empty
+    assert not engine.backend.caches.requests
 
 
 @pytest.mark.parametrize("kind", ["lstm", "rotary"])
 def test_nothing_is_kept_of_a_model_that_cannot_forget_or_where_nobody_wants_it(kind: str) -> None:
     engine = keeping(make_model(kind), 200 if kind == "lstm" else 0)
     asked(engine, BEGINNING)
-    assert engine.backend.caches.empty
+    assert not engine.backend.caches.requests
 
 
 def test_a_longer_text_takes_the_place_of_its_beginning() -> None:

@@ -16,7 +16,7 @@ from shoal.coordinator.durable.ledger import FileLedger
 from shoal.dashboard.app import make_dashboard_app, qr_rows
 from shoal.dashboard.ledger_digest import LedgerDigest
 from shoal.dashboard.server import GUARDED, require_token
-from shoal.dashboard.watched_runs import StreamPosition, WatchedRun, WatchedRuns
+from shoal.dashboard.watched_runs import StreamPosition, WatchedRun
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import write_join_command
@@ -40,7 +40,7 @@ def folder_with(path: Path, records: int = 20, **status: Any) -> RunFolder:
 
 
 def client(folder: RunFolder, token: str | None = None, public: bool = False) -> TestClient:
-    app: Any = AuthMiddleware(make_dashboard_app(WatchedRuns([folder]), shows_invitation=not public), token, GUARDED)
+    app: Any = AuthMiddleware(make_dashboard_app([WatchedRun(folder)], shows_invitation=not public), token, GUARDED)
     return TestClient(app, base_url=LOCAL)
 
 
@@ -128,7 +128,7 @@ def test_orders_need_the_owners_word_and_a_page_for_watching_has_no_way_to_give_
     with client(folder) as asks:  # nobody gave this one the owner's word
         assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=word).status_code == 405
         assert asks.get("/api/owner", headers=word).status_code == 404
-    app: Any = AuthMiddleware(make_dashboard_app(WatchedRuns([folder]), shows_invitation=True, word="a" * 20), None, GUARDED)
+    app: Any = AuthMiddleware(make_dashboard_app([WatchedRun(folder)], shows_invitation=True, owner_secret="a" * 20), None, GUARDED)
     with TestClient(app, base_url=LOCAL) as asks:
         for wrong in ({}, {"x-shoal-owner": ""}, {"x-shoal-owner": "b" * 20}):
             assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=wrong).status_code == 403

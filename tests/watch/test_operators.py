@@ -8,6 +8,7 @@ import subprocess
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shoal.cli.main import COMMANDS, main
 from shoal.launch import doctor as examining
 from shoal.launch.dashboard_process import dashboard
 from shoal.reporters.progress import JsonLines, progress_for
+from shoal.runs.monitoring.members import Members
 from tests.support.processes import HANG_S
 
 pytestmark = pytest.mark.whole
@@ -99,6 +101,24 @@ def test_logs_for_programs_are_objects_as_many_as_the_level_asks_for() -> None:
     assert len(said("DEBUG")) == 6
     assert [one["message"] for one in said("WARNING")] == ["it is hot"]
     assert said("ERROR") == []
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_a_terminal_shows_a_bar_and_the_workers_of_a_run_that_has_some(cluster: bool) -> None:
+    stream: Any = io.StringIO()
+    stream.isatty = lambda: True
+    shown = progress_for(stream, "INFO", cluster)
+    progress_for(stream, "INFO", cluster).close({"status": "failed"})  # a run that failed before its first step
+    row = {"worker": "ann", "state": "computing", "rate": 1.5, "lag": 0, "accepted": 3, "rejected": 0, "bytes": 1e6}
+    recorder: Any = SimpleNamespace(step=0, completed=0, engine=SimpleNamespace(total_steps=4), members=lambda: Members([row], False))
+    shown.start(recorder)
+    recorder.completed = 2
+    shown.step(recorder)
+    shown.record({"step": 2, "split": "train", "loss": 0.5, "samples_per_s": 9.0})
+    shown.close({"status": "completed"})
+    assert "2/4" in stream.getvalue()
+    assert "loss 0.5" in stream.getvalue()
+    assert ("ann" in stream.getvalue()) is cluster
 
 
 def test_a_dashboard_beside_a_run_is_a_process_that_ends_with_it(tmp_path: Path) -> None:

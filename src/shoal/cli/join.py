@@ -141,11 +141,12 @@ def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[C
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
     """Hold layers for a server until it ends or this process is stopped."""
-    from shoal.serve.nodes.node import NodeProcess, ServerAddress
+    from shoal.serve.nodes.messages import Endpoint
+    from shoal.serve.nodes.node import NodeProcess
 
     invitation, _ = _invitation(arguments)
     node = NodeProcess(
-        ServerAddress(invitation.address, invitation.token, invitation.key),
+        Endpoint(invitation.address, invitation.token, invitation.key),
         arguments.name,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,

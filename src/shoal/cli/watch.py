@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     token = _token(arguments)
     ports = [PORT, 0] if arguments.port is None else [arguments.port]
     server = DashboardServer(folders, host, ports, token, arguments.public)
-    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.word)}", flush=True)
+    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.owner_secret)}", flush=True)
     server.run(arguments.parent)
     return 0
 
@@ -50,11 +50,11 @@ def _token(arguments: argparse.Namespace) -> str | None:
     return secrets.token_urlsafe(18) if arguments.public else None
 
 
-def _address(host: str, port: int, token: str | None, word: str | None) -> str:
+def _address(host: str, port: int, token: str | None, owner_secret: str) -> str:
     """The address to open. Browsers do not send the part after `#`, which holds the token and the owner's secret."""
     from shoal.transports.addresses import to_tell
 
     known = to_tell(host)
     shown = f"[{known}]" if ":" in known else known
-    secret = "&".join(f"{name}={value}" for name, value in (("token", token), ("owner", word)) if value)
+    secret = "&".join(f"{name}={value}" for name, value in (("token", token), ("owner", owner_secret)) if value)
     return f"http://{shown}:{port}/" + (f"#{secret}" if secret else "")

@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.dashboard.watched_runs import StreamPosition, WatchedRun, WatchedRuns
+from shoal.dashboard.watched_runs import StreamPosition, WatchedRun
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.prometheus import exposition, run_metrics
 from shoal.runs.owner import read_owner_file, send_command
@@ -37,10 +37,10 @@ _COMMANDS = ("pause", "resume", "stop", "evict", "readmit")
 
 
 class Dashboard:
-    """What the routes share."""
+    """The routes' handlers, and what they share."""
 
-    def __init__(self, watch: WatchedRuns, shows_invitation: bool, ending: Callable[[], bool]) -> None:
-        self.watch, self.shows_invitation, self.ending = watch, shows_invitation, ending
+    def __init__(self, runs: Sequence[WatchedRun], shows_invitation: bool, ending: Callable[[], bool], owner_secret: str) -> None:
+        self.watched, self.shows_invitation, self.ending, self.owner_secret = runs, shows_invitation, ending, owner_secret.encode()
         self.streams = 0
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
@@ -49,13 +49,14 @@ class Dashboard:
         """Read the folders, at most once a second for all viewers together."""
         async with self._looking:
             if time.monotonic() - self._looked_at >= 0.9 * _LOOK_EVERY_S:
-                await asyncio.to_thread(self.watch.look)
+                for run in self.watched:
+                    await asyncio.to_thread(run.look)
                 self._looked_at = time.monotonic()
 
     def run(self, number: int) -> WatchedRun:
-        if not 0 <= number < len(self.watch.runs):
+        if not 0 <= number < len(self.watched):
             raise HTTPException(404, "there is no such run here")
-        return self.watch.runs[number]
+        return self.watched[number]
 
     async def stream(self) -> Response:
         if self.streams >= _MOST_STREAMS:
@@ -65,14 +66,14 @@ class Dashboard:
     async def _events(self) -> AsyncIterator[str]:
         """The whole state first, then the changes once a second."""
         self.streams += 1
-        positions, sent = [StreamPosition()] * len(self.watch.runs), [""] * len(self.watch.runs)
+        positions, sent = [StreamPosition()] * len(self.watched), [""] * len(self.watched)
         sent_at = time.monotonic()
         try:
             while not self.ending():
                 await self._look()
-                for number, run in enumerate(self.watch.runs):
+                for number, run in enumerate(self.watched):
                     news, positions[number] = await asyncio.to_thread(run.since, positions[number])
-                    text = json.dumps({"run": number, "of": len(self.watch.runs)} | news, separators=(",", ":"))
+                    text = json.dumps({"run": number, "of": len(self.watched)} | news, separators=(",", ":"))
                     if text != sent[number]:
                         sent[number], sent_at = text, time.monotonic()
                         yield f"data: {text}\n\n"
@@ -85,7 +86,7 @@ class Dashboard:
 
     async def runs(self) -> Response:
         await self._look()
-        return JSONResponse([{"name": run.folder.name, "state": run.status["state"]} for run in self.watch.runs])
+        return JSONResponse([{"name": run.folder.name, "state": run.status["state"]} for run in self.watched])
 
     async def status(self, number: int) -> Response:
         await self._look()
@@ -108,25 +109,20 @@ class Dashboard:
 
     async def metrics(self) -> Response:
         await self._look()
-        text = exposition(run_metrics({run.folder.name: run.status for run in self.watch.runs}))
+        text = exposition(run_metrics({run.folder.name: run.status for run in self.watched}))
         return PlainTextResponse(text, headers={"content-type": CONTENT_TYPE})
 
+    # --- only for the owner, who sends the secret that `shoal watch` printed: other users of this machine can open the page, too ---
 
-class OwnerRoutes:
-    """Commands of the owner, who sends the secret that `shoal watch` printed. Other users of this machine can open the page, too."""
-
-    def __init__(self, board: Dashboard, secret: str) -> None:
-        self.board, self.secret = board, secret.encode()
-
-    async def check(self, request: Request) -> Response:
+    async def check_owner(self, request: Request) -> Response:
         """Check that the caller may send commands."""
         self._expect_owner(request)
         return Response(status_code=204)
 
-    async def send(self, number: int, request: Request) -> Response:
+    async def command(self, number: int, request: Request) -> Response:
         self._expect_owner(request)
         action, name = await _command_in(request)
-        path = self.board.run(number).folder.path
+        path = self.run(number).folder.path
         try:
             reply = await asyncio.to_thread(lambda: send_command(read_owner_file(path), action, name))
         except ShoalError as error:
@@ -134,7 +130,7 @@ class OwnerRoutes:
         return JSONResponse({"text": reply})
 
     def _expect_owner(self, request: Request) -> None:
-        if not hmac.compare_digest(request.headers.get("x-shoal-owner", "").encode(), self.secret):
+        if not hmac.compare_digest(request.headers.get("x-shoal-owner", "").encode(), self.owner_secret):
             raise HTTPException(403, "only the run's owner may do that: open the address that `shoal watch` printed")
 
 
@@ -167,11 +163,11 @@ def qr_rows(text: str) -> list[str]:
 
 
 def make_dashboard_app(
-    watch: WatchedRuns, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, word: str | None = None
+    runs: Sequence[WatchedRun], *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, owner_secret: str = ""
 ) -> FastAPI:
     """All routes; streams end once `ending` says so. FastAPI's own documentation pages are off: they load scripts from elsewhere.
-    `word`: the secret that the owner's browser sends with a command; None: the page accepts no commands."""
-    board, app = Dashboard(watch, shows_invitation, ending), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    `owner_secret`: what the owner's browser sends with a command; empty: the page accepts no commands."""
+    board, app = Dashboard(runs, shows_invitation, ending, owner_secret), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def refuse(request: Any, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -184,10 +180,9 @@ def make_dashboard_app(
     app.get("/api/runs/{number}/samples/{name}")(board.sample)
     app.get("/api/runs/{number}/invitation")(board.invitation)
     app.get("/metrics")(board.metrics)
-    if word is not None:
-        commands = OwnerRoutes(board, word)
-        app.get("/api/owner")(commands.check)
-        app.post("/api/runs/{number}/orders")(commands.send)
+    if owner_secret:
+        app.get("/api/owner")(board.check_owner)
+        app.post("/api/runs/{number}/orders")(board.command)
     app.add_exception_handler(HTTPException, refuse)
     show_page(app, Path(__file__).parent / "board")
     return app

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections import Counter, deque
 from typing import Any
 
-_FIELD, _CLOSE = b',"crc":"', b'"}'
+from shoal.coordinator.durable.ledger import lines_of
+
 _MOST_KEYS = 500_000
 """Contributions whose numbers are remembered, so that none is in twice."""
 _LONGEST_LAG = 20
@@ -27,7 +27,7 @@ class LedgerDigest:
         self.recently_dropped: deque[tuple[int, list[str]]] = deque(maxlen=_RECENT)
         self.problems: list[str] = []
         self._keys: set[tuple[str, int]] = set()
-        self._before = b""
+        self._before = ""
 
     def add(self, line: bytes) -> None:
         """Add the next line, which is not trusted."""
@@ -41,14 +41,10 @@ class LedgerDigest:
             self._add_problem("cannot be read")
 
     def _check(self, line: bytes) -> None:
-        """Each line's checksum begins with the one before. Lines of earlier versions have none."""
-        body, field, rest = line.rpartition(_FIELD)
-        if not field:
-            return
-        own = rest.removesuffix(_CLOSE)
-        if b"%08x" % zlib.crc32(body, zlib.crc32(self._before)) != own:
+        found = next(lines_of(line + b"\n", self._before))
+        if not found.sound:
             self._add_problem("does not match its checksum")
-        self._before = own
+        self._before = found.checksum
 
     def _count(self, line: dict[str, Any]) -> None:
         version = int(line["version"])

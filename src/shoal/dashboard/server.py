@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from shoal.dashboard.app import make_dashboard_app
-from shoal.dashboard.watched_runs import WatchedRuns
+from shoal.dashboard.watched_runs import WatchedRun
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.transports.addresses import is_loopback
@@ -30,20 +30,14 @@ class DashboardServer:
     def __init__(self, folders: Sequence[RunFolder], host: str, ports: Sequence[int], token: str | None, public: bool) -> None:
         """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
         require_token(host, token)
-        self.word = None if public or not is_loopback(host) else secrets.token_urlsafe(18)
-        """The secret that a browser of this machine needs to send commands; None: the page accepts none."""
-        board = make_dashboard_app(WatchedRuns(folders), shows_invitation=not public, ending=self._is_ending, word=self.word)
+        self.owner_secret = "" if public or not is_loopback(host) else secrets.token_urlsafe(18)
+        """What a browser of this machine needs to send commands; empty: the page accepts none."""
+        runs, secret = [WatchedRun(folder) for folder in folders], self.owner_secret
+        board = make_dashboard_app(runs, shows_invitation=not public, ending=lambda: self.server.should_exit, owner_secret=secret)
         app: Any = AuthMiddleware(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
+        self.port: int = self.socket.getsockname()[1]
         self.server = bounded_server(app)
-
-    def _is_ending(self) -> bool:
-        return self.server.should_exit
-
-    @property
-    def port(self) -> int:
-        port: int = self.socket.getsockname()[1]
-        return port
 
     def run(self, parent: int | None = None) -> None:
         """Serve. `parent`: end when this process is gone."""

@@ -3,69 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.config.schema.updates import Privacy
 from shoal.errors import printable
+from shoal.reporters.text_status import CELLS, Cells, in_columns
 
-COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
+if TYPE_CHECKING:
+    from shoal.transports.postgres.queries import RunView
 
-
-_MEMBER_COLUMNS = ("worker", "state", "steps/s", "lag", "accepted", "rejected", "received")
+_COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
+_MEMBER_CELLS: Cells = {name: CELLS[name] for name in ("worker", "state", "steps/s", "lag", "accepted")} | {
+    "rejected": lambda row: str(row["rejected"]),
+    "received": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
+}
+_TASK_CELLS: Cells = {
+    "task": lambda row: str(row["task"]),
+    "worker": lambda row: str(row["worker"] or "waits"),
+    "epoch": lambda row: str(row["epoch"] + 1),
+    "batches": lambda row: f"{row['batches'][0]} to {row['batches'][1] - 1}",
+    "done": lambda row: f"{row['done']} of {row['batches'][1] - row['batches'][0]}",
+}
 
 
 def member_table(members: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The workers of a run without units, likewise, after the columns' names; with the task of each where a scheduler gives out tasks."""
-    tasked = any("task" in row for row in members)
-    columns = (*_MEMBER_COLUMNS, "task") if tasked else _MEMBER_COLUMNS
-    return [
-        columns,
-        *((*cells, str(row.get("task") or "none")) if tasked else cells for row, cells in _member_rows(members)),
-    ]
+    """The workers of a run without units, after the columns' names; with the task of each where a scheduler gives out tasks."""
+    ordered = sorted(members, key=lambda row: str(row["worker"]))
+    return in_columns(_MEMBER_CELLS, ordered, with_task=any("task" in row for row in members))
 
 
 def task_table(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Pieces of tasks that are not done, and who has them; the columns' names first."""
-    rows = [
-        (
-            str(row["task"]),
-            str(row["worker"] or "waits"),
-            str(row["epoch"] + 1),
-            f"{row['batches'][0]} to {row['batches'][1] - 1}",
-            f"{row['done']} of {row['batches'][1] - row['batches'][0]}",
-        )
-        for row in tasks
-    ]
-    return [("task", "worker", "epoch", "batches", "done"), *rows]
+    return in_columns(_TASK_CELLS, tasks)
 
 
-def _member_rows(members: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], tuple[str, ...]]]:
-    for row in sorted(members, key=lambda row: str(row["worker"])):
-        yield (
-            row,
-            (
-                str(row["worker"]),
-                str(row["state"]),
-                "-" if row["rate"] is None else f"{row['rate']:.3g}",
-                str(row["lag"]),
-                str(row["accepted"]),
-                str(row["rejected"]),
-                f"{row['bytes'] / 1e6:.1f} MB",
-            ),
-        )
+def table(view: RunView) -> list[tuple[str, ...]]:
+    """The workers of a run in a database, likewise."""
+    return member_table(view.facts["members"]) if "members" in view.facts else worker_table(view.workers)
 
 
-def table(view: Any) -> list[tuple[str, ...]]:
-    """The workers and what each of them does, as rows of text. The first row holds the columns' names."""
-    if "members" in view.facts:
-        return member_table(view.facts["members"])
-    return [COLUMNS, *rows(view.workers)]
-
-
-def rows(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """One row for each, in the order of their names, as text."""
+def worker_table(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The workers of a run with units, after the columns' names, in the order of their own names."""
     whole = sum(_figure(worker, "samples") for worker in workers)
-    return [_row(worker, whole) for worker in sorted(workers, key=lambda worker: str(worker["name"]))]
+    return [_COLUMNS, *(_row(worker, whole) for worker in sorted(workers, key=lambda worker: str(worker["name"])))]
 
 
 def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
@@ -95,7 +75,7 @@ def _figure(worker: Mapping[str, Any], name: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def lines(view: Any) -> Iterator[tuple[str, str]]:
+def lines(view: RunView) -> Iterator[tuple[str, str]]:
     """The other facts about a run, each as a word and a text."""
     plan = view.facts.get("plan", {})
     figures = view.figures
@@ -127,7 +107,7 @@ def _units(units: Mapping[str, int]) -> str:
     return f"{done} completed{rate}, {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
 
 
-def _coordinator(view: Any) -> str:
+def _coordinator(view: RunView) -> str:
     if end := view.facts.get("end"):
         return f"has ended: {end}"
     seen = (view.now - view.coordinator_seen_at).total_seconds() if view.coordinator_seen_at else None

@@ -6,19 +6,17 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
 from shoal.reporters.hub_repository import PushError, Repository
-from shoal.reporters.model_card import CardFacts, write_card
-from shoal.reporters.pusher import Pusher
+from shoal.reporters.model_card import facts_of, write_card
+from shoal.reporters.pusher import Pusher, Snapshot
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.run_reader import DATA
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
 LAST_PUSH_S = 60.0
@@ -27,24 +25,12 @@ _ELSEWHERE = ("transport", "cluster")
 _SHORTEST_SECRET = 6
 
 
-class Snapshot(NamedTuple):
-    """What is pushed of a run, as it was at a step."""
-
-    step: int
-    total_steps: int
-    samples: int
-    wall_s: float
-    size: int
-    weights: dict[str, Tensor]
-
-
 class HubUploads(Reporter):
     """The reporter that pushes weights, the newest sample, settings, metrics and a model card."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.repository = Repository(run.hub)
-        self.pusher: Pusher[Snapshot] | None = None
         self.secrets = [value.reveal() for _, value in flat(run) if isinstance(value, Secret)]
 
     def start(self, recorder: Recorder) -> None:
@@ -54,17 +40,16 @@ class HubUploads(Reporter):
 
     def step(self, recorder: Recorder) -> None:
         """Offer a copy to the pusher every few steps. The copy of the last step is pushed at the end, with its evaluation."""
-        assert self.pusher is not None
         if recorder.step % self.run.hub.push_interval == 0 and recorder.step < recorder.engine.total_steps:
-            self._offer(self.pusher)
+            self._offer()
         self._report()
 
     def close(self, summary: dict[str, Any]) -> None:
-        if self.pusher is None:
+        if not hasattr(self, "pusher"):
             return
         pusher, step = self.pusher, self.recorder.step
         if summary["status"] != "failed" and step:
-            self._offer(pusher)
+            self._offer()
             self._report()
             self.recorder.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
@@ -78,20 +63,15 @@ class HubUploads(Reporter):
 
     def _report(self) -> None:
         """Report on the run's thread what the pushing thread found."""
-        assert self.pusher is not None
         while not self.pusher.messages.empty():
             self.recorder.message(self.pusher.messages.get())
 
-    def _offer(self, pusher: Pusher[Snapshot]) -> None:
+    def _offer(self) -> None:
         try:
-            pusher.offer(self._snapshot())
+            weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in self.recorder.engine.weights().items()}
+            self.pusher.offer(Snapshot(self.recorder.step, facts_of(self.recorder), weights))
         except (MemoryError, RuntimeError) as error:  # PyTorch reports a lack of memory as either
             self.recorder.message(f"warning: no copy of step {self.recorder.step} for the hub: {error}")
-
-    def _snapshot(self) -> Snapshot:
-        recorder = self.recorder
-        weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in recorder.engine.weights().items()}
-        return Snapshot(recorder.step, recorder.engine.total_steps, recorder.samples, recorder.wall_s, recorder.engine.size, weights)
 
     # --- in the pusher's thread ----------------------------------------------------------------------
 
@@ -102,9 +82,8 @@ class HubUploads(Reporter):
         with tempfile.TemporaryDirectory(prefix="shoal-hub-") as folder:
             files = self._files(snapshot) | {"model.safetensors": Path(folder) / "model.safetensors"}
             save_file(snapshot.weights, files["model.safetensors"], {"format": "pt", "step": str(snapshot.step)})
-            self.repository.commit(files, f"Step {snapshot.step} of {snapshot.total_steps}")
+            self.repository.commit(files, f"Step {snapshot.step} of {snapshot.facts.total_steps}")
         while self.repository.notes:
-            assert self.pusher is not None
             self.pusher.messages.put(f"warning: {self.repository.notes.pop()}")
 
     def _files(self, snapshot: Snapshot) -> dict[str, Any]:
@@ -112,10 +91,8 @@ class HubUploads(Reporter):
         records = [record for record in self.recorder.directory.metrics() if record["step"] <= snapshot.step]
         sample = self._sample(snapshot.step)
         config = self._config()
-        described = (DATA.read(self.folder / "data.json") or {"name": ""})["name"]
-        facts = CardFacts(self.run, snapshot.step, snapshot.total_steps, snapshot.samples, snapshot.wall_s, snapshot.size, described)
         texts = {
-            "README.md": write_card(facts, records, sample, config),
+            "README.md": write_card(snapshot.facts, records, sample, config),
             "config.yaml": config,
             "metrics.jsonl": "".join(json.dumps(record) + "\n" for record in records),
         }

@@ -30,6 +30,13 @@ class CardFacts(NamedTuple):
     """Where the model lies on this machine, for a card that is not on the hub."""
 
 
+def facts_of(recorder: Recorder, folder: str = "") -> CardFacts:
+    """The facts of a run at its present step."""
+    data = (DATA.read(recorder.directory.path / "data.json") or {"name": ""})["name"]
+    steps, size = recorder.engine.total_steps, recorder.engine.size
+    return CardFacts(recorder.run, recorder.step, steps, recorder.samples, recorder.wall_s, size, data, folder)
+
+
 def write_card(facts: CardFacts, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
     """The text of README.md."""
     parts = [_header(facts.run), _introduction(facts), _sample(sample), _training(facts), _metrics(records), _loading(facts)]
@@ -127,13 +134,10 @@ class LocalCard(Reporter):
 
     def close(self, summary: dict[str, Any]) -> None:
         recorder, folder = self.recorder, self.recorder.directory.path
-        data = (DATA.read(folder / "data.json") or {"name": ""})["name"]
         settings = {name: value for name, value in as_data(recorder.run).items() if name not in _NOT_IN_CARD}
         sample = max((folder / "samples").glob("step-*"), key=lambda path: path.name, default=None)
-        size, steps = recorder.engine.size, recorder.engine.total_steps
-        facts = CardFacts(recorder.run, recorder.step, steps, recorder.samples, recorder.wall_s, size, data, str(folder))
         try:
-            card = write_card(facts, recorder.directory.metrics(), sample, "dialect: shoal\n" + to_yaml(settings))
+            card = write_card(facts_of(recorder, str(folder)), recorder.directory.metrics(), sample, "dialect: shoal\n" + to_yaml(settings))
             (folder / "README.md").write_text(card, encoding="utf-8")
         except OSError as error:
             recorder.message(f"warning: there is no model card in {folder}: {error.strerror or error}")

@@ -22,7 +22,11 @@ Points = list[Point]
 
 def save_curves(curves: dict[str, Points], path: Path, *, x_title: str = "step", y_title: str = "loss") -> None:
     """Draw curves with axes and a legend. Curves without a value that can be drawn are left out; without any there is no picture."""
-    drawable = {name: kept for name, curve in curves.items() if (kept := [point for point in curve if _fits(point)])}
+    drawable = {
+        name: kept
+        for name, curve in curves.items()
+        if (kept := [point for point in curve if all(-_LARGEST < value < _LARGEST for value in point)])
+    }
     if not drawable:
         return
     from PIL import Image, ImageDraw, ImageFont
@@ -63,10 +67,6 @@ def _shade(share: float) -> tuple[int, int, int]:
     """From white to the first colour of curves."""
     red, green, blue = (round(255 - min(1.0, max(0.0, share)) * (255 - end)) for end in (0x1F, 0x77, 0xB4))
     return red, green, blue
-
-
-def _fits(point: Point) -> bool:
-    return all(-_LARGEST < value < _LARGEST for value in point)
 
 
 def _range(values: list[float]) -> Point:

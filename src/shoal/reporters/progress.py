@@ -7,7 +7,7 @@ import math
 import time
 from typing import Any, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -57,20 +57,25 @@ class PlainProgress(Reporter):
 class LiveProgress(Reporter):
     """A bar with the latest figures, the time it took and the time it will take."""
 
+    refreshes_per_s = 10.0
+
     def __init__(self, stream: TextIO) -> None:
         self.console = Console(file=stream)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        self.progress = Bar(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=self.console
-        )
+        self.progress = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
+        self.live: Live | None = None
         self.bar: TaskID | None = None
+
+    def renderable(self) -> RenderableType:
+        return self.progress
 
     def start(self, recorder: Recorder) -> None:
         self.recorder = recorder
         if recorder.step:
             self.message(f"resumed from {recorder.resumed_from} at {recorder.step_name} {recorder.step}")
         self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.completed, figures="")
-        self.progress.start()
+        self.live = Live(console=self.console, get_renderable=self.renderable, refresh_per_second=self.refreshes_per_s)
+        self.live.start(refresh=True)
 
     def step(self, recorder: Recorder) -> None:
         if self.bar is not None:
@@ -86,7 +91,8 @@ class LiveProgress(Reporter):
         self.console.print(text, highlight=False, markup=False)
 
     def close(self, summary: dict[str, Any]) -> None:
-        self.progress.stop()
+        if self.live is not None:
+            self.live.stop()
 
 
 def _worded(what: str, cell: str) -> str:
@@ -114,23 +120,17 @@ class PlainCluster(PlainProgress):
 class LiveCluster(LiveProgress):
     """A table of the workers above the bar."""
 
-    def start(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.live = Live(console=self.console, get_renderable=lambda: Group(table_of(recorder), self.progress), refresh_per_second=4)
-        if recorder.step:
-            self.message(f"resumed from {recorder.resumed_from} at {recorder.step_name} {recorder.step}")
-        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.completed, figures="")
-        self.live.start()
+    refreshes_per_s = 4.0
 
-    def close(self, summary: dict[str, Any]) -> None:
-        self.live.stop()
+    def renderable(self) -> RenderableType:
+        return Group(table_of(self.recorder), self.progress)
 
 
 def rows_of(recorder: Recorder) -> list[tuple[str, ...]]:
     """What every worker does, as text; the names of the columns first."""
     assert recorder.members is not None
     rows, in_database = recorder.members()
-    return [class_table.COLUMNS, *class_table.rows(rows)] if in_database else class_table.member_table(rows)
+    return class_table.worker_table(rows) if in_database else class_table.member_table(rows)
 
 
 def table_of(recorder: Recorder) -> Table:
@@ -139,9 +139,6 @@ def table_of(recorder: Recorder) -> Table:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # what a worker says of itself is no markup
     return table
-
-
-Progress = PlainProgress | LiveProgress
 
 
 class JsonLines(PlainProgress):
@@ -169,7 +166,7 @@ class JsonLines(PlainProgress):
         self.stream.flush()
 
 
-def progress_for(stream: TextIO, level: str, cluster: bool = False, form: str = "text") -> Progress:
+def progress_for(stream: TextIO, level: str, cluster: bool = False, form: str = "text") -> PlainProgress | LiveProgress:
     """A bar on a terminal at the usual level; lines elsewhere, as many as the level asks for."""
     if form == "json":
         return JsonLines(stream, level)

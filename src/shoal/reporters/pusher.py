@@ -6,29 +6,32 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import NamedTuple
+
+from torch import Tensor
 
 from shoal.reporters.hub_repository import PushError
+from shoal.reporters.model_card import CardFacts
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
 
 
-class Numbered(Protocol):
-    @property
-    def step(self) -> int: ...
+class Snapshot(NamedTuple):
+    """What is pushed of a run, as it was at a step."""
+
+    step: int
+    facts: CardFacts
+    weights: dict[str, Tensor]
 
 
-State = TypeVar("State", bound=Numbered)
-
-
-class Pusher(Generic[State]):
+class Pusher:
     """At most one state is under way and one waits; a newer one takes the place of the one that waits.
 
     A failure that may pass is tried again after longer and longer pauses, with the newest state. After a failure that will not pass by
     itself, the pusher tries again with the next state. Each reason is reported once.
     """
 
-    def __init__(self, send: Callable[[State], None]) -> None:
+    def __init__(self, send: Callable[[Snapshot], None]) -> None:
         self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.pushed_step: int | None = None
         self.pushes = 0
@@ -36,7 +39,7 @@ class Pusher(Generic[State]):
         """Why the last attempt failed; empty if it succeeded."""
         self._send = send
         self._wakeup = threading.Condition()
-        self._waiting: State | None = None
+        self._waiting: Snapshot | None = None
         self._not_before = 0.0
         self._asked_to_wait = False
         self._failures = 0
@@ -45,7 +48,7 @@ class Pusher(Generic[State]):
         self._thread = threading.Thread(target=self._work, name="hub", daemon=True)
         self._thread.start()
 
-    def offer(self, state: State) -> None:
+    def offer(self, state: Snapshot) -> None:
         """Push this state as soon as possible."""
         with self._wakeup:
             self._waiting = state
@@ -62,7 +65,7 @@ class Pusher(Generic[State]):
         if self._thread.is_alive():
             self.trouble = self.trouble or f"the hub took longer than {within_s:.0f} s"
 
-    def _next_state(self) -> State | None:
+    def _next_state(self) -> Snapshot | None:
         """The next state to push, once its time has come; None after `finish`."""
         with self._wakeup:
             while True:
@@ -86,7 +89,7 @@ class Pusher(Generic[State]):
                 self.pushed_step, self.trouble, self._failures = state.step, "", 0
                 self.pushes += 1
 
-    def _failed(self, state: State, error: PushError) -> None:
+    def _failed(self, state: Snapshot, error: PushError) -> None:
         reason = self.trouble = str(error)
         with self._wakeup:
             self._failures += 1

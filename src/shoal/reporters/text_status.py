@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.config.schema.updates import Privacy
 
-_COLUMNS = (
-    "worker",
-    "state",
-    "since",
-    "heard",
-    "address",
-    "steps/s",
-    "lag",
-    "accepted",
-    "rejected",
-    "received",
-    "compute/wait/send",
-    "memory",
-)
 _LOUD = ("loss", "accuracy", "perplexity", "score", "kl", "discriminator_loss", "generator_loss")
 
 Row = tuple[str, ...]
+Cells = dict[str, Callable[[Mapping[str, Any]], str]]
+"""By a column's name: the text of a row in it."""
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -62,15 +50,12 @@ def progress_of(status: Mapping[str, Any]) -> str:
 
 
 def figures_of(status: Mapping[str, Any]) -> str:
-    figures = status["figures"]
-    return (
-        "; ".join(
-            f"{split} " + ", ".join(f"{name} {found[name]:.4g}" for name in _LOUD if isinstance(found.get(name), (int, float)))
-            for split in ("train", "eval")
-            if any(name in (found := figures.get(split, {})) for name in _LOUD)
-        )
-        or "none yet"
-    )
+    found = []
+    for split in ("train", "eval"):
+        values = status["figures"].get(split, {})
+        if shown := [f"{name} {values[name]:.4g}" for name in _LOUD if isinstance(values.get(name), (int, float))]:
+            found.append(f"{split} " + ", ".join(shown))
+    return "; ".join(found) or "none yet"
 
 
 def privacy_of(privacy: Mapping[str, Any]) -> str:
@@ -82,28 +67,28 @@ def privacy_of(privacy: Mapping[str, Any]) -> str:
 
 def member_rows(status: Mapping[str, Any]) -> list[Row]:
     """The workers, in the order of their names, those who are gone last; the columns' names first."""
-    tasked = any("task" in row for row in status["members"])
-    rows = [_member(row, tasked) for key in ("members", "gone") for row in sorted(status[key], key=lambda row: str(row["worker"]))]
-    return [(*_COLUMNS, "task") if tasked else _COLUMNS, *rows]
+    ordered = [row for key in ("members", "gone") for row in sorted(status[key], key=lambda row: str(row["worker"]))]
+    return in_columns(CELLS, ordered, with_task=any("task" in row for row in status["members"]))
 
 
-def _member(row: Mapping[str, Any], tasked: bool) -> Row:
-    why = ", ".join(f"{count} {reason}" for reason, count in (row.get("why") or {}).items())
-    cells = (
-        str(row["worker"]),
-        str(row["state"]),
-        time.strftime("%H:%M:%S", time.localtime(row["since"])) if row.get("since") else "-",
-        f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] not in ("gone", "left") else "-",
-        str(row.get("address") or "-"),
-        "-" if row.get("rate") is None else f"{row['rate']:.3g}",
-        str(row["lag"]),
-        str(row["accepted"]),
-        f"{row['rejected']} ({why})" if why else str(row["rejected"]),
-        in_bytes(row["bytes"]),
-        shares_of(row),
-        in_bytes(row["memory_bytes"]) if row.get("memory_bytes") else "-",
-    )
-    return (*cells, str(row.get("task") or "none")) if tasked else cells
+def in_columns(cells: Cells, rows: Sequence[Mapping[str, Any]], with_task: bool = False) -> list[Row]:
+    """The columns' names, and the text of each row in them."""
+    if with_task:
+        cells = cells | {"task": lambda row: str(row.get("task") or "none")}
+    return [tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in rows)]
+
+
+def _since(row: Mapping[str, Any]) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(row["since"])) if row.get("since") else "-"
+
+
+def _heard(row: Mapping[str, Any]) -> str:
+    return f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] not in ("gone", "left") else "-"
+
+
+def _rejected(row: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in (row.get("why") or {}).items())
+    return f"{row['rejected']} ({reasons})" if reasons else str(row["rejected"])
 
 
 def shares_of(row: Mapping[str, Any]) -> str:
@@ -111,6 +96,22 @@ def shares_of(row: Mapping[str, Any]) -> str:
     parts = [float(row.get(name) or 0.0) for name in ("computing_s", "waiting_s", "sending_s")]
     whole = sum(parts)
     return "/".join(f"{100 * part / whole:.0f}" for part in parts) + " %" if whole > 0 else "-"
+
+
+CELLS: Cells = {
+    "worker": lambda row: str(row["worker"]),
+    "state": lambda row: str(row["state"]),
+    "since": _since,
+    "heard": _heard,
+    "address": lambda row: str(row.get("address") or "-"),
+    "steps/s": lambda row: "-" if row.get("rate") is None else f"{row['rate']:.3g}",
+    "lag": lambda row: str(row["lag"]),
+    "accepted": lambda row: str(row["accepted"]),
+    "rejected": _rejected,
+    "received": lambda row: in_bytes(row["bytes"]),
+    "compute/wait/send": shares_of,
+    "memory": lambda row: in_bytes(row["memory_bytes"]) if row.get("memory_bytes") else "-",
+}
 
 
 def event_lines(events: Sequence[Mapping[str, Any]], most: int) -> list[str]:

@@ -17,7 +17,7 @@ from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import SideTextReader, SideTexts
 from shoal.models.kernels.cpu_packing import pack_matrices
 from shoal.serve.batched_kv_caches import KvCaches
-from shoal.serve.batching import ForwardBatch, MachineStatus, moving_average
+from shoal.serve.batching import ForwardBatch, MachineEntry, moving_average
 from shoal.serve.nodes.layer_host import memory_for_layers
 
 LONGEST_UNBOUNDED = 32_768
@@ -41,8 +41,7 @@ class LocalBackend:
     microbatches = 1
 
     def __init__(self, model: Any, beside: SideTexts | None = None) -> None:
-        """`beside`: finds the passages that the model reads beside its input. They differ between requests, so the requests of such a model
-        are decoded one by one."""
+        """`beside`: finds the passages that the model reads. They differ between requests, which are then decoded one by one."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
@@ -63,7 +62,7 @@ class LocalBackend:
             batch, start = self._pending.popleft(), time.perf_counter()
             logits_BV = self._read(batch)
             self.tokens += sum(map(len, batch.ids))
-            if batch.is_decoding:
+            if len(batch.ids[0]) == 1:  # decoding, not a chunk of a prompt
                 self.token_s = moving_average(self.token_s, time.perf_counter() - start)
             yield batch, logits_BV
 
@@ -101,10 +100,10 @@ class LocalBackend:
         self.caches.release(request)
         self._readers.pop(request, None)
 
-    def machines(self) -> list[MachineStatus]:
+    def machines(self) -> list[MachineEntry]:
         parameters = list(self.model.parameters())
         count, size = sum(one.numel() for one in parameters), sum(one.nbytes for one in parameters)
-        return [MachineStatus("this machine", count, None, True, size, self.memory_bytes, self.token_s, self.tokens)]
+        return [MachineEntry("this machine", count, None, True, size, self.memory_bytes, self.token_s, self.tokens, True)]
 
     def close(self) -> None:
         """No other machine takes part."""

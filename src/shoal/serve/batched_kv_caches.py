@@ -1,5 +1,4 @@
-"""The KV caches of requests, of a whole model or of a stage, and the prefix cache. Requests that are decoded together have one joined
-cache, padded on the left."""
+"""KV caches of requests, of a whole model or a stage, and the prefix cache. Requests decoded together share one, padded on the left."""
 
 from __future__ import annotations
 
@@ -34,13 +33,9 @@ class KvCaches:
         self._lengths: dict[int, int] = {}
 
     @property
-    def empty(self) -> bool:
-        return not self._lengths and not self._alone and not self._joints
-
-    @property
     def requests(self) -> set[int]:
         """The requests of which a cache is here."""
-        return set(self._lengths) | set(self._alone)
+        return {*self._lengths, *self._alone, *self._joints}
 
     def length(self, request: int) -> int:
         """Tokens that the request's cache holds."""
@@ -135,8 +130,7 @@ class PrefixCache:
         return found[1], found[0]
 
     def add(self, number: int, text: Sequence[int]) -> list[int]:
-        """Keep a text. Return the requests whose caches are to be forgotten for it: shorter texts that it begins with, those that were not
-        used for longest, or the text itself."""
+        """Keep a text. Return the requests whose caches to forget: shorter texts that it begins with, the longest unused, or itself."""
         kept = tuple(text)
         if len(kept) < SHORTEST or len(kept) > self.most_tokens or any(_common(one, kept) == len(kept) for one in self.texts.values()):
             return [number]

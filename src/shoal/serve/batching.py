@@ -34,8 +34,7 @@ _LARGEST_CHUNK = 512
 
 
 class ForwardBatch(NamedTuple):
-    """Tokens for one forward pass: a chunk of one request's prompt, whole prompts of one length, or one token of each of several
-    requests."""
+    """Tokens for one forward pass: a chunk of one prompt, whole prompts of one length, or one token of each of several requests."""
 
     requests: tuple[int, ...]
     ids: tuple[tuple[int, ...], ...]
@@ -43,28 +42,24 @@ class ForwardBatch(NamedTuple):
     needs_logits: bool = True
     """False: more of this prompt follows, so the next token is not chosen yet."""
 
-    @property
-    def is_decoding(self) -> bool:
-        """One token of each request, not a chunk of a prompt."""
-        return len(self.ids[0]) == 1
 
-
-class MachineStatus(NamedTuple):
-    """One machine that holds layers of the model."""
+@dataclass
+class MachineEntry:
+    """A machine that holds layers of the model."""
 
     name: str
     parameters: int
-    layers: tuple[int, int] | None = None
+    layers: tuple[int, int] | None
     """The first and the last; None: all of them."""
-    alive: bool = True
-    weight_bytes: int = 0
-    memory_bytes: int = 0
-    """Free memory when it joined; 0: unknown."""
-    token_s: float = 0.0
+    alive: bool
+    weight_bytes: int
+    memory_bytes: int
+    """Free memory when it joined."""
+    token_s: float
     """Seconds that its layers take for one token; 0: none was read yet."""
-    tokens: int = 0
+    tokens: int
     """Tokens that it has read."""
-    has_ends: bool = True
+    has_ends: bool
     """Whether it embeds tokens and has the output matrix."""
 
 
@@ -78,41 +73,30 @@ class Backend(Protocol):
     @property
     def microbatches(self) -> int:
         """Batches under way that keep all machines busy."""
-        ...
 
     def start(self, batch: ForwardBatch) -> None:
         """Begin a forward pass. Batches of one request are read in the order in which they were started."""
-        ...
 
     def results(self) -> Iterator[tuple[ForwardBatch, Tensor | None]]:
-        """Batches that were read, with the logits [B, V] of the next tokens where the batch needs them. Waits a moment where none is
-        done."""
-        ...
+        """Finished batches, with the logits [B, V] of the next tokens where they are needed. Waits a moment where none is done."""
 
     def retain(self, request: int) -> bool:
-        """Keep the caches of a request that has ended, for prompts that begin like it. False: the caches of this model cannot be shared,
-        and the request is to be released."""
-        ...
+        """Keep the caches of an ended request for prompts that begin like it. False: they cannot be shared, and must be released."""
 
     def copy_prefix(self, request: int, retained: int, length: int) -> bool:
         """Begin a new request with a copy of the first tokens of a retained one. False: its caches are gone."""
-        ...
 
     def release(self, request: int) -> None:
         """Free the caches of a request."""
-        ...
 
     def discard_pending(self) -> None:
         """Forget all batches that were started and are not finished."""
-        ...
 
-    def machines(self) -> list[MachineStatus]:
+    def machines(self) -> list[MachineEntry]:
         """Which machine holds which layers."""
-        ...
 
     def close(self) -> None:
         """Disconnect from other machines."""
-        ...
 
 
 def moving_average(before: float, now: float) -> float:
@@ -224,8 +208,7 @@ class BatchingEngine:
         return bool(self.waiting or self.running or self._cancelled)
 
     def step(self) -> None:
-        """Start what can be started: a token for every request that waits for none, and a chunk of the first prompt that is not read yet.
-        Then take the results."""
+        """Start a token for every request that waits for none, and a chunk of the first prompt that is not read yet. Take the results."""
         self._end_cancelled()
         with self.arrived:
             while self.waiting and len(self.running) < self.most_running:
@@ -264,8 +247,7 @@ class BatchingEngine:
                 budget -= self._read(job, min(budget, _LARGEST_CHUNK))
 
     def _read(self, job: GenerationJob, budget: int) -> int:
-        """Start to read at most `budget` tokens of a prompt, with whole prompts of the same length, such as those of a request's other
-        choices. Return how many tokens that are."""
+        """Start to read at most `budget` tokens of a prompt, and of others of the same length. Return how many tokens that are."""
         chunk, fresh = job.prompt_ids[job.read : job.read + budget], job.read == 0
         whole = len(job.prompt_ids) == len(chunk)
         beside = [one for one in self.running if fresh and whole and one is not job and not one.read and len(one.prompt_ids) == len(chunk)]
@@ -355,8 +337,7 @@ class BatchingEngine:
 
 
 def _grouped(decoding: list[GenerationJob], count: int) -> list[list[GenerationJob]]:
-    """The requests in `count` microbatches of about the same size. A request stays in its microbatch, so that the joined caches stay as
-    they are."""
+    """The requests in `count` microbatches of similar size. Each stays in its own, so that the joined caches stay as they are."""
     sizes = [sum(job.group == group for job in decoding) for group in range(count)]
     for job in decoding:
         least, has_one = sizes.index(min(sizes)), 0 <= job.group < count

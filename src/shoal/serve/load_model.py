@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal import data
-from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve, resolve_data
-from shoal.config.problems import ConfigError
+from shoal.config.load import ConfigFile, Override, resolve, resolve_data
 from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.engines.single import choose_device
@@ -59,24 +58,14 @@ def open_served(targets: Sequence[str], overrides: list[Override], warn: Callabl
     if len(targets) == 1 and folder.suffix == ".gguf":
         target, folder = str(converted(folder)), converted(folder)
     if len(targets) == 1 and (folder / "config.json").is_file():
-        run = _checked(resolve_data(_named(target), name=target, dialect="shoal", overrides=overrides))
+        settings = {"model": {"kind": "huggingface", "pretrained": target}}
+        run = resolve_data(settings, name=target, dialect="shoal", overrides=overrides).run
         return _hugging_face(run, folder.resolve().name, nodes or run.serving.num_nodes or 1)
-    run = _checked(resolve([ConfigFile(one) for one in targets], overrides))
+    run = resolve([ConfigFile(one) for one in targets], overrides).run
     if run.model.kind != "huggingface":
         raise ShoalError(f"{target} names a model of kind {run.model.kind}, which must be trained first: serve the folder of its run")
     machines = 1 + max(len(run.cluster.workers), run.cluster.num_workers or 0)
     return _hugging_face(run, str(getattr(run.model, "pretrained", target)), nodes or run.serving.num_nodes or machines)
-
-
-def _named(folder: str) -> dict[str, Any]:
-    """The settings under which a folder of Hugging Face is a model."""
-    return {"model": {"kind": "huggingface", "pretrained": folder}}
-
-
-def _checked(loaded: LoadedConfig) -> Run:
-    if not loaded.ok:
-        raise ConfigError(loaded.problems)
-    return loaded.run
 
 
 def _run(target: str, overrides: list[Override], warn: Callable[[str], None], nodes: int | None) -> ServedModel:
@@ -84,7 +73,7 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     model, tokenizer = trained.task.players.get("model"), trained.tokenizer
     if tokenizer is None or model is None:
         raise ShoalError(f"the run at {target} trained a model of kind {trained.run.model.kind}, which does not write text")
-    run = _checked(resolve([ConfigFile(str(trained.root / "config.yaml"))], overrides, resolved=True))
+    run = resolve([ConfigFile(str(trained.root / "config.yaml"))], overrides, resolved=True).run
     nodes = nodes or run.serving.num_nodes or 1
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
     ends = _ends(model, tokenizer, folders)

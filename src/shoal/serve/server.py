@@ -17,27 +17,24 @@ from shoal.web.auth import AuthMiddleware, listening_socket
 from shoal.web.uvicorn_limits import bounded_server
 
 
-class EngineThread:
+class EngineThread(threading.Thread):
     """Steps while there is something to do, and waits while there is not."""
 
     def __init__(self, engine: BatchingEngine, warn: Callable[[str], None]) -> None:
+        super().__init__(name="shoal-engine", daemon=True)
         self.engine, self.warn = engine, warn
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """End every request and the thread."""
         with self.engine.arrived:
             self._ending = True
             self.engine.arrived.notify_all()
-        self._thread.join()
+        self.join()
         self.engine.cancel([job.number for job in (*self.engine.running, *self.engine.waiting)])
         self.engine.step()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while self._wait():
             try:
                 self.engine.step()
@@ -70,12 +67,9 @@ class ModelServer:
         )
         self.driver = EngineThread(self.engine, warn)
         self.sockets = [listening_socket(host, port) for port in ports]
+        self.ports: list[int] = [one.getsockname()[1] for one in self.sockets]
         app: Any = AuthMiddleware(make_app(served, self.engine), key)
         self.server = bounded_server(app)
-
-    @property
-    def ports(self) -> list[int]:
-        return [one.getsockname()[1] for one in self.sockets]
 
     def run(self) -> None:
         """Serve until a signal comes."""

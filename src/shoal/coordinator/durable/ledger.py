@@ -38,9 +38,8 @@ class LedgerLine(NamedTuple):
     checksum: str
 
 
-def lines_of(content: bytes) -> Iterator[LedgerLine]:
-    """Each complete line."""
-    before = ""
+def lines_of(content: bytes, before: str = "") -> Iterator[LedgerLine]:
+    """Each complete line; `before`: the checksum of the line before the first of them."""
     for number, text in enumerate(content.split(b"\n")[:-1], 1):
         body, field, rest = text.rpartition(_FIELD)
         checksum = rest.removesuffix(_CLOSE).decode("latin-1") if field else ""

@@ -1,7 +1,7 @@
 // One screen in large type: what the model makes, how well it does, and who helps.
 
 import { code, curves } from "./charts.js";
-import { clock, duration, fill, make, number, percent } from "./words.js";
+import { clock, duration, fill, make, number, percent, spread } from "./words.js";
 
 const find = (id) => document.getElementById(id);
 const share = (value) => `${(100 * value).toFixed(1)} %`;
@@ -140,9 +140,4 @@ function sentence(text) {
   const plain = text.replace(/^warning: /, "");
   const first = /^[a-z]+ /.test(plain) && !/^\S+ (joined|left|is |came|has |cannot)/.test(plain) ? plain.charAt(0).toUpperCase() + plain.slice(1) : plain;
   return /[.!?:…]$/.test(first) ? first : `${first}.`;
-}
-
-function spread(list, count) {
-  if (list.length <= count) return list;
-  return Array.from({ length: count }, (_, at) => list[Math.round((at * (list.length - 1)) / (count - 1))]);
 }

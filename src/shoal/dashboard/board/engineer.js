@@ -2,7 +2,7 @@
 
 import { bars, curves, far, shades, timeline } from "./charts.js";
 import { eventRow } from "./classroom.js";
-import { bytes, clock, duration, fill, fillRows, followScrolling, make, number, percent } from "./words.js";
+import { bytes, clock, duration, fill, fillRows, followScrolling, make, number, percent, spread } from "./words.js";
 
 const COLUMNS = [
   ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "heard", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
@@ -331,11 +331,6 @@ function rates(records, of) {
     if (Number.isFinite(value)) found.push([records[at].wall_s, value]);
   }
   return found;
-}
-
-function spread(all, count) {
-  if (all.length <= count) return all;
-  return Array.from({ length: count }, (_, at) => all[Math.round((at * (all.length - 1)) / (count - 1))]);
 }
 
 /** How a worker's time divides between moments. Where it was not there, there is nothing. */

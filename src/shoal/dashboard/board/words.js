@@ -94,3 +94,9 @@ export function clock(at) {
 export function percent(share) {
   return `${Math.round(100 * share)} %`;
 }
+
+/** At most `count` of a list's elements, at even distances; the first and the last are among them. */
+export function spread(list, count) {
+  if (list.length <= count) return list;
+  return Array.from({ length: count }, (_, at) => list[Math.round((at * (list.length - 1)) / (count - 1))]);
+}

@@ -33,14 +33,18 @@ _READY_S = 10.0
 _PAGES = Path(__file__).parents[1]
 
 
-class Metrics:
-    """Requests by status, beside the engine's own counters, for Prometheus."""
+class Api:
+    """The routes' handlers, and what they share."""
 
-    def __init__(self, engine: BatchingEngine) -> None:
-        self.engine = engine
+    def __init__(self, served: ServedModel, engine: BatchingEngine) -> None:
+        self.served, self.engine = served, engine
         self.answered: Counter[int] = Counter()
+        """Requests by status."""
+        self.created = int(time.time())
+        self._probing: asyncio.Task[bool] | None = None
 
-    def text(self) -> str:
+    async def metrics(self) -> Response:
+        """Counters for Prometheus."""
         engine = self.engine
         by_status = [MetricSample(count, {"status": str(status)}) for status, count in sorted(self.answered.items())]
         counters = (
@@ -53,17 +57,8 @@ class Metrics:
             ("shoal_places", "gauge", "Answers that can be generated at once.", engine.most_running),
         )
         metrics = [Metric(name, kind, help, [MetricSample(value)]) for name, kind, help, value in counters]
-        return exposition([Metric("shoal_requests_total", "counter", "Requests by HTTP status.", by_status), *metrics])
-
-
-class Api:
-    """The routes' handlers, and what they share."""
-
-    def __init__(self, served: ServedModel, engine: BatchingEngine) -> None:
-        self.served, self.engine = served, engine
-        self.metrics = Metrics(engine)
-        self.created = int(time.time())
-        self._probing: asyncio.Task[bool] | None = None
+        text = exposition([Metric("shoal_requests_total", "counter", "Requests by HTTP status.", by_status), *metrics])
+        return PlainTextResponse(text, headers={"content-type": CONTENT_TYPE})
 
     async def models(self) -> schema.ModelList:
         """The model that is served."""
@@ -72,8 +67,7 @@ class Api:
     async def status(self) -> schema.Status:
         """The machines that hold the model, and how busy they are. The chat page shows this."""
         engine = self.engine
-        machines = [schema.MachineEntry(**one._asdict()) for one in engine.backend.machines()]
-        running, waiting = len(engine.running), len(engine.waiting)
+        machines, running, waiting = engine.backend.machines(), len(engine.running), len(engine.waiting)
         return schema.Status(model=self.served.name, machines=machines, running=running, waiting=waiting, tokens=engine.tokens_written)
 
     async def health(self) -> schema.Health:
@@ -128,7 +122,6 @@ class Api:
             raise RefusedError(404, message, param="model", code="model_not_found")
         prompts = await asyncio.to_thread(prompt_ids, body, self.served, self.engine.backend.vocab_size)
         generation = Generation(self.engine, self.served, body, prompts)
-        generation.start()
         writer = schema.ResponseWriter(generation, self.served.name, self.served.tokenizer)
         if body.stream:
             response: Response = StreamingResponse(
@@ -136,7 +129,7 @@ class Api:
             )
         else:
             response = await _whole(request, generation, writer)
-        self.metrics.answered[response.status_code] += 1
+        self.answered[response.status_code] += 1
         return response
 
 
@@ -145,7 +138,7 @@ async def _stream(generation: Generation, writer: schema.ResponseWriter) -> Asyn
         async for delta in generation.deltas():
             if (chunk := writer.chunk(delta)) is not None:
                 yield chunk
-        if generation.request.include_usage:
+        if generation.request.stream_options.include_usage:
             yield writer.usage_chunk()
         yield "data: [DONE]\n\n"
     except RefusedError as refused:
@@ -182,7 +175,7 @@ def make_app(served: ServedModel, engine: BatchingEngine) -> FastAPI:
     description = "A language model that Shoal serves, in OpenAI's form."
     app = FastAPI(title="Shoal", version=__version__, description=description, docs_url=None, redoc_url=None)
     _add_routes(app, api, needs_key=served.settings.api_key is not None)
-    _add_error_handlers(app, api.metrics)
+    _add_error_handlers(app, api)
     document = describe(app, schema.ChatCompletionChunk)
     app.openapi = lambda: document  # type: ignore[method-assign]
     show_page(app, _PAGES / "api_page", at="/docs")
@@ -204,29 +197,20 @@ def _add_routes(app: FastAPI, api: Api, needs_key: bool) -> None:
     app.get("/v1/status", **secured)(api.status)
     app.get("/health")(api.health)
     app.get("/ready", responses={200: {"model": schema.Readiness}, 503: {"model": schema.Readiness}})(api.ready)
-
-    @app.get("/metrics", response_class=PlainTextResponse, **secured)
-    async def metrics() -> Response:
-        """Counters for Prometheus."""
-        return PlainTextResponse(api.metrics.text(), headers={"content-type": CONTENT_TYPE})
+    app.get("/metrics", response_class=PlainTextResponse, **secured)(api.metrics)
 
 
-def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
+def _add_error_handlers(app: FastAPI, api: Api) -> None:
     """Every error is answered in OpenAI's form."""
 
     async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = refusal_of(error.errors())
+        elif isinstance(error, HTTPException):
+            error = RefusedError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
         assert isinstance(error, RefusedError)
-        metrics.answered[error.status] += 1
+        api.answered[error.status] += 1
         return JSONResponse(error.body(), error.status, {"retry-after": "1"} if error.status == 429 else None)
 
-    async def refuse_body(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return await refuse(request, refusal_of(error.errors()))
-
-    async def not_found(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return await refuse(request, RefusedError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}"))
-
-    app.add_exception_handler(RefusedError, refuse)
-    app.add_exception_handler(RequestValidationError, refuse_body)
-    app.add_exception_handler(HTTPException, not_found)
+    for kind in (RefusedError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, refuse)

@@ -77,17 +77,14 @@ class Generation:
     """All choices of one request. `cancel` must be called at the end, whatever the reason: it frees their places in the engine."""
 
     def __init__(self, engine: BatchingEngine, served: ServedModel, request: GenerationRequest, prompts: Sequence[list[int]]) -> None:
+        """Raises RefusedError where too many requests wait."""
         self.engine, self.served, self.request, self.prompts = engine, served, request, prompts
         self.tokens = 0
         self.unfinished = len(prompts) * request.n
         self._loop = asyncio.get_running_loop()
         self._deltas: asyncio.Queue[TextDelta] = asyncio.Queue()
-        self._jobs: list[GenerationJob] = []
-
-    def start(self) -> None:
-        """Raises RefusedError where too many requests wait."""
-        count = self.request.n
-        self._jobs = [self._job(i * count + choice, choice, ids) for i, ids in enumerate(self.prompts) for choice in range(count)]
+        count = request.n
+        self._jobs = [self._job(i * count + choice, choice, ids) for i, ids in enumerate(prompts) for choice in range(count)]
         try:
             self.engine.submit(*self._jobs)
         except QueueFullError:
@@ -109,10 +106,6 @@ class Generation:
                 message = "the server could not finish this answer; try again"
                 raise RefusedError(503, message, kind="server_error", code=delta.finish_reason)
             yield delta
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
 
     @property
     def reused_tokens(self) -> int:
@@ -151,16 +144,12 @@ def warp_for(request: GenerationRequest, served: ServedModel) -> Warp:
     """The decoding of the server's settings, each value replaced where the request has one."""
     decoding = served.settings.decoding
     warp = warp_of(decoding if request.strategy is None else decoding.replace(active=request.strategy))
-    changes: dict[str, float | int | None] = {}
-    if request.temperature is not None:
-        changes["temperature"] = request.temperature
-    if request.top_p is not None:
-        changes["top_p"] = max(request.top_p, _LEAST_TOP_P)
-    if request.top_k is not None:
-        changes["top_k"] = request.top_k if request.top_k > 0 else None
-    if request.min_p is not None:
-        changes["min_p"] = request.min_p
-    return warp._replace(**changes)  # type: ignore[arg-type]
+    changes = request.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
+    if "top_p" in changes:
+        changes["top_p"] = max(changes["top_p"], _LEAST_TOP_P)
+    if changes.get("top_k", 1) <= 0:
+        changes["top_k"] = None
+    return warp._replace(**changes)
 
 
 def answer_length(request: GenerationRequest, usual: int, prompt: int, longest: int) -> int:

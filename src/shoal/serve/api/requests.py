@@ -113,14 +113,6 @@ class GenerationRequest(StrictModel):
         """How many likely tokens are reported beside each token; None: no probabilities."""
         raise NotImplementedError
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options.include_usage is True
-
-    @property
-    def echoes_prompt(self) -> bool:
-        return False
-
 
 class ChatRequest(GenerationRequest):
     is_chat = True
@@ -179,10 +171,6 @@ class CompletionRequest(GenerationRequest):
     @property
     def logprob_count(self) -> int | None:
         return self.logprobs
-
-    @property
-    def echoes_prompt(self) -> bool:
-        return self.echo
 
 
 _FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ChatMessage.model_fields}

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from shoal.data import Tokenizer
 from shoal.serve.api.completion import Generation, TextDelta
-from shoal.serve.batching import GeneratedToken
+from shoal.serve.api.requests import CompletionRequest
+from shoal.serve.batching import GeneratedToken, MachineEntry
 from shoal.web.auth import RefusedError
 
 FinishReason = Literal["stop", "length"]
@@ -123,20 +124,6 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
-class MachineEntry(BaseModel):
-    """A machine that holds layers of the model."""
-
-    name: str
-    parameters: int
-    layers: tuple[int, int] | None
-    alive: bool
-    weight_bytes: int
-    memory_bytes: int
-    token_s: float
-    tokens: int
-    has_ends: bool
-
-
 class Status(BaseModel):
     model: str
     machines: list[MachineEntry]
@@ -185,8 +172,8 @@ class ResponseWriter:
         by_choice = [[delta for delta in deltas if delta.choice == i] for i in range(count)]
         usage = self._usage()
         if self.request.is_chat:
-            choices = [self._chat_choice(i, parts) for i, parts in enumerate(by_choice)]
-            return _json(ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage))
+            chats = [self._chat_choice(i, parts) for i, parts in enumerate(by_choice)]
+            return _json(ChatCompletion(**self._head, object="chat.completion", choices=chats, usage=usage))
         texts = [self._text_choice(i, parts, self._echo(i)) for i, parts in enumerate(by_choice)]
         return _json(TextCompletion(**self._head, object="text_completion", choices=texts, usage=usage))
 
@@ -196,20 +183,21 @@ class ResponseWriter:
         if not (delta.text or delta.finish_reason or is_first or self.request.logprob_count is not None):
             return None
         self._begun.add(delta.choice)
-        usage: dict[str, Any] = {"usage": None} if self.request.include_usage else {}
         if self.request.is_chat:
-            choices = [self._chat_chunk_choice(delta, is_first)]
-            return _event(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **usage))
-        texts = [self._text_choice(delta.choice, [delta], self._echo(delta.choice) if is_first else "")]
-        return _event(TextCompletion(**self._head, object="text_completion", choices=texts, **usage))
+            choice: ChatChunkChoice | CompletionChoice = self._chat_chunk_choice(delta, is_first)
+        else:
+            choice = self._text_choice(delta.choice, [delta], self._echo(delta.choice) if is_first else "")
+        return self._chunk([choice], **({"usage": None} if self.request.stream_options.include_usage else {}))
 
     def usage_chunk(self) -> str:
-        if self.request.is_chat:
-            return _event(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], usage=self._usage()))
-        return _event(TextCompletion(**self._head, object="text_completion", choices=[], usage=self._usage()))
+        return self._chunk([], usage=self._usage())
+
+    def _chunk(self, choices: list[Any], **usage: Any) -> str:
+        kind = ChatCompletionChunk if self.request.is_chat else TextCompletion
+        return _event(kind(**self._head, object=kind.model_fields["object"].default, choices=choices, **usage))
 
     def _usage(self) -> Usage:
-        prompt, written = self.generation.prompt_tokens, self.generation.tokens
+        prompt, written = sum(map(len, self.generation.prompts)), self.generation.tokens
         details = PromptTokensDetails(cached_tokens=self.generation.reused_tokens)
         return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written, prompt_tokens_details=details)
 
@@ -228,7 +216,8 @@ class ResponseWriter:
         return CompletionChoice(index=index, text=text, logprobs=self._text_logprobs(index, deltas), finish_reason=reason)
 
     def _echo(self, index: int) -> str:
-        return self.tokenizer.decode(self.generation.prompts[index // self.request.n]) if self.request.echoes_prompt else ""
+        has_echo = isinstance(self.request, CompletionRequest) and self.request.echo
+        return self.tokenizer.decode(self.generation.prompts[index // self.request.n]) if has_echo else ""
 
     def _chat_logprobs(self, deltas: Sequence[TextDelta]) -> ChatLogprobs | None:
         if self.request.logprob_count is None:

@@ -34,8 +34,7 @@ _MEASURED = 8
 _WINDOW_S = 60.0
 """Longest time between two plans for which the server's processor time is used: in a longer one it was mostly idle."""
 _ROWS = 4
-"""Requests in the batch that compares the ends with a layer. Balance matters with several requests, and the output matrix then costs more
-relative to a layer than with one."""
+"""Requests in the batch that compares the ends with a layer: with several, the output matrix costs more relative to a layer."""
 
 
 class DistributedModel(NodePipeline):

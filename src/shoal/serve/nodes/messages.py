@@ -23,8 +23,8 @@ _MOST_TOKENS = 1 << 40
 _LONGEST_FIELD = 200
 
 
-class PeerEndpoint(NamedTuple):
-    """Where a machine accepts batches from other machines."""
+class Endpoint(NamedTuple):
+    """Where a machine accepts messages, and the credentials that it expects."""
 
     address: str
     token: str
@@ -36,7 +36,7 @@ class NextHop(NamedTuple):
 
     name: str
     layers: LayerRange
-    endpoint: PeerEndpoint
+    endpoint: Endpoint
 
 
 class NodeCommand(NamedTuple):
@@ -56,8 +56,7 @@ class NodeCommand(NamedTuple):
 
 
 def pack_hidden_states(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:
-    """Header fields and bytes of hidden states. As int8 each token has its own scale, and no number is off by more than a 254th of the
-    token's largest one."""
+    """Header fields and bytes. As int8 each token has its own scale; no number is off by more than a 254th of the token's largest one."""
     about = {"shape": list(x_BLD.shape), "type": type_name(x_BLD), "int8": int8}
     if not int8:
         return about, as_frame(x_BLD)
@@ -103,7 +102,8 @@ def command_from(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCo
 
 
 def _parse_command(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> NodeCommand:
-    layers, next_hops = _layer_range(header["place"]), tuple(_next_hop(*one) for one in header["onward"])
+    layers = _layer_range(header["place"])
+    next_hops = tuple(NextHop(str(name), _layer_range(place), endpoint_from(endpoint)) for name, place, endpoint in header["onward"])
     if "reading" not in header:
         requests, length = _integers(header["requests"]), _integer(header["length"], most=_MOST_TOKENS)
         return NodeCommand(str(header["kind"]), layers, requests=requests, length=length, next_hops=next_hops)
@@ -132,16 +132,12 @@ def _layer_range(value: Any) -> LayerRange:
     return LayerRange(first, last)
 
 
-def _next_hop(name: Any, layers: Any, endpoint: Any) -> NextHop:
-    return NextHop(str(name), _layer_range(layers), endpoint_from(endpoint))
-
-
-def endpoint_from(value: Any) -> PeerEndpoint:
+def endpoint_from(value: Any) -> Endpoint:
     """The endpoint in a message. Raises ShoalError, or ValueError or TypeError where it is not a list of three."""
     address, token, key = value
     if not all(isinstance(one, str) and len(one) <= _LONGEST_FIELD for one in (address, token, "" if key is None else key)):
         raise ShoalError("a machine's endpoint is an address, a token and a key")
-    return PeerEndpoint(address, token, key)
+    return Endpoint(address, token, key)
 
 
 def _fits(token_batch: TokenBatch, x_BLD: Tensor) -> bool:

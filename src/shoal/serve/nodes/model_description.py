@@ -25,23 +25,19 @@ Get = Callable[[str], Tensor]
 def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
     """A function that makes the described model without weights, and one that gets its tensors by name, where `get` gets the server's."""
     if model.get("config") is not None:
-        return _computed(_hugging_face(model["config"]), get)
+        made = _hugging_face(model["config"])
+        own = gpt_conversion(made)
+        return (lambda: made, get) if own is None else (own.make, lambda name: own.tensor(name, get))
     loaded = resolve_data({"model": model["settings"]}, name="the server's model", dialect="shoal")
     if not loaded.ok:
         raise ShoalError(f"the server's model is not known here: {loaded.problems[0].message}")
-    run, vocab_size = loaded.run, int(model["vocab_size"])
+    run, shapes = loaded.run, DataShapes(vocab_size=int(model["vocab_size"]))
 
     def make() -> Any:
         with without_weights():
-            return run.model.builder()(run.model, run, DataShapes(vocab_size=vocab_size))["model"]
+            return run.model.builder()(run.model, run, shapes)["model"]
 
     return make, get
-
-
-def _computed(model: HuggingFace, get: Get) -> tuple[Callable[[], Any], Get]:
-    """Shoal's own layers where they can compute the model, else the model's."""
-    own = gpt_conversion(model)
-    return (lambda: model, get) if own is None else (own.make, lambda name: own.tensor(name, get))
 
 
 def _hugging_face(config: str) -> HuggingFace:

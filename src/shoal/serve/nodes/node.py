@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -21,9 +21,9 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
-from shoal.serve.nodes.messages import NextHop, NodeCommand, PeerEndpoint, command_from, command_message, execute, pack_hidden_states
+from shoal.serve.nodes.messages import Endpoint, NextHop, NodeCommand, command_from, command_message, execute, pack_hidden_states
 from shoal.serve.nodes.model_description import model_maker
-from shoal.serve.nodes.weights import PIECE_BYTES, RemoteWeights
+from shoal.serve.nodes.weights import RemoteWeights
 from shoal.transports import Client, Message, Refused, Server, Unreachable, connect, needs_keys, new_keys, new_token, serve
 from shoal.transports.addresses import own_address_towards, parse
 from shoal.transports.zeromq.client import ZmqClient
@@ -42,26 +42,18 @@ _MOST_WAITING = 64
 _MOST_ENDED = 4096
 
 
-class ServerAddress(NamedTuple):
-    """The server's address and credentials."""
-
-    address: str
-    token: str
-    key: str | None
-
-    def client(self) -> Client:
-        return connect(self.address, token=self.token, server_key=self.key, max_frame_bytes=max(FRAME_BYTES, PIECE_BYTES))
+def connect_to(server: Endpoint) -> Client:
+    """A client of the server; there may be several."""
+    return connect(server.address, token=server.token, server_key=server.key, max_frame_bytes=FRAME_BYTES)
 
 
 class NodeProcess:
     """Joins the server and executes commands until it is stopped, or the server is unreachable for longer than `patience_s`."""
 
-    def __init__(
-        self, server_address: ServerAddress, name: str | None, *, slowdown: float, patience_s: float, tell: Callable[[str], None]
-    ) -> None:
-        self.server_address, self.name, self.slowdown, self.patience_s, self.tell = server_address, name, slowdown, patience_s, tell
-        self.client, self.heartbeat_client = server_address.client(), server_address.client()
-        self.report_client, self.peer_sender = server_address.client(), PeerSender(FRAME_BYTES)
+    def __init__(self, server: Endpoint, name: str | None, *, slowdown: float, patience_s: float, tell: Callable[[str], None]) -> None:
+        self.server, self.name, self.slowdown, self.patience_s, self.tell = server, name, slowdown, patience_s, tell
+        self.client, self.heartbeat_client = connect_to(server), connect_to(server)
+        self.report_client, self.peer_sender = connect_to(server), PeerSender()
         self.session_id, self.int8 = "", False
         self._history = ReadHistory()
         self._receiver: PeerReceiver | None = None
@@ -105,17 +97,15 @@ class NodeProcess:
         """Make the model without weights, measure one layer, listen for other machines, and join the server."""
         model, _ = self._ask({"kind": "node"})
         if model.get("kind") != "model":
-            raise ShoalError(f"{self.server_address.address} serves no model: join it without --node")
+            raise ShoalError(f"{self.server.address} serves no model: join it without --node")
         self.int8 = model.get("int8") is True
         host = LayerHost(*model_maker(model, RemoteWeights(self._ask).get), choose_device("auto"), self.slowdown)
         layer_s = host.measure(int(model["width"]))
         host.drop(LayerRange(0, 1))
         history = self._history = ReadHistory()
-        self.report_client, self.peer_sender = self.server_address.client(), PeerSender(FRAME_BYTES)
+        self.report_client, self.peer_sender = connect_to(self.server), PeerSender()
         try:
-            self._receiver = open_receiver(
-                self.server_address.address, FRAME_BYTES, partial(self._execute_from_peer, host, history), self.tell
-            )
+            self._receiver = open_receiver(self.server.address, partial(self._execute_from_peer, host, history), self.tell)
         except ShoalError as problem:
             self.tell(f"warning: other machines cannot hand on to this one, and the server brings everything: {problem}")
         about = {"layer_s": layer_s, "memory_bytes": float(memory_for_layers(host.device)), "name": self.name}
@@ -197,7 +187,6 @@ class NodeProcess:
             self._report_failure(command, str(error) or type(error).__name__, report)
 
     def _report_failure(self, command: NodeCommand, problem: str, report: NodeReport) -> None:
-        """Report a failed command to the server and to the user here."""
         if command.kind == "hold":
             self.tell(f"warning: cannot load the layers {command.layers.first} to {command.layers.last - 1}: {problem}")
             report.done.append({"kind": "unheld", "place": list(command.layers), "problem": problem[:300]})
@@ -254,12 +243,11 @@ class ReadHistory:
 class PeerSender:
     """Sends batches to other machines. Any thread may call it."""
 
-    def __init__(self, max_frame_bytes: int) -> None:
-        self._max_frame_bytes = max_frame_bytes
-        self._clients: dict[PeerEndpoint, ZmqClient] = {}
+    def __init__(self) -> None:
+        self._clients: dict[Endpoint, ZmqClient] = {}
         self._lock = threading.Lock()
 
-    def probe(self, endpoint: PeerEndpoint) -> bool:
+    def probe(self, endpoint: Endpoint) -> bool:
         """Whether a machine can be reached from here."""
         return self._call(endpoint, Message({"kind": "probe"}), _PROBE_S)
 
@@ -268,26 +256,19 @@ class PeerSender:
         after, *rest = command.next_hops
         header, frames = command_message(command._replace(layers=after.layers, next_hops=tuple(rest)), int8)
         # No wait for a machine that was killed: its connection is closed at once, and the server may need this machine now
-        return self._is_connected(after.endpoint) and self._call(
-            after.endpoint, Message({"kind": "pass", "order": header}, frames), _HAND_ON_S
-        )
+        return self._call(after.endpoint, Message({"kind": "pass", "order": header}, frames), _HAND_ON_S, may_connect=False)
 
-    def _is_connected(self, endpoint: PeerEndpoint) -> bool:
+    def _call(self, endpoint: Endpoint, message: Message, timeout_s: float, may_connect: bool = True) -> bool:
         try:
-            return self._client(endpoint).is_connected()
+            client = self._client(endpoint)
+            return (may_connect or client.is_connected()) and client.call(message, timeout_s).header.get("kind") == "taken"
         except ShoalError:
             return False
 
-    def _call(self, endpoint: PeerEndpoint, message: Message, timeout_s: float) -> bool:
-        try:
-            return self._client(endpoint).call(message, timeout_s).header.get("kind") == "taken"
-        except ShoalError:
-            return False
-
-    def _client(self, endpoint: PeerEndpoint) -> ZmqClient:
+    def _client(self, endpoint: Endpoint) -> ZmqClient:
         with self._lock:
             if endpoint not in self._clients:
-                made = ZmqClient(endpoint.address, token=endpoint.token, server_key=endpoint.key, max_frame_bytes=self._max_frame_bytes)
+                made = ZmqClient(endpoint.address, token=endpoint.token, server_key=endpoint.key, max_frame_bytes=FRAME_BYTES)
                 self._clients[endpoint] = made
             return self._clients[endpoint]
 
@@ -301,9 +282,7 @@ class PeerSender:
 class PeerReceiver:
     """Accepts batches of other machines. One thread accepts and another executes, so that no sender waits for a computation."""
 
-    def __init__(
-        self, server: Server, endpoint: PeerEndpoint, on_command: Callable[[NodeCommand], None], tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, server: Server, endpoint: Endpoint, on_command: Callable[[NodeCommand], None], tell: Callable[[str], None]) -> None:
         """`on_command` is called in a thread of the receiver, for one command after the other."""
         self.server, self.endpoint, self._execute, self._tell = server, endpoint, on_command, tell
         self._commands: queue.Queue[NodeCommand | None] = queue.Queue()
@@ -346,9 +325,7 @@ class PeerReceiver:
                 self._tell(f"warning: what another machine handed on could not be read: {error!r}")
 
 
-def open_receiver(
-    server_address: str, max_frame_bytes: int, on_command: Callable[[NodeCommand], None], tell: Callable[[str], None]
-) -> PeerReceiver | None:
+def open_receiver(server_address: str, on_command: Callable[[NodeCommand], None], tell: Callable[[str], None]) -> PeerReceiver | None:
     """Listen on the address by which this machine reaches the server, with a token and keys of its own, which the server passes to the
     machines that may connect. None where there is no such address: then everything goes through the server."""
     if server_address.partition("://")[0] not in Zmq.schemes:
@@ -357,5 +334,5 @@ def open_receiver(
     if host is None:
         return None
     token, keys = new_token(), new_keys() if needs_keys(settings, (host,)) else None
-    server = serve(settings, token=token, keys=keys, max_frame_bytes=max_frame_bytes, hosts=(host,))
-    return PeerReceiver(server, PeerEndpoint(server.address, token, keys.public if keys else None), on_command, tell)
+    server = serve(settings, token=token, keys=keys, max_frame_bytes=FRAME_BYTES, hosts=(host,))
+    return PeerReceiver(server, Endpoint(server.address, token, keys.public if keys else None), on_command, tell)

@@ -25,7 +25,7 @@ from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.split_model import ModelEnds
 from shoal.serve.backend import LONGEST_UNBOUNDED
-from shoal.serve.batching import ForwardBatch, MachineStatus
+from shoal.serve.batching import ForwardBatch, MachineEntry
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import NodeCommand
 from shoal.serve.nodes.placement import SERVER_NODE, LayerPlanner, NodePlacement, NodeState, Route, RouteStage
@@ -160,8 +160,9 @@ class NodePipeline:
             if self._failed:
                 problem, self._failed = self._failed, None
                 raise ShoalError(problem)
-        while (finished := self._next_finished()) is not None:
-            (in_flight, y_BLD), started = finished, finished[0].started
+        while self._finished:  # only this thread takes from it
+            in_flight, y_BLD = self._finished.popleft()
+            started = in_flight.started
             assert started is not None
             if not started.batch.needs_logits:
                 if self._take_pending(started):
@@ -182,10 +183,6 @@ class NodePipeline:
                 return logits_BV
             started.logits |= dict(zip(in_flight.token_batch.requests, logits_BV, strict=True))
         return torch.stack([started.logits[request] for request in requests]) if len(started.logits) == len(requests) else None
-
-    def _next_finished(self) -> tuple[InFlightBatch, Tensor | None] | None:
-        with self._changed:
-            return self._finished.popleft() if self._finished else None
 
     def _take_pending(self, started: PendingForward) -> bool:
         """Remove a forward pass from the pending ones. False: it was discarded before."""
@@ -214,8 +211,7 @@ class NodePipeline:
 
     @torch.inference_mode()
     def copy_prefix(self, request: int, retained: int, length: int) -> bool:
-        """The machines copy the retained request's caches. Where a machine was lost meanwhile, its replacement reads the kept inputs, as
-        for a running request."""
+        """The machines copy the retained request's caches. The replacement of a lost machine reads the kept inputs instead."""
         with self._changed:
             kept, current = self._retained.get(retained), self.placement.current
             if kept is None or kept.route is None or current is None:
@@ -234,14 +230,13 @@ class NodePipeline:
             self._pending.clear()
             self._finished.clear()
 
-    def machines(self) -> list[MachineStatus]:
+    def machines(self) -> list[MachineEntry]:
         with self._changed:
             return self.placement.machines(sum(one.numel() for one in self.ends.parameters()))
 
     # --- machines join and leave ---------------------------------------------------------------------
 
     def add(self, node: NodeState) -> None:
-        """Add a machine."""
         with self._changed:
             self.placement.add(node)
             self._reroute()
@@ -254,19 +249,16 @@ class NodePipeline:
                 self._reroute()
 
     def on_loaded(self, name: str, layers: LayerRange) -> None:
-        """A machine has loaded layers."""
         with self._changed:
             if self.placement.on_loaded(name, layers):
                 self._drop_unused()
 
     def on_load_failed(self, name: str, layers: LayerRange, problem: str) -> None:
-        """A machine could not load layers."""
         with self._changed:
             self.placement.on_load_failed(name, layers, problem)
             self._reroute()
 
     def on_probed(self, name: str, other: str, reached: bool) -> None:
-        """A machine has tried to reach another one."""
         with self._changed:
             self.placement.on_probed(name, other, reached)
 
@@ -314,7 +306,7 @@ class NodePipeline:
         for request, position, x_LD in zip(token_batch.requests, token_batch.positions, x_BLD, strict=True):
             active = self._active.get(request) or self._retained.get(request)
             if active is not None:
-                active.keep(stage.first, position, x_LD)
+                active.keep(stage.layers.first, position, x_LD)
 
     def _drop_rows(self, in_flight: InFlightBatch, left: TokenBatch) -> None:
         """Leave out the requests that ended: their logits are not used, and become zeros."""
@@ -442,7 +434,7 @@ class NodePipeline:
             self.placement.send(stage.name, NodeCommand("read", stage.layers, -1, token_batch, x_BLD))
 
     def _input_for(self, stage: RouteStage, active: ActiveRequest, token_batch: TokenBatch, length: int) -> Tensor | None:
-        if stage.first == 0:
+        if stage.layers.first == 0:
             return self._embed(token_batch)
-        kept = active.kept.get(stage.first)
+        kept = active.kept.get(stage.layers.first)
         return torch.cat(kept)[None, :length] if kept and sum(map(len, kept)) >= length else None

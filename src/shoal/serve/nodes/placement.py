@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.scheduling.layer_split import MachineSpec, split
-from shoal.serve.batching import MachineStatus
+from shoal.serve.batching import MachineEntry
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
-from shoal.serve.nodes.messages import NextHop, NodeCommand, PeerEndpoint
+from shoal.serve.nodes.messages import Endpoint, NextHop, NodeCommand
 
 SERVER_NODE = "server"
 _NEW_NODE_SHARE, _NEW_TIMING_SHARE = 0.95, 0.9
@@ -47,7 +47,7 @@ class NodeState:
     assigned: set[LayerRange] = field(default_factory=set)
     lost_at: float = 0.0
     tokens: int = 0
-    endpoint: PeerEndpoint | None = None
+    endpoint: Endpoint | None = None
     """Where other machines may reach it."""
     join_number: int = 0
     """Number of its joining; it differs from that of an earlier machine of the same name."""
@@ -55,8 +55,8 @@ class NodeState:
     def spec(self) -> MachineSpec:
         return MachineSpec(1 / self.layer_s, self.memory_bytes, self.fixed_s)
 
-    def stage(self, first: int, last: int) -> RouteStage:
-        return RouteStage(self.name, first, last, self.join_number)
+    def stage(self, layers: LayerRange) -> RouteStage:
+        return RouteStage(self.name, layers, self.join_number)
 
     def send(self, command: NodeCommand) -> None:
         self.commands.append(command)
@@ -64,17 +64,12 @@ class NodeState:
 
 
 class RouteStage(NamedTuple):
-    """The layers [first, last) on a machine."""
+    """Layers on a machine."""
 
     name: str
-    first: int
-    last: int
+    layers: LayerRange
     join_number: int = 0
     """Of the machine: one that rejoins under its name has lost its caches."""
-
-    @property
-    def layers(self) -> LayerRange:
-        return LayerRange(self.first, self.last)
 
 
 class Route(NamedTuple):
@@ -108,7 +103,8 @@ class LayerPlanner:
             bounds = split(self.costs, [node.spec() for node in nodes], sizes=self.layer_bytes, leave_out=True)
         except ShoalError:
             return None
-        return tuple(node.stage(*layers) for node, layers in zip(nodes, pairwise(bounds), strict=True) if layers[0] < layers[1])
+        ranges = [LayerRange(*layers) for layers in pairwise(bounds)]
+        return tuple(node.stage(layers) for node, layers in zip(nodes, ranges, strict=True) if layers.first < layers.last)
 
     def with_replacement(self, stages: Sequence[RouteStage], name: str, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
         """The same stages with a spare machine instead of a lost one, so that all others keep their caches; None: no spare fits."""
@@ -117,7 +113,7 @@ class LayerPlanner:
         if not fit:
             return None
         spare = min(fit, key=lambda node: lost.layers not in node.assigned)
-        return tuple(spare.stage(*stage.layers) if stage is lost else stage for stage in stages)
+        return tuple(spare.stage(stage.layers) if stage is lost else stage for stage in stages)
 
     def reserve(self, stages: Sequence[RouteStage], node: NodeState) -> list[LayerRange]:
         """Stages whose layers a spare machine loads in advance, as far as its memory allows, to replace another one at once."""
@@ -184,22 +180,21 @@ class NodePlacement:
         """A machine has loaded layers. True: the next route is used now."""
         if self.upcoming is None:
             return False
-        self.upcoming[1].discard((name, layers))
-        if self.upcoming[1]:
-            return False
-        self._use_upcoming()
-        return True
+        missing = self.upcoming[1]
+        missing.discard((name, layers))
+        if not missing:
+            self._use_upcoming()
+        return not missing
 
     def on_load_failed(self, name: str, layers: LayerRange, problem: str) -> None:
-        """A machine could not load layers: its memory is assumed to be smaller from now on, and the routes through these layers are
-        replaced."""
+        """A machine could not load layers: its memory counts as smaller from now on, and the routes through these layers are replaced."""
         node = self.nodes.get(name)
         if node is None or layers not in node.assigned:
             return
         node.assigned.discard(layers)
         node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(layers) - 1)
         self.tell(f"warning: {name} could not load the layers {layers.first}–{layers.last - 1}, and gets fewer from now on: {problem}")
-        stage = node.stage(*layers)
+        stage = node.stage(layers)
         if self.upcoming is not None and stage in self.upcoming[0].stages:
             self.upcoming = None
         if self.current is not None and stage in self.current.stages:
@@ -209,7 +204,6 @@ class NodePlacement:
             self._load_reserves()
 
     def on_probed(self, name: str, other: str, reached: bool) -> None:
-        """A machine has tried to reach another one."""
         node, after = self.nodes[name], self.nodes.get(other)
         if after is not None and (node.join_number, after.join_number) in self.reachable:
             self.reachable[node.join_number, after.join_number] = reached
@@ -225,18 +219,18 @@ class NodePlacement:
     def alive(self) -> list[NodeState]:
         return [node for node in self.nodes.values() if node.alive]
 
-    def machines(self, ends_parameters: int) -> list[MachineStatus]:
+    def machines(self, ends_parameters: int) -> list[MachineEntry]:
         """The machines that are connected, and those that were lost a moment ago. `ends_parameters`: those that only the server has."""
         now = time.monotonic()
         return [self._status(node, ends_parameters) for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
 
-    def _status(self, node: NodeState, ends_parameters: int) -> MachineStatus:
+    def _status(self, node: NodeState, ends_parameters: int) -> MachineEntry:
         stages = self.current.stages if self.current is not None and node.alive else ()
         layers, here = next((stage.layers for stage in stages if stage.name == node.name), LayerRange(0, 0)), node.name == SERVER_NODE
         count = sum(self.planner.sizes[layers.first : layers.last]) + (ends_parameters if here else 0)
         token_s = self.planner.seconds(node, layers) if layers.last or here else 0.0
         size, shown = count * self.planner.bytes_of_one, (layers.first, layers.last - 1)
-        return MachineStatus(node.name, count, shown, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
+        return MachineEntry(node.name, count, shown, node.alive, size, int(node.memory_bytes), token_s, node.tokens, here)
 
     def weight_of(self, batch: TokenBatch) -> float:
         """How many batches of one request take as long as this one."""
@@ -281,7 +275,7 @@ class NodePlacement:
             for layers in [layers for layers in node.assigned if (node.name, layers) not in used]:
                 node.assigned.discard(layers)
                 node.send(NodeCommand("drop", layers))
-                dropped.append(node.stage(*layers))
+                dropped.append(node.stage(layers))
         return dropped
 
     # --- routes --------------------------------------------------------------------------------------
@@ -331,13 +325,16 @@ class NodePlacement:
 
     def _format_route(self) -> str:
         assert self.current is not None
-        return ", ".join(f"{stage.name} {stage.first}–{stage.last - 1}" for stage in self.current.stages)
+        return ", ".join(f"{stage.name} {stage.layers.first}–{stage.layers.last - 1}" for stage in self.current.stages)
 
     def _load_route(self, route: Route) -> None:
         for stage in route.stages:
             self._load(self.nodes[stage.name], stage.layers)
-        for before, after in pairwise(route.stages):
-            self._probe(before, after)
+        for before, after in pairwise(route.stages):  # machines try to reach the next one
+            pair, endpoint = (before.join_number, after.join_number), self.nodes[after.name].endpoint
+            if self.probes and pair not in self.reachable and endpoint is not None and self.nodes[before.name].endpoint is not None:
+                self.reachable[pair] = False
+                self.send(before.name, NodeCommand("probe", next_hops=(NextHop(after.name, after.layers, endpoint),)))
 
     def _load(self, node: NodeState, layers: LayerRange) -> None:
         if layers not in node.assigned:
@@ -353,10 +350,3 @@ class NodePlacement:
     def _load_reserves(self) -> None:
         for node, layers in self._reserves():
             self._load(node, layers)
-
-    def _probe(self, before: RouteStage, after: RouteStage) -> None:
-        """Let a machine try to reach the next one."""
-        pair, endpoint = (before.join_number, after.join_number), self.nodes[after.name].endpoint
-        if self.probes and pair not in self.reachable and endpoint is not None and self.nodes[before.name].endpoint is not None:
-            self.reachable[pair] = False
-            self.send(before.name, NodeCommand("probe", next_hops=(NextHop(after.name, after.layers, endpoint),)))

@@ -40,8 +40,8 @@ class NodeSession:
         self.waiting_request: tuple[Request, float] | None = None
 
 
-class NodeServer:
-    """One thread between the transport's server and the pipeline."""
+class NodeServer(threading.Thread):
+    """The thread between the transport's server and the pipeline."""
 
     def __init__(
         self,
@@ -54,19 +54,16 @@ class NodeServer:
         int8: bool,
     ) -> None:
         """`model`: what a machine needs to make the model without weights; `int8`: whether hidden states are sent rounded."""
+        super().__init__(name="shoal-hub", daemon=True)
         self.int8 = int8
         self.server, self.pipeline, self.tensors, self.model, self.tell = server, pipeline, tensors, dict(model), tell
         self.sessions: dict[str, NodeSession] = {}
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="shoal-hub", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         self._ending = True
         self.server.wake()
-        self._thread.join()
+        self.join()
         self.server.close()
 
     def remove(self, name: str, why: str) -> None:
@@ -77,7 +74,7 @@ class NodeServer:
                 self.tell(f"{name} is gone: {why}")
                 self.pipeline.remove(name)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while not self._ending:
             for request in self.server.poll(_POLL_S):
                 self._on_request(request)
@@ -160,7 +157,6 @@ class NodeServer:
         return wanted if wanted not in taken else next(f"{wanted}-{i}" for i in range(2, 10_000) if f"{wanted}-{i}" not in taken)
 
     def _handle_reports(self, node: NodeState, header: Mapping[str, Any], frames: tuple[Frame, ...]) -> None:
-        """Pass a machine's reports to the pipeline."""
         for done in header["done"]:
             if done["kind"] == "held":
                 self.pipeline.on_loaded(node.name, LayerRange(*done["place"]))
@@ -207,27 +203,24 @@ def _refused(why: str) -> Message:
     return Message({"kind": "refused", "reason": "serving", "detail": why})
 
 
-class LocalNode:
+class LocalNode(threading.Thread):
     """The server's own layers, which execute commands like those of every other machine, in a thread of their own."""
 
     def __init__(self, pipeline: NodePipeline, host: LayerHost, node: NodeState) -> None:
+        super().__init__(name="shoal-layers", daemon=True)
         self.pipeline, self.host, self.node = pipeline, host, node
         self.computed_s = 0.0
         """Processor time of this thread for layers."""
         self._wakeup = threading.Event()
         self._ending = False
         node.wake = self._wakeup.set
-        self._thread = threading.Thread(target=self._run, name="shoal-layers", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         self._ending = True
         self._wakeup.set()
-        self._thread.join()
+        self.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while not self._ending:
             self._wakeup.wait(_LONGEST_POLL_S)
             self._wakeup.clear()

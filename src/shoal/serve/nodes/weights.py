@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,14 +52,6 @@ def claimed_bytes(shape: Any, name: Any) -> int:
     return int(math.prod(shape) * _TYPES[name].itemsize)
 
 
-class TensorFile(NamedTuple):
-    """A tensor in a file. A process of the same machine reads the file itself, if its stamp is the same."""
-
-    path: str
-    key: str
-    stamp: tuple[int, ...]
-
-
 class WeightStore:
     """The weights of a model on the server."""
 
@@ -89,12 +81,6 @@ class WeightStore:
             raise ShoalError(f"the model has no tensor {name[:200]!r}")
         return _read(*self.files[name])
 
-    def where(self, name: str) -> TensorFile | None:
-        if name not in self.files:
-            return None
-        path, key = self.files[name]
-        return TensorFile(str(path.resolve()), key, _stamp(path))
-
     def digest(self, name: str) -> str:
         if name not in self._digests:
             self._digests[name] = hashlib.sha256(as_frame(self.get(name))).hexdigest()
@@ -108,10 +94,12 @@ class WeightStore:
         if header.get("digest"):
             tensor = self.get(name)
             return {"kind": "tensor", "digest": self.digest(name), "shape": list(tensor.shape), "type": type_name(tensor)}, ()
-        found = self.where(name)
-        if found is None and name not in self:
+        if name not in self:
             raise ShoalError(f"the model has no tensor {name[:200]!r}")
-        return {"kind": "tensor", "where": [found.path, found.key, list(found.stamp)] if found else None}, ()
+        if name not in self.files:
+            return {"kind": "tensor", "where": None}, ()
+        path, key = self.files[name]  # a process of the same machine reads the file itself, if its stamp is the same
+        return {"kind": "tensor", "where": [str(path.resolve()), key, list(_stamp(path))]}, ()
 
 
 class RemoteWeights:

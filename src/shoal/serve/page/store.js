@@ -23,7 +23,7 @@ export function loadConversations() {
   return Array.isArray(found) && found.length ? found : [newConversation()];
 }
 
-export const newConversation = () => ({ id: `${Date.now()}-${Math.random()}`, turns: [] });
+export const newConversation = () => ({ turns: [] });
 export const saveConversations = (all) => write(localStorage, CONVERSATIONS, all);
 export const loadSettings = () => ({ ...read(localStorage, SETTINGS, {}), key: read(sessionStorage, KEY, "") });
 
