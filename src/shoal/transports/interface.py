@@ -94,9 +94,10 @@ class ConnectOptions(NamedTuple):
     address: str
     token: str
     server_key: str | None
+    """The coordinator's public key, if messages must be encrypted."""
     max_frame_bytes: int
     insecure: bool = False
-    local: str | None = None
+    """Whether a transport that cannot encrypt may leave this machine."""
 
 
 class Server(Protocol):

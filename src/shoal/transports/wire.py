@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgpack  # type: ignore[import-untyped]
 
 from shoal.errors import ShoalError
-from shoal.transports.interface import Frame, Message
+from shoal.transports.interface import Frame, Message, Refused
 
 VERSION = 1
 MOST_FRAMES = 16
@@ -61,6 +61,14 @@ def encode(message: Message, number: int, limits: Limits) -> list[Frame]:
     parts: list[Frame] = [header, *map(flat, message.frames)]
     _check_sizes(parts, limits)
     return parts
+
+
+def encode_request(message: Message, number: int, limits: Limits) -> list[Frame]:
+    """The frames of a client's request. Raises Refused if it is larger than allowed."""
+    try:
+        return encode(message, number, limits)
+    except Oversized as problem:
+        raise Refused(str(problem), problem.reason) from None
 
 
 def decode(parts: Sequence[Frame], limits: Limits) -> tuple[int, Message]:

@@ -24,8 +24,11 @@ from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layer
 from shoal.serve.nodes.messages import NextHop, NodeCommand, PeerEndpoint, command_from, command_message, execute, pack_hidden_states
 from shoal.serve.nodes.model_description import model_maker
 from shoal.serve.nodes.weights import PIECE_BYTES, RemoteWeights
-from shoal.transports import Client, Message, Refused, Server, Unreachable, connect, needs_keys, new_keys, new_token, serve
+from shoal.transports import Client, Message, Refused, Server, Unreachable
 from shoal.transports.addresses import own_address_towards, parse
+from shoal.transports.connect import connect, needs_keys, serve
+from shoal.transports.interface import ConnectOptions, ListenOptions
+from shoal.transports.keys import new_keys, new_token
 from shoal.transports.zeromq.client import ZmqClient
 
 FRAME_BYTES = 1 << 28
@@ -50,7 +53,7 @@ class ServerAddress(NamedTuple):
     key: str | None
 
     def client(self) -> Client:
-        return connect(self.address, token=self.token, server_key=self.key, max_frame_bytes=max(FRAME_BYTES, PIECE_BYTES))
+        return connect(ConnectOptions(self.address, self.token, self.key, max(FRAME_BYTES, PIECE_BYTES)))
 
 
 class NodeProcess:
@@ -357,5 +360,5 @@ def open_receiver(
     if host is None:
         return None
     token, keys = new_token(), new_keys() if needs_keys(settings, (host,)) else None
-    server = serve(settings, token=token, keys=keys, max_frame_bytes=max_frame_bytes, hosts=(host,))
+    server = serve(settings, ListenOptions((host,), token, keys, max_frame_bytes))
     return PeerReceiver(server, PeerEndpoint(server.address, token, keys.public if keys else None), on_command, tell)
