@@ -8,7 +8,7 @@ import time
 import uuid
 
 from shoal.transports import wire
-from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.interface import Frame, Message, Traffic, Unreachable
 from shoal.transports.postgres import frames
 from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
@@ -20,11 +20,9 @@ interval."""
 class PostgresClient:
     """One caller. Its `peer` is a secret, since it is enough to read the replies."""
 
-    def __init__(
-        self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES, poll_interval_s: float = 5.0
-    ) -> None:
+    def __init__(self, conninfo: str, *, max_frame_bytes: int, poll_interval_s: float = 5.0) -> None:
         self.traffic = Traffic()
-        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._limits = wire.Limits(max_frame_bytes)
         self._poll_interval_s = poll_interval_s
         self._peer = uuid.uuid4()
         self._connection = ReconnectingConnection(conninfo, [channel_of(self._peer)])
@@ -35,16 +33,10 @@ class PostgresClient:
         with self._calling:
             deadline = time.monotonic() + timeout_s
             self._number += 1
-            parts = self._encoded(message)
+            parts = wire.encode_request(message, self._number, self._limits)
             self._connection.run(lambda connection: self._ask(connection, parts), timeout_s)
             self.traffic.send(wire.size_of(parts))
             return self._answer(deadline)
-
-    def _encoded(self, message: Message) -> list[Frame]:
-        try:
-            return wire.encode(message, self._number, self._limits)
-        except wire.Oversized as problem:
-            raise Refused(str(problem), problem.reason) from None
 
     def _ask(self, connection: Connection, parts: list[Frame]) -> None:
         header, *content = parts

@@ -20,6 +20,7 @@ import psutil
 import psycopg
 
 from shoal.errors import ShoalError
+from shoal.transports import wire
 from shoal.transports.interface import Unreachable
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.reconnecting import LOST, Connection, ReconnectingConnection, explained
@@ -42,9 +43,9 @@ class CoordinatorDatabaseConnection:
 
     Holds: only the newest coordinator of a run commits anything."""
 
-    def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
+    def __init__(self, conninfo: str, limits: wire.Limits) -> None:
         self.id = uuid.uuid4()
-        self.patience_s = patience_s
+        self.patience_s = 30.0
         self.freed_bytes = self.freed_elsewhere = 0
         """Bytes freed since the start, in the main connection and in `in_own_transaction`; they decide when tables are vacuumed."""
         self.connection = ReconnectingConnection(conninfo, ["shoal_inbox"])
@@ -55,7 +56,7 @@ class CoordinatorDatabaseConnection:
         self._under_way: list[Callable[[], None]] = []
         try:
             self.connection.run(schema.check, 0.0)
-            self.connection.run(lambda connection: self._take_over(connection, max_frame_bytes, max_header_bytes), 0.0)
+            self.connection.run(lambda connection: self._take_over(connection, limits), 0.0)
         except BaseException:
             self.connection.close()
             raise
@@ -63,8 +64,8 @@ class CoordinatorDatabaseConnection:
 
     # --- one at a time -----------------------------------------------------------------------------
 
-    def _take_over(self, connection: Connection, max_frame_bytes: int, max_header_bytes: int) -> None:
-        mine = (self.id, socket.gethostname(), os.getpid(), max_frame_bytes, max_header_bytes)
+    def _take_over(self, connection: Connection, limits: wire.Limits) -> None:
+        mine = (self.id, socket.gethostname(), os.getpid(), limits.frame_bytes, limits.header_bytes)
         with connection.transaction():
             connection.execute("SELECT pg_advisory_xact_lock(hashtext('shoal.coordinator'))")
             found = connection.execute(
@@ -148,11 +149,8 @@ class CoordinatorDatabaseConnection:
                 self._check_still_coordinator(connection)
                 return work(connection)
 
-        line = ReconnectingConnection(self.connection.conninfo)
-        try:
+        with contextlib.closing(ReconnectingConnection(self.connection.address)) as line:
             return line.run(whole, self.patience_s)
-        finally:
-            line.close()
 
     def before_commit(self, wait: Callable[[], None]) -> None:
         """Call `wait` before the open transaction commits. It returns when work elsewhere that the transaction needs is done, or raises."""

@@ -7,6 +7,7 @@ after a lost connection: the same lease gets the same units, and the same result
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -224,11 +225,8 @@ class LeaseClient:
 
 def stored_run(conninfo: str) -> Message:
     """The description of the run that a database holds. Raises ShoalError where there is none."""
-    client = LeaseClient(conninfo, poll_interval_s=1.0, patience_s=0.0)
-    try:
+    with contextlib.closing(LeaseClient(conninfo, poll_interval_s=1.0, patience_s=0.0)) as client:
         return client.read_run()
-    finally:
-        client.close()
 
 
 def _decoded(header: bytes) -> dict[str, Any]:

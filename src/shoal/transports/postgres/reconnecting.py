@@ -12,22 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from shoal.config.schema.cluster import Postgres
+import psycopg
+from psycopg import conninfo as conninfos
+from psycopg import errors
+
 from shoal.errors import ShoalError
-from shoal.transports.database_address import Access, split_pin
+from shoal.transports.database_address import parse, split_pin
 from shoal.transports.interface import Refused, Unreachable
 from shoal.transports.postgres import access
-from shoal.transports.postgres.certificate_pin import pinned_certificate
 from shoal.transports.wakeup import Wakeup
 
-try:
-    import psycopg
-    from psycopg import conninfo as conninfos
-    from psycopg import errors
-except ImportError:
-    raise ShoalError("PostgreSQL needs a package that is not installed: pip install 'shoal[classroom]'") from None
-
-Connection = psycopg.Connection[tuple[Any, ...]]
+Connection = access.Connection
 LOST = (psycopg.OperationalError, psycopg.InterfaceError)
 _CONNECTING: dict[str, str | int] = {
     "connect_timeout": 5,
@@ -65,9 +60,11 @@ class ReconnectingConnection:
     def __init__(self, conninfo: str, channels: Sequence[str] = (), warn: Callable[[str], None] = lambda text: None) -> None:
         """`channels`: the notifications to listen to; `warn`: called when the database does not answer and is tried again."""
         self.warn = warn
+        self.address = conninfo
+        self._access = parse(conninfo)
         conninfo, self._pin = split_pin(conninfo)
-        self.conninfo = conninfos.make_conninfo(conninfo, **{k: v for k, v in _CONNECTING.items() if k not in _given(conninfo)})
-        self.name = database_name(conninfo)
+        self.conninfo = conninfos.make_conninfo(conninfo, **_CONNECTING | _given(conninfo))
+        self.name = f"the database {self._access.database} at {self._access.host}:{self._access.port}"
         self.connect_count = 0
         """How many times a connection was made."""
         self.stopped = threading.Event()
@@ -108,14 +105,11 @@ class ReconnectingConnection:
         return self._connection
 
     def _connect(self) -> Connection:
-        if self._pin is not None:
-            where = access_of(self.conninfo)
-            certificate = pinned_certificate(where.host, where.port, self._pin)
-            self.conninfo = conninfos.make_conninfo(self.conninfo, sslmode="verify-ca", sslrootcert=certificate, gssencmode="disable")
+        where = conninfos.make_conninfo(self.conninfo, **access.trust(self._access, self._pin))
         try:
-            connection = psycopg.connect(self.conninfo, autocommit=True, prepare_threshold=None)
+            connection = psycopg.connect(where, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as problem:
-            text, explanation = _first_line(problem), str(access.explained(problem, access_of(self.conninfo)))
+            text, explanation = _first_line(problem), str(access.explained(problem, self._access))
             if any(sign in text for sign in _FOR_GOOD) and "starting up" not in text:
                 raise Refused(explanation, "unauthorised") from None
             raise Unreachable(explanation) from None
@@ -201,29 +195,6 @@ class ReconnectingConnection:
         self.stop()
         self.drop()
         self._wakeup.close()
-
-
-def conninfo_of(settings: Postgres) -> str:
-    """The conninfo of the configured database."""
-    if settings.host == "embedded":
-        raise ShoalError("the run's own database is not running: it must be started first, and its address given as transport.host")
-    password = settings.password.reveal() if settings.password else None
-    return conninfos.make_conninfo(
-        "", host=settings.host, port=settings.port, dbname=settings.database, user=settings.user, password=password
-    )
-
-
-def access_of(conninfo: str) -> Access:
-    """The address of a database, without its password."""
-    given = _given(conninfo)
-    host = given.get("host") or given.get("hostaddr") or "localhost"
-    return Access(host, int(given.get("port", 5432)), given.get("dbname", ""), given.get("user", ""))
-
-
-def database_name(conninfo: str) -> str:
-    """The database as messages name it, without secrets."""
-    where = access_of(conninfo)
-    return f"the database {where.database} at {where.host}:{where.port}"
 
 
 def _given(conninfo: str) -> dict[str, Any]:
