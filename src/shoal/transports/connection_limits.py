@@ -64,10 +64,6 @@ class ConnectionLimiter(Generic[Connection]):
         with self._lock:
             return list(self._states)
 
-    def count(self, address: str) -> int:
-        with self._lock:
-            return self._counts[address_group(address)]
-
     def add(
         self, connection: Connection, address: str, now: float, has_authenticated: Callable[[Connection], bool] = lambda connection: False
     ) -> Connection | None:

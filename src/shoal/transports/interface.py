@@ -129,7 +129,7 @@ class Client(Protocol):
         """Ask, and wait for the answer; Unreachable or Refused when none comes."""
 
     def close(self) -> None:
-        """Hang up. Any thread may call this; a call in progress then raises Unreachable."""
+        """Close the connection. Any thread may call this; a call in progress then raises Unreachable."""
 
 
 @runtime_checkable

@@ -56,7 +56,7 @@ def size_of(parts: Sequence[Frame]) -> int:
 
 
 def encode(message: Message, number: int, limits: Limits) -> list[Frame]:
-    """The frames of a message; it is held to the same limits as what is received, so that the sender hears of it first."""
+    """The frames of a message; the receiver's limits apply already here, so that the sender gets the error."""
     header: bytes = msgpack.packb([VERSION, number, message.header], use_bin_type=True)
     parts: list[Frame] = [header, *map(flat, message.frames)]
     _check_sizes(parts, limits)

@@ -41,7 +41,7 @@ class PostgresClient:
     def _ask(self, connection: Connection, parts: list[Frame]) -> None:
         header, *content = parts
         with connection.transaction():
-            ids = frames.upload(connection, content) if content and _welcome(connection, content) else []
+            ids = frames.upload(connection, content) if content and _is_within_limits(connection, content) else []
             connection.execute(
                 "SELECT shoal.send_request(%b, %b::int8, %b, %b::uuid[], %b::int8[])",
                 (self._peer, self._number, header, ids, frames.sizes(content)),
@@ -74,12 +74,7 @@ class PostgresClient:
         return message
 
     def close(self) -> None:
-        if self._connection.stopped.is_set():
-            return
-        self._connection.stop()
-        with self._connection.exclusive(self._calling):
-            self._connection.execute_last("SELECT shoal.forget_requests(%b)", (self._peer,))
-            self._connection.close()
+        self._connection.close_shared(self._calling, "SELECT shoal.forget_requests(%b)", (self._peer,))
 
 
 def channel_of(peer: uuid.UUID) -> str:
@@ -87,7 +82,7 @@ def channel_of(peer: uuid.UUID) -> str:
     return "shoal_" + hashlib.md5(str(peer).encode(), usedforsecurity=False).hexdigest()
 
 
-def _welcome(connection: Connection, content: list[Frame]) -> bool:
+def _is_within_limits(connection: Connection, content: list[Frame]) -> bool:
     """Whether the frames are within the limits; else the request is sent without them, and is refused for their sizes."""
     if wire.size_of(content) < frames.LARGE_BYTES:
         return True

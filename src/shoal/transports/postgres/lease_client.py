@@ -83,8 +83,7 @@ class LeaseClient:
 
     def join(self, name: str | None, about: Mapping[str, str]) -> str:
         """Join the run; returns the worker's name. A name whose worker left or died is taken over, one in use gets a number behind it."""
-        joined: str = self._ask("SELECT shoal.join_run(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0]
-        return joined
+        return str(self._ask("SELECT shoal.join_run(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0])
 
     def heartbeat(self, state: str, figures: Mapping[str, float]) -> None:
         """Send a heartbeat over a connection of its own, without trying again: the next one comes soon."""
@@ -215,12 +214,8 @@ class LeaseClient:
         self._connection.wake()
 
     def close(self) -> None:
-        for connection, lock in ((self._connection, self._working), (self._heartbeats, self._beating)):
-            if connection.stopped.is_set():
-                continue
-            connection.stop()
-            with connection.exclusive(lock):
-                connection.close()
+        self._connection.close_shared(self._working)
+        self._heartbeats.close_shared(self._beating)
 
 
 def stored_run(conninfo: str) -> Message:

@@ -9,7 +9,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import psycopg
@@ -174,17 +174,6 @@ class ReconnectingConnection:
                 with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
                     duplicate.shutdown(socket.SHUT_RDWR)
 
-    @contextlib.contextmanager
-    def exclusive(self, lock: threading.Lock | threading.RLock) -> Iterator[None]:
-        """Hold the lock of the threads that use this connection, which was stopped. One that waits for the server for long is aborted."""
-        if not lock.acquire(timeout=_FINISHING_S):
-            self.abort()
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
     def execute_last(self, query: str, values: Sequence[Any]) -> None:
         """Execute a last statement after `stop`, if there is a connection."""
         if self._connection is not None and not self._connection.closed:
@@ -195,6 +184,21 @@ class ReconnectingConnection:
         self.stop()
         self.drop()
         self._wakeup.close()
+
+    def close_shared(self, lock: threading.Lock | threading.RLock, query: str | None = None, values: Sequence[Any] = ()) -> None:
+        """Close a connection whose users hold this lock, after a last statement. A user that waits for the server for long is aborted."""
+        if self.stopped.is_set():
+            return
+        self.stop()
+        if not lock.acquire(timeout=_FINISHING_S):
+            self.abort()
+            lock.acquire()
+        try:
+            if query is not None:
+                self.execute_last(query, values)
+            self.close()
+        finally:
+            lock.release()
 
 
 def _given(conninfo: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from psycopg import errors, sql
+from psycopg.rows import dict_row
 
 from shoal.errors import ShoalError
 from shoal.transports.postgres.access import set_password
@@ -161,13 +162,11 @@ def describe(connection: Connection) -> dict[str, Any]:
         "SELECT c.relname, pg_total_relation_size(c.oid) FROM pg_class c"
         " WHERE c.relnamespace = 'shoal'::regnamespace AND c.relkind = 'r' ORDER BY 2 DESC"
     )
-    progress = connection.execute(
-        "SELECT begun_at, iteration, version, nullif(coordinator_seen_at, '-infinity') FROM shoal.progress"
-    ).fetchone()
+    progress = "SELECT begun_at, iteration, version, nullif(coordinator_seen_at, '-infinity') AS coordinator_seen_at FROM shoal.progress"
     return {
         "schema_version": latest(),
         "bytes": dict(tables.fetchall()),
-        "run": dict(zip(("begun_at", "iteration", "version", "coordinator_seen_at"), progress, strict=True)) if progress else None,
+        "run": connection.cursor(row_factory=dict_row).execute(progress).fetchone(),
         "facts": dict(connection.execute("SELECT name, value FROM shoal.facts").fetchall()),
         "units": dict(connection.execute("SELECT state, units FROM shoal.unit_counts").fetchall()),
         "workers": dict(connection.execute("SELECT name, CASE WHEN alive THEN state ELSE 'gone' END FROM shoal.worker_list").fetchall()),

@@ -16,7 +16,7 @@ from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loop
 
 MOST_CONNECTIONS = 256
 IDLE_S = 30.0
-"""How long a connection may dawdle over its request."""
+"""How long a connection may send nothing within a request."""
 LINGER_S = 2.0
 
 

@@ -129,7 +129,10 @@ class ZmqClient:
             raise
 
     def _connect(self) -> _ClientSocket:
-        host = self._host()
+        try:
+            host = addresses.resolve(self._target.host)  # for every new connection: a coordinator may have moved
+        except ShoalError as problem:
+            raise Unreachable(str(problem)) from None
         line = _ClientSocket(self._context, self._wakeup)
         tune(line.socket, self._limits, [host])
         line.socket.linger = 0
@@ -147,13 +150,6 @@ class ZmqClient:
         socket.curve_publickey, socket.curve_secretkey = own.public.encode(), own.secret.encode()
         socket.curve_serverkey = self._server_key.encode()
 
-    def _host(self) -> str:
-        """Looked up for every new line: a coordinator may have moved."""
-        try:
-            return addresses.resolve(self._target.host)
-        except ShoalError as problem:
-            raise Unreachable(str(problem)) from None
-
     def _ask(self, line: _ClientSocket, parts: list[Frame], deadline: float) -> None:
         self._follow(line, in_flight=False)
         while True:
@@ -165,7 +161,7 @@ class ZmqClient:
                 self._wait(line, deadline, writing=True)
 
     def _answer(self, line: _ClientSocket, deadline: float) -> Message:
-        """The answer to this call; answers to calls given up long ago are let go."""
+        """The answer to this call; answers to calls that timed out are ignored."""
         while True:
             self._wait(line, deadline, writing=False)
             with contextlib.suppress(zmq.Again):
