@@ -100,7 +100,7 @@ def test_idle_connections_leave_room_for_others_and_for_files(living: Callable[.
         assert Honest(live, "bob", local="127.0.0.1").step() == "accepted"
         assert Honest(live, "eve", local="127.0.0.2").step() == "accepted"
     assert ada.step() == "accepted"
-    eventually(lambda: live.server._authenticator.connections.count("127.0.0.1") == 2)
+    eventually(lambda: live.server._authenticator.connections._counts["127.0.0.1"] == 2)
 
 
 def test_connections_are_fewer_than_descriptors() -> None:

@@ -25,7 +25,8 @@ from shoal.serve.nodes.messages import (
 )
 from shoal.serve.nodes.node import PeerSender, ReadHistory, connect_to, open_receiver
 from shoal.serve.nodes.pipeline import NodePipeline
-from shoal.transports import Message, new_keys
+from shoal.transports import Message
+from shoal.transports.keys import new_keys
 from tests.serve.test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, finish, job, make, split_evenly, spread
 from tests.support.eventually import eventually
 from tests.support.processes import HANG_S

@@ -29,7 +29,7 @@ from shoal.serve.nodes.weights import RemoteWeights
 from shoal.transports import Message, Refused, Server
 from shoal.transports.connect import serve
 from shoal.transports.in_process import InProcessServer
-from shoal.transports.interface import Unreachable
+from shoal.transports.interface import ListenOptions, Unreachable
 from shoal.transports.keys import Keys, new_keys, new_token
 from tests.support.eventually import eventually
 from tests.support.processes import HANG_S
@@ -118,7 +118,7 @@ def spread(
     token = new_token()
     server: Server = InProcessServer(token=token, max_frame_bytes=1 << 24)
     if keys is not None:
-        server = serve(Zmq(port=0), token=token, keys=keys, max_frame_bytes=1 << 24, hosts=("127.0.0.1",))
+        server = serve(Zmq(port=0), ListenOptions(("127.0.0.1",), token, keys, 1 << 24))
     served = small_served(model, **settings)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
     backend, machines = DistributedModel(served, server, lambda text: None), Machines(server, token, keys and keys.public)
     try:

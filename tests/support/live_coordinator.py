@@ -22,10 +22,12 @@ from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join, header_of
 from shoal.runs.folder.file_store import FileStore
-from shoal.transports import Message, new_token
-from shoal.transports.zeromq import ZmqClient, ZmqServer
+from shoal.transports import Message
+from shoal.transports.keys import new_token
+from shoal.transports.zeromq import ZmqClient
 from shoal.updates import codecs
 from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
+from tests.support.servers import zmq_server
 from tests.support.small_cluster import Numbers, contribution, strategy_of
 
 TOKEN = new_token()
@@ -59,7 +61,7 @@ class Live:
         if self.units:
             plan = plan._replace(cut=DataCut(100, 1, 10), total_batches=1000, lease_s=1000.0, attempts=3, samples_per_epoch=400)
         self.coordinator = coordinator = Coordinator(plan, strategy, learner)
-        self.server = ZmqServer("127.0.0.1", 0, **{"token": TOKEN, "secret_key": None, "max_frame_bytes": LIMIT} | self.options)
+        self.server = zmq_server(**{"token": TOKEN, "max_frame_bytes": LIMIT} | self.options)
 
         def capture() -> SnapshotContent:
             return SnapshotContent(

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from shoal.transports import Client, Message, Request, Server, Unreachable, new_keys, new_token
+from shoal.transports import Client, Message, Request, Server, Unreachable
 from shoal.transports.in_process import SCHEME, InProcessClient, InProcessServer
+from shoal.transports.keys import new_keys, new_token
 from shoal.transports.netem import PROFILES, NetemProxy
 from shoal.transports.postgres import PostgresClient, PostgresServer
-from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
-from shoal.transports.zeromq import ZmqClient, ZmqServer
+from shoal.transports.xmlrpc import XmlRpcClient
+from shoal.transports.zeromq import ZmqClient
 from tests.support.postgres_server import Database
+from tests.support.servers import xmlrpc_server, zmq_server
 
 KINDS = ("in-process", "plain", "curve", "xmlrpc", "weather", "postgres")
 LIMIT = 10_000_000
@@ -51,9 +53,9 @@ class Harness:
         elif self.kind == "in-process":
             server = InProcessServer(address.removeprefix(SCHEME) if address else None, **options)
         elif self.kind == "xmlrpc":
-            server = XmlRpcServer("127.0.0.1", port, **options)
+            server = xmlrpc_server(port=port, **options)
         else:
-            server = ZmqServer("127.0.0.1", port, secret_key=None if self.kind == "plain" else KEYS.secret, **options)
+            server = zmq_server(port=port, secret_key=None if self.kind == "plain" else KEYS.secret, **options)
         self._stack.callback(server.close)
         return server
 

@@ -10,20 +10,11 @@ import pytest
 from shoal.config.fields import Secret
 from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc, Zmq
 from shoal.errors import ShoalError
-from shoal.transports import (
-    Keys,
-    Message,
-    Unreachable,
-    addresses,
-    connect,
-    listening_hosts,
-    local_addresses,
-    needs_keys,
-    new_keys,
-    new_token,
-    serve,
-)
-from shoal.transports.keys import key_from_text, key_text
+from shoal.transports import Message, Unreachable, addresses
+from shoal.transports.addresses import local_addresses
+from shoal.transports.connect import connect, listening_hosts, needs_keys, serve
+from shoal.transports.interface import ConnectOptions, ListenOptions
+from shoal.transports.keys import Keys, key_from_text, key_text, new_keys, new_token
 from shoal.transports.request_rate import Rate, RateLimit
 from tests.support.postgres_server import PASSWORD, Database
 from tests.support.transport_harness import KEYS, LIMIT, PATIENCE_S, TOKEN, answering
@@ -36,9 +27,9 @@ pytestmark = pytest.mark.whole
     [(Zmq(port=0), None, "tcp"), (Zmq(port=0), KEYS, "tcp"), (XmlRpc(port=0), None, "http"), (InProcess(), None, "in-process")],
 )
 def test_what_is_served_can_be_reached(settings: Transport, keys: Keys | None, scheme: str) -> None:
-    server = serve(settings, token=TOKEN, keys=keys, max_frame_bytes=LIMIT)
+    server = serve(settings, ListenOptions((), TOKEN, keys, LIMIT))
     assert server.address.startswith(scheme + "://")
-    client = connect(server.address, token=TOKEN, server_key=keys.public if keys else None, max_frame_bytes=LIMIT)
+    client = connect(ConnectOptions(server.address, TOKEN, keys.public if keys else None, LIMIT))
     with answering(server):
         assert client.call(Message({"a": 1}), PATIENCE_S).header == {"echo": {"a": 1}}
     client.close()
@@ -47,21 +38,18 @@ def test_what_is_served_can_be_reached(settings: Transport, keys: Keys | None, s
 
 def test_what_cannot_be_served_or_reached() -> None:
     with pytest.raises(ShoalError, match="database"):
-        serve(Postgres(), token=TOKEN, keys=None, max_frame_bytes=LIMIT)
-    for address in ("ftp://x:1", "nonsense"):
+        serve(Postgres(), ListenOptions((), TOKEN, None, LIMIT))
+    for address in ("ftp://x:1", "nonsense", "tcp://nowhere", "tcp://127.0.0.1:99999", "http://:80"):
         with pytest.raises(ShoalError, match="is not an address"):
-            connect(address, token=TOKEN, max_frame_bytes=LIMIT)
-    for address in ("tcp://nowhere", "tcp://127.0.0.1:99999", "http://:80"):
-        with pytest.raises(ShoalError, match="is not an address"):
-            connect(address, token=TOKEN, max_frame_bytes=LIMIT)
+            connect(ConnectOptions(address, TOKEN, None, LIMIT))
 
 
 def test_a_database_is_served_and_reached(database: Database) -> None:
     port = database.server.port
     settings = Postgres(host="127.0.0.1", port=port, database=database.name, user="coordinator", password=Secret(PASSWORD))
-    server = serve(settings, token=TOKEN, keys=None, max_frame_bytes=LIMIT)
+    server = serve(settings, ListenOptions((), TOKEN, None, LIMIT))
     assert server.address == f"the database {database.name} at 127.0.0.1:{port}"
-    client = connect(database.conninfo("student"), token="", max_frame_bytes=LIMIT)
+    client = connect(ConnectOptions(database.conninfo("student"), "", None, LIMIT))
     with answering(server):
         assert client.call(Message({"a": 1}), PATIENCE_S).header == {"echo": {"a": 1}}
     client.close()
@@ -79,7 +67,7 @@ def test_where_a_server_listens() -> None:
 
 
 def test_everywhere_is_told_as_somewhere() -> None:
-    server = serve(Zmq(host="0.0.0.0", port=0), token=TOKEN, keys=KEYS, max_frame_bytes=LIMIT)
+    server = serve(Zmq(host="0.0.0.0", port=0), ListenOptions((), TOKEN, KEYS, LIMIT))
     told = addresses.parse(server.address).host
     server.close()
     assert told == local_addresses()[0] != "0.0.0.0"
@@ -96,7 +84,7 @@ def test_addresses() -> None:
 
 
 def test_a_name_nobody_knows_may_be_known_later() -> None:
-    client = connect("tcp://no-such-machine.invalid:5000", token=TOKEN, server_key=KEYS.public, max_frame_bytes=LIMIT)
+    client = connect(ConnectOptions("tcp://no-such-machine.invalid:5000", TOKEN, KEYS.public, LIMIT))
     with pytest.raises(Unreachable, match="name of a machine"):
         client.call(Message({}), PATIENCE_S)
     client.close()

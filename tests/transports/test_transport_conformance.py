@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from shoal.transports import Client, Message, Refused, Request, Server, Unreachable, new_keys, new_token
+from shoal.transports import Client, Message, Refused, Request, Server, Unreachable
+from shoal.transports.keys import new_keys, new_token
 from shoal.transports.request_rate import Rate
 from shoal.transports.wire import HEADER_BYTES, Malformed
 from shoal.transports.xmlrpc import XmlRpcServer

@@ -15,9 +15,10 @@ from shoal.errors import ShoalError
 from shoal.transports import Message, Unreachable, addresses
 from shoal.transports.netem import PROFILES, LinkProfile, NetemProxy, profile
 from shoal.transports.netem.streams import DelayedStream, LinkDirection
-from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
+from shoal.transports.xmlrpc import XmlRpcClient
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from tests.support.eventually import eventually
+from tests.support.servers import xmlrpc_server, zmq_server
 from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, take
 
 pytestmark = pytest.mark.whole
@@ -28,7 +29,7 @@ CLEAR = LinkProfile(round_trip_ms=2, jitter_ms=0, loss=0, mbit_per_s=1000)
 
 @pytest.fixture
 def server() -> Iterator[ZmqServer]:
-    made = ZmqServer("127.0.0.1", 0, token=TOKEN, secret_key=KEYS.secret, max_frame_bytes=LIMIT)
+    made = zmq_server(token=TOKEN, secret_key=KEYS.secret, max_frame_bytes=LIMIT)
     yield made
     made.close()
 
@@ -171,7 +172,7 @@ def test_reset_all(server: ZmqServer) -> None:
 
 
 def test_http_has_weather_too() -> None:
-    server = XmlRpcServer("127.0.0.1", 0, token=TOKEN, max_frame_bytes=LIMIT)
+    server = xmlrpc_server(token=TOKEN, max_frame_bytes=LIMIT)
     proxy = NetemProxy(server.address, LinkProfile(round_trip_ms=200, jitter_ms=0, loss=0, mbit_per_s=100))
     client = XmlRpcClient(proxy.address, token=TOKEN, max_frame_bytes=LIMIT)
     with answering(server):

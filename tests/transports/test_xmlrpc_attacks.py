@@ -22,6 +22,7 @@ from shoal.transports.xmlrpc.encoding import pack, unpack
 from shoal.transports.xmlrpc.server import MOST_CONNECTIONS
 from tests.support import malformed_messages
 from tests.support.eventually import eventually
+from tests.support.servers import xmlrpc_server
 from tests.support.transport_harness import PATIENCE_S, TOKEN, answering, resident_bytes
 
 pytestmark = pytest.mark.whole
@@ -33,7 +34,7 @@ BOMB = b"""<?xml version="1.0"?><!DOCTYPE b [<!ENTITY a "aaaaaaaaaa"><!ENTITY b 
 
 @pytest.fixture
 def server() -> Iterator[XmlRpcServer]:
-    made = XmlRpcServer("127.0.0.1", 0, token=TOKEN, max_frame_bytes=LIMIT)
+    made = xmlrpc_server(token=TOKEN, max_frame_bytes=LIMIT)
     with answering(made):
         yield made
     made.close()
@@ -183,15 +184,15 @@ def test_strangers_who_take_all_places_keep_no_worker_out(
 def test_one_address_leaves_places_to_others_also_with_the_token() -> None:
     limiter, lines = ConnectionLimiter[socket.socket](8), [socket.socket() for _ in range(10)]
     for number in range(6):
-        assert limiter.add(lines[number], "school", float(number)) == (True, None)
+        assert limiter.add(lines[number], "school", float(number)) is None
         limiter.mark_authenticated(lines[number], is_busy=True)
-    assert limiter.add(lines[6], "school", 6.0) == (False, None), "all of them wait for answers"
-    assert limiter.add(lines[6], "elsewhere", 6.0) == (True, None)
-    assert limiter.add(lines[7], "elsewhere", 7.0) == (True, None)
+    assert limiter.add(lines[6], "school", 6.0) is lines[6], "all of them wait for answers"
+    assert limiter.add(lines[6], "elsewhere", 6.0) is None
+    assert limiter.add(lines[7], "elsewhere", 7.0) is None
     limiter.mark_authenticated(lines[7], is_busy=False)
-    assert limiter.add(lines[8], "third", 8.0) == (True, lines[6]), "the one who has not shown the token"
+    assert limiter.add(lines[8], "third", 8.0) is lines[6], "the one who has not shown the token"
     limiter.mark_authenticated(lines[8], is_busy=False)
-    assert limiter.add(lines[9], "third", 9.0) == (True, lines[7]), "then the one who was silent for longest, and waits for nothing"
+    assert limiter.add(lines[9], "third", 9.0) is lines[7], "then the one who was silent for longest, and waits for nothing"
     for line in lines:
         limiter.remove(line)
         line.close()
@@ -219,15 +220,15 @@ def test_many_words_before_a_question_are_not_kept(server: XmlRpcServer) -> None
 
 def test_it_does_not_leave_this_machine_unless_that_is_meant() -> None:
     with pytest.raises(ShoalError, match="not encrypted"):
-        XmlRpcServer("0.0.0.0", 0, token=TOKEN, max_frame_bytes=LIMIT)
+        xmlrpc_server("0.0.0.0", token=TOKEN, max_frame_bytes=LIMIT)
     with pytest.raises(ShoalError, match="not encrypted"):
         XmlRpcClient("http://192.0.2.7:80", token=TOKEN, max_frame_bytes=LIMIT)
-    XmlRpcServer("0.0.0.0", 0, token=TOKEN, max_frame_bytes=LIMIT, insecure=True).close()
+    xmlrpc_server("0.0.0.0", token=TOKEN, max_frame_bytes=LIMIT, insecure=True).close()
 
 
 def test_a_port_in_use_is_said_plainly(server: XmlRpcServer) -> None:
     with pytest.raises(ShoalError, match="Is another coordinator running"):
-        XmlRpcServer("127.0.0.1", addresses.parse(server.address).port, token=TOKEN, max_frame_bytes=LIMIT)
+        xmlrpc_server(token=TOKEN, port=addresses.parse(server.address).port, max_frame_bytes=LIMIT)
 
 
 # --- the page of figures --------------------------------------------------------------------------------

@@ -14,14 +14,15 @@ import pytest
 import zmq
 
 from shoal.errors import ShoalError
-from shoal.transports import Message, Refused, addresses, new_keys
-from shoal.transports.keys import keys_from_secret, keys_from_token
+from shoal.transports import Message, Refused, addresses
+from shoal.transports.keys import keys_from_secret, keys_from_token, new_keys
 from shoal.transports.request_rate import Rate
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.transports.zeromq.sockets import in_pieces
 from tests.support import malformed_messages
 from tests.support.eventually import eventually
 from tests.support.raw_zmtp import command, frame, plain_peer
+from tests.support.servers import zmq_server
 from tests.support.transport_harness import KEYS, PATIENCE_S, TOKEN, answering, resident_bytes
 
 pytestmark = pytest.mark.whole
@@ -31,7 +32,7 @@ LIMIT = 1_000_000
 
 @pytest.fixture
 def server() -> Iterator[ZmqServer]:
-    made = ZmqServer("127.0.0.1", 0, token=TOKEN, secret_key=None, max_frame_bytes=LIMIT, rate=Rate(1e6, 1e6))
+    made = zmq_server(token=TOKEN, secret_key=None, max_frame_bytes=LIMIT, rate=Rate(1e6, 1e6))
     yield made
     made.close()
 
@@ -185,7 +186,7 @@ def test_no_mechanism_but_the_right_one(server: ZmqServer) -> None:
 
 
 def test_a_worker_without_the_key_cannot_join_an_encrypted_run() -> None:
-    server = ZmqServer("127.0.0.1", 0, token=TOKEN, secret_key=KEYS.secret, max_frame_bytes=LIMIT)
+    server = zmq_server(token=TOKEN, secret_key=KEYS.secret, max_frame_bytes=LIMIT)
     client = ZmqClient(server.address, token=TOKEN, server_key=None, max_frame_bytes=LIMIT)
     with pytest.raises(ShoalError, match="one side encrypts"):
         client.call(Message({}), PATIENCE_S)
@@ -195,7 +196,7 @@ def test_a_worker_without_the_key_cannot_join_an_encrypted_run() -> None:
 
 def test_beyond_this_machine_only_encrypted() -> None:
     with pytest.raises(ShoalError, match="encrypted"):
-        ZmqServer(["127.0.0.1", "0.0.0.0"], 0, token=TOKEN, secret_key=None, max_frame_bytes=LIMIT)
+        zmq_server("127.0.0.1", "0.0.0.0", token=TOKEN, max_frame_bytes=LIMIT)
     with pytest.raises(Refused, match="in clear"):
         ZmqClient("tcp://192.0.2.7:1234", token=TOKEN, server_key=None, max_frame_bytes=LIMIT)
 
@@ -203,7 +204,7 @@ def test_beyond_this_machine_only_encrypted() -> None:
 @pytest.mark.parametrize("token", ["", "x" * 256])
 def test_a_token_that_fits_no_handshake(token: str) -> None:
     with pytest.raises(ShoalError, match="255"):
-        ZmqServer("127.0.0.1", 0, token=token, secret_key=None, max_frame_bytes=LIMIT)
+        zmq_server(token=token, max_frame_bytes=LIMIT)
 
 
 @pytest.mark.parametrize("key", ["", "short", "x" * 39 + '"', "é" * 40])
@@ -211,7 +212,7 @@ def test_what_is_no_key_is_refused(key: str) -> None:
     with pytest.raises(ShoalError):
         ZmqClient("tcp://127.0.0.1:1", token=TOKEN, server_key=key, max_frame_bytes=LIMIT)
     with pytest.raises(ShoalError):
-        ZmqServer("127.0.0.1", 0, token=TOKEN, secret_key=key, max_frame_bytes=LIMIT)
+        zmq_server(token=TOKEN, secret_key=key, max_frame_bytes=LIMIT)
 
 
 def test_keys() -> None:
@@ -224,9 +225,7 @@ def test_keys() -> None:
 
 
 def test_one_server_on_several_addresses() -> None:
-    server = ZmqServer(
-        ["127.0.0.1", "127.0.0.2"] if sys.platform == "linux" else ["127.0.0.1"], 0, token=TOKEN, secret_key=None, max_frame_bytes=LIMIT
-    )
+    server = zmq_server(*["127.0.0.1", "127.0.0.2"][: 2 if sys.platform == "linux" else 1], token=TOKEN, max_frame_bytes=LIMIT)
     assert server.address == server.addresses[0]
     assert len({addresses.parse(address).port for address in server.addresses}) == 1
     with answering(server):
@@ -239,10 +238,10 @@ def test_one_server_on_several_addresses() -> None:
 
 def test_a_port_in_use_is_said_plainly(server: ZmqServer) -> None:
     with pytest.raises(ShoalError, match="Is another coordinator running"):
-        ZmqServer("127.0.0.1", addresses.parse(server.address).port, token=TOKEN, secret_key=None, max_frame_bytes=LIMIT)
+        zmq_server(token=TOKEN, port=addresses.parse(server.address).port, max_frame_bytes=LIMIT)
 
 
 def test_threads_end_with_the_server() -> None:
     before = {thread.name for thread in threading.enumerate()}
-    ZmqServer("127.0.0.1", 0, token=TOKEN, secret_key=None, max_frame_bytes=LIMIT).close()
+    zmq_server(token=TOKEN, secret_key=None, max_frame_bytes=LIMIT).close()
     assert {thread.name for thread in threading.enumerate()} <= before

@@ -14,6 +14,7 @@ from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.transports.database_address import is_address, parse
+from shoal.transports.interface import ConnectOptions
 from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
 from shoal.worker.session import COMPUTING, Frames
 
@@ -47,9 +48,7 @@ class TransportConnection:
     """A connection over a transport (ZeroMQ, XML-RPC, in-process, or messages in PostgreSQL)."""
 
     def __init__(self, address: str, token: str, key: str | None) -> None:
-        self._connect: Callable[[int], Client] = lambda largest: connect(
-            address, token=token, server_key=key, max_frame_bytes=largest, insecure=True
-        )
+        self._connect: Callable[[int], Client] = lambda largest: connect(ConnectOptions(address, token, key, largest, insecure=True))
         self.client = self._connect(_WELCOME_BYTES)
 
     @property

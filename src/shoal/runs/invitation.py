@@ -13,7 +13,7 @@ from shoal.files import JsonFormat
 from shoal.runs.folder.run_reader import INVITATION
 from shoal.transports import Server
 from shoal.transports.connect import needs_keys, serve
-from shoal.transports.interface import Guest
+from shoal.transports.interface import Guest, ListenOptions
 from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
 
 _SECRETS = JsonFormat("secrets file", 1, ("token", "secret", "port", "expected", "address", "encrypted"), private=True)
@@ -118,16 +118,7 @@ def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path,
     keys = known.keys if needs_keys(transport, hosts) else None
     here = getattr(transport, "port", 0)
     further = sorted({host.server_port for host in run.cluster.hosts.values() if host.server_port} - {here}) if here else []
-    server = serve(
-        transport,
-        token=known.token,
-        keys=keys,
-        max_frame_bytes=largest,
-        hosts=hosts,
-        further_ports=further,
-        insecure=True,
-        guests=GuestList(folder).all,
-    )
+    server = serve(transport, ListenOptions(hosts, known.token, keys, largest, further, insecure=True, guests=GuestList(folder).all))
     port = int(server.address.rpartition(":")[2]) if server.address.rpartition(":")[2].isdigit() else 0
     known._replace(port=port, expected=expected, address=server.address, encrypted=keys is not None).save(folder)
     return server, Invitation(server.address, known.token, keys.public if keys else None)

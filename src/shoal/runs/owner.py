@@ -16,7 +16,7 @@ from shoal.protocol.messages import OwnerCommand, header_of
 from shoal.runs.folder.run_reader import UNFINISHED_STATES, RunFolder, clean, complete_status
 from shoal.runs.invitation import Invitation
 from shoal.transports.connect import connect
-from shoal.transports.interface import Client, Message, Unreachable
+from shoal.transports.interface import Client, ConnectOptions, Message, Unreachable
 
 FILE = "owner.json"
 _ANSWER_S = 10.0
@@ -81,7 +81,7 @@ def fetch_status(owner: OwnerFile) -> dict[str, Any]:
 
 def _ask(owner: OwnerFile, action: str, name: str | None) -> Message:
     identity = Identity(owner.secret)
-    client = connect(owner.address, token=owner.token, server_key=owner.key, max_frame_bytes=_MOST_BYTES, insecure=True)
+    client = connect(ConnectOptions(owner.address, owner.token, owner.key, _MOST_BYTES, insecure=True))
     try:
         wanted = OwnerCommand(action, name, identity.key)
         nonce = str(_call(client, wanted).header.get("nonce", ""))

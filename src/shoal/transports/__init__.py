@@ -8,28 +8,6 @@ either: what they send is bounded in size, number and rate, decoded without exec
 of ours, and counted in `traffic.refused`. All workers share one token: it proves that a worker may take part, not which one it is.
 """
 
-from shoal.transports.addresses import local_addresses
-from shoal.transports.connect import connect, listening_hosts, needs_keys, serve
-from shoal.transports.interface import Client, Frame, Message, Poster, Refused, Request, Server, Traffic, Unreachable
-from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
+from shoal.transports.interface import Client, Message, Poster, Refused, Request, Server, Traffic, Unreachable
 
-__all__ = [
-    "Client",
-    "Frame",
-    "Keys",
-    "Message",
-    "Poster",
-    "Refused",
-    "Request",
-    "Server",
-    "Traffic",
-    "Unreachable",
-    "connect",
-    "keys_from_secret",
-    "listening_hosts",
-    "local_addresses",
-    "needs_keys",
-    "new_keys",
-    "new_token",
-    "serve",
-]
+__all__ = ["Client", "Message", "Poster", "Refused", "Request", "Server", "Traffic", "Unreachable"]

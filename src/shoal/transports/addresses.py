@@ -17,7 +17,8 @@ from shoal.errors import ShoalError
 
 # Systems give outgoing connections a port above these, so a coordinator that comes back finds its own port free.
 LASTING_PORTS = range(20_000, 32_000)
-_DOCUMENTATION = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_DOCUMENTATION = ("192.0.2.1", "2001:db8::1")
+"""Addresses reserved for documentation, which are elsewhere for every machine."""
 
 
 class Address(NamedTuple):
@@ -58,11 +59,11 @@ def resolve(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
-    return ipaddress.ip_address(resolve(host).partition("%")[0]).is_loopback
+    return ipaddress.ip_address(resolve(host)).is_loopback
 
 
 def is_everywhere(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+    return ipaddress.ip_address(host).is_unspecified
 
 
 def is_listening(host: str, port: int) -> bool:
@@ -100,28 +101,12 @@ def local_addresses() -> list[str]:
     """Addresses under which others on the network probably reach this machine, the likeliest first; 127.0.0.1 where it has no other."""
     found = dict.fromkeys([*_addresses_of_routes(), *_addresses_of_interfaces()])
     useful = [address for address in found if not is_everywhere(address) and not is_loopback(address)]
-    return sorted(useful, key=_is_link_local) or ["127.0.0.1"]
-
-
-def _is_link_local(address: str) -> bool:
-    """Whether the machine assigned the address to itself (link-local)."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_link_local
+    return sorted(useful, key=lambda address: ipaddress.ip_address(address).is_link_local) or ["127.0.0.1"]
 
 
 def _addresses_of_routes() -> list[str]:
-    """The addresses of this machine on its routes out of the network, if it has any.
-
-    A datagram socket "connected" to an address reserved for documentation learns which of our addresses it would use, and sends nothing.
-    """
-    found = []
-    for family, elsewhere in _DOCUMENTATION:
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((elsewhere, 9))
-                found.append(str(probe.getsockname()[0]))
-        except OSError:
-            continue
-    return found
+    """The addresses of this machine on its routes out of the network, if it has any."""
+    return [own for own in map(own_address_towards, _DOCUMENTATION) if own]
 
 
 def _addresses_of_interfaces() -> list[str]:
@@ -133,7 +118,7 @@ def _addresses_of_interfaces() -> list[str]:
 
 
 def own_address_towards(peer: str) -> str | None:
-    """The address of this machine from which it would reach a peer, without sending anything; None if there is no route."""
+    """The address of this machine from which it would reach a peer; None if there is no route. Connecting the socket sends nothing."""
     with contextlib.suppress(OSError, ShoalError):
         numeric = resolve(peer)
         with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -144,9 +129,8 @@ def own_address_towards(peer: str) -> str | None:
 
 def interface_of(peer: str) -> str | None:
     """The network card that leads to a peer; None where the system does not tell."""
-    with contextlib.suppress(OSError, ShoalError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((resolve(peer), 9))
-        own = probe.getsockname()[0]
+    own = own_address_towards(peer)
+    with contextlib.suppress(OSError):
         return next((name for name, address in _cards().items() if address == own), None)
     return None
 

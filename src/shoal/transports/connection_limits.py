@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from shoal.protocol.address_groups import address_group
 
@@ -49,13 +49,6 @@ class _State:
         """Whether it waits for an answer, or sends a request."""
 
 
-class Admission(NamedTuple, Generic[Connection]):
-    """Whether a new connection was added, and which one the caller must close for it."""
-
-    accepted: bool
-    evicted: Connection | None
-
-
 class ConnectionLimiter(Generic[Connection]):
     """Holds: at most `most` connections, and at most `most_per_address` from one address. Any thread may call it."""
 
@@ -71,35 +64,26 @@ class ConnectionLimiter(Generic[Connection]):
         with self._lock:
             return list(self._states)
 
-    def count(self, address: str) -> int:
-        with self._lock:
-            return self._counts[address_group(address)]
-
     def add(
         self, connection: Connection, address: str, now: float, has_authenticated: Callable[[Connection], bool] = lambda connection: False
-    ) -> Admission[Connection]:
-        """Add a connection from an address. `has_authenticated`: asked before a connection is evicted that was not marked as authenticated,
+    ) -> Connection | None:
+        """Add a connection from an address. Returns the connection that the caller must close: one that is evicted for it, or itself if it
+        is refused; None if there is room. `has_authenticated`: asked before a connection is evicted that was not marked as authenticated,
         where the server learns of that late; one that has is never evicted then."""
         group = address_group(address)
         with self._lock:
             self._remove(connection)
             evicted: Connection | None = None
-            if self._counts[group] >= self.most_per_address:
-                evicted = self._longest_silent([one for one, state in self._states.items() if state.address == group], has_authenticated)
-            elif len(self._states) >= self.most:
-                evicted = self._longest_silent(list(self._states), has_authenticated)
-            else:
-                self._add(connection, group, now)
-                return Admission(True, None)
-            if evicted is None:
-                return Admission(False, None)
-            self._remove(evicted)
-            self._add(connection, group, now)
-            return Admission(True, evicted)
-
-    def _add(self, connection: Connection, group: str, now: float) -> None:
-        self._states[connection] = _State(group, now)
-        self._counts[group] += 1
+            is_address_full = self._counts[group] >= self.most_per_address
+            if is_address_full or len(self._states) >= self.most:
+                among = [one for one, state in self._states.items() if state.address == group or not is_address_full]
+                evicted = self._longest_silent(among, has_authenticated)
+                if evicted is None:
+                    return connection
+                self._remove(evicted)
+            self._states[connection] = _State(group, now)
+            self._counts[group] += 1
+            return evicted
 
     def _longest_silent(self, among: list[Connection], has_authenticated: Callable[[Connection], bool]) -> Connection | None:
         states = self._states

@@ -41,13 +41,8 @@ class Access(NamedTuple):
         return f"postgresql://{quote(self.user, safe='')}{secret}@{host}:{self.port}/{quote(self.database, safe='')}"
 
 
-def pin_of(access: Access) -> str | None:
-    """The digest of the certificate that the server must show, as the invitation names it."""
-    return split_pin(access.address)[1]
-
-
 def split_pin(address: str) -> tuple[str, str | None]:
-    """An address as libpq takes it, and the pin that only Shoal knows."""
+    """An address as libpq takes it, and the pin that only Shoal knows: the digest of the certificate that the server must show."""
     where, _, options = address.partition("?")
     kept = [option for option in options.split("&") if option and not option.startswith(_PIN)]
     pins = [option.removeprefix(_PIN) for option in options.split("&") if option.startswith(_PIN)]

@@ -7,6 +7,7 @@ import http.server
 import os
 import socket
 import socketserver
+import threading
 import time
 from typing import Any
 
@@ -33,13 +34,23 @@ class LimitedHttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.connections = ConnectionLimiter[socket.socket](most_connections)
         super().__init__((host, port), handler)
 
+    def start(self, name: str) -> None:
+        """Serve in a thread of this name."""
+        self._serving = threading.Thread(target=self.serve_forever, args=(0.1,), name=name, daemon=True)
+        self._serving.start()
+
+    def stop(self) -> None:
+        """Accept no more connections. Those that exist go on."""
+        self.shutdown()
+        self._serving.join()
+
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        accepted, evicted = self.connections.add(request, str(client_address[0]), time.monotonic())
-        if evicted is not None:
-            shut_down(evicted)
-        if evicted is not None or not accepted:
+        ended = self.connections.add(request, str(client_address[0]), time.monotonic())
+        if ended is not None:
             self.on_crowded()
-        return accepted
+            if ended is not request:
+                shut_down(ended)
+        return ended is not request
 
     def on_crowded(self) -> None:
         """Called when a connection was refused or closed because there are too many."""

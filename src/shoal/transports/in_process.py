@@ -12,8 +12,8 @@ import time
 from shoal.config.schema.cluster import InProcess
 from shoal.errors import ShoalError
 from shoal.transports import keys, wire
-from shoal.transports.interface import ConnectOptions, Frame, ListenOptions, Message, Refused, Request, Traffic, Unreachable
-from shoal.transports.request_queue import PendingRequest, RequestQueue
+from shoal.transports.interface import ConnectOptions, ListenOptions, Message, Refused, Traffic, Unreachable
+from shoal.transports.request_queue import PendingRequest, QueueServer
 from shoal.transports.request_rate import Rate
 
 SCHEME = "in-process://"
@@ -24,7 +24,7 @@ _names = itertools.count(1)
 _peers = itertools.count(1)
 
 
-class InProcessServer:
+class InProcessServer(QueueServer):
     """Known by name to the clients of this process for as long as it is open."""
 
     def __init__(
@@ -33,12 +33,10 @@ class InProcessServer:
         *,
         token: str,
         max_frame_bytes: int,
-        max_header_bytes: int = wire.HEADER_BYTES,
         rate: Rate = Rate(),  # noqa: B008 - a tuple
     ) -> None:
+        super().__init__(max_frame_bytes, rate)
         self.address = SCHEME + (name or f"server-{next(_names)}")
-        self.traffic = Traffic()
-        self.requests = RequestQueue(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
         self._token = token.encode()
         with _changed:
             if self.address in _servers:
@@ -52,30 +50,21 @@ class InProcessServer:
         self.traffic.refuse("unauthorised")
         return False
 
-    def poll(self, timeout_s: float) -> list[Request]:
-        return self.requests.poll(timeout_s)
-
-    def reply(self, request: Request, message: Message) -> None:
-        self.requests.reply(request, message)
-
-    def wake(self) -> None:
-        self.requests.wake()
-
     def close(self) -> None:
         with _changed:
             if _servers.get(self.address) is self:
                 del _servers[self.address]
-        self.requests.close()
+        super().close()
 
 
 class InProcessClient:
     """Finds its server by name with every call, so a server that was closed and opened again is found."""
 
-    def __init__(self, address: str, *, token: str, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES) -> None:
+    def __init__(self, address: str, *, token: str, max_frame_bytes: int) -> None:
         self.address = address
         self.traffic = Traffic()
         self._token = token.encode()
-        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._limits = wire.Limits(max_frame_bytes)
         self._peer = str(next(_peers)).encode()
         self._number = 0
         self._calling = threading.Lock()
@@ -86,13 +75,16 @@ class InProcessClient:
         with self._calling:
             self._number += 1
             deadline = time.monotonic() + timeout_s
-            requests = self._find(deadline).requests
-            pending = self._pending = requests.add(self._peer, self._encoded(message))
+            server = self._find(deadline)
+            parts = wire.encode_request(message, self._number, self._limits)
+            self.traffic.send(wire.size_of(parts))
+            # The caller may write to its frames when it is answered, and the server may keep them.
+            pending = self._pending = server.add(self._peer, [bytes(part) for part in parts])
             try:
                 return self._answer(pending, deadline)
             finally:
                 self._pending = None
-                requests.forget(pending)
+                server.forget(pending)
 
     def _find(self, deadline: float) -> InProcessServer:
         with _changed:
@@ -105,14 +97,6 @@ class InProcessClient:
         if not server.admits(self._token):
             raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
         return server
-
-    def _encoded(self, message: Message) -> list[Frame]:
-        try:
-            parts = wire.encode(message, self._number, self._limits)
-        except wire.Oversized as problem:
-            raise Refused(str(problem), problem.reason) from None
-        self.traffic.send(wire.size_of(parts))
-        return [bytes(part) for part in parts]  # the asker may write to its frames when it is answered, the other side may keep them
 
     def _answer(self, pending: PendingRequest, deadline: float) -> Message:
         try:

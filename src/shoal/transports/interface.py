@@ -67,9 +67,10 @@ class ConnectOptions(NamedTuple):
     address: str
     token: str
     server_key: str | None
+    """The coordinator's public key, if messages must be encrypted."""
     max_frame_bytes: int
     insecure: bool = False
-    local: str | None = None
+    """Whether a transport that cannot encrypt may leave this machine."""
 
 
 class Client(Protocol):
@@ -81,7 +82,7 @@ class Client(Protocol):
         """Ask, and wait for the answer; Unreachable or Refused when none comes."""
 
     def close(self) -> None:
-        """Hang up. Any thread may call this; a call in progress then raises Unreachable."""
+        """Close the connection. Any thread may call this; a call in progress then raises Unreachable."""
 
 
 @runtime_checkable

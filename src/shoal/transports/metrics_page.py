@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import threading
 from collections.abc import Callable
 
 from shoal.errors import ShoalError
@@ -16,38 +15,30 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of Prometheus' text format."""
 
 
-class MetricsPage:
+class MetricsPage(LimitedHttpServer):
     """Serves the newest figures. `token`: what a reader must send; None: no token is needed."""
 
-    def __init__(self, host: str, port: int, token: str | None, text: Callable[[], str]) -> None:
-        host = addresses.resolve(host)
-        try:
-            self._http = _MetricsServer(host, port, token, text)
-        except OSError as problem:
-            raise ShoalError(f"coordinator.metrics_port: cannot listen on {host} port {port}: {problem.strerror}") from None
-        shown = addresses.bracketed(addresses.to_tell(host))
-        self.address = f"http://{shown}:{self._http.server_address[1]}/metrics"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.2,), name="shoal-metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
-
-
-class _MetricsServer(LimitedHttpServer):
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, host: str, port: int, token: str | None, text: Callable[[], str]) -> None:
         self.expected = None if token is None else f"Bearer {token}".encode()
         self.text = text
-        super().__init__(host, port, _MetricsHandler, _MOST_CONNECTIONS)
+        host = addresses.resolve(host)
+        try:
+            super().__init__(host, port, _MetricsHandler, _MOST_CONNECTIONS)
+        except OSError as problem:
+            raise ShoalError(f"coordinator.metrics_port: cannot listen on {host} port {port}: {problem.strerror}") from None
+        self.address = f"{addresses.Address('http', addresses.to_tell(host), self.server_address[1])}/metrics"
+        self.start("shoal-metrics")
+
+    def close(self) -> None:
+        self.stop()
+        self.server_close()
 
 
 class _MetricsHandler(LimitedHandler):
-    server: _MetricsServer
+    server: MetricsPage
     timeout = _IDLE_S
 
     def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""A queue of requests from many threads to the one thread that answers them: for servers whose clients are threads of this process."""
+"""A server's queue of requests from many threads to the one thread that answers them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ class PendingRequest:
             raise TimeoutError from None
 
 
-class RequestQueue:
-    """`add`, `forget` and `wake` belong to any thread; `poll`, `reply` and `close` to one."""
+class QueueServer:
+    """Base of servers whose clients have threads in this process. `add`, `forget` and `wake` belong to any thread; `poll`, `reply` and
+    `close` to one."""
 
-    def __init__(self, limits: wire.Limits, traffic: Traffic, rate: Rate) -> None:
-        self.limits = limits
-        self.traffic = traffic
+    def __init__(self, max_frame_bytes: int, rate: Rate) -> None:
+        self.limits = wire.Limits(max_frame_bytes)
+        self.traffic = Traffic()
         self._rates = RateLimit(rate)
         self._inbox: queue.Queue[PendingRequest | None] = queue.Queue(MOST_WAITING)
         self._pending: dict[tuple[bytes, int], PendingRequest] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
 
     def add(self, peer: bytes, parts: list[Frame], address: str = "") -> PendingRequest:
         """Queue a request. One that is too large or comes too fast gets a refusal as its reply; Malformed is for the caller to handle.
@@ -58,7 +59,7 @@ class RequestQueue:
             return self._refused(peer, problem.number, problem.reason, str(problem))
         pending = PendingRequest(peer, number, message, wire.size_of(parts), address)
         with self._lock:
-            if self._closed:
+            if self.closed:
                 pending.give_up()
                 return pending
         try:
@@ -115,7 +116,7 @@ class RequestQueue:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self.closed = True
         for pending in list(self._pending.values()):
             pending.give_up()
         while not self._inbox.empty():

@@ -173,11 +173,13 @@ class UnauthenticatedClients:
         elif full or len(self.clients) >= MOST_UNAUTHENTICATED:
             if not self.clients:
                 return False
-            self._longest_silent(self._silent() or self._from_the_address_with_most()).evict()
+            lately = time.monotonic() - PATIENCE_S
+            silent = [one for one in self.clients if one.step_at < lately]
+            self._longest_silent(silent or self._from_the_address_with_most()).evict()
         return True
 
     def _longest_silent(self, among: list[ClientConnection]) -> ClientConnection:
-        """The oldest of those that had the time to send something and did not. Clients that came a moment ago are spared, unless they are
+        """The oldest of those that had the time to send something and did not. Clients that came a moment ago are kept, unless they are
         the majority."""
         lately = time.monotonic() - FIRST_BYTES_S
         silent = [one for one in among if not one.has_sent]
@@ -189,10 +191,6 @@ class UnauthenticatedClients:
         else:
             among = [one for one in among if one not in new]
         return min(among, key=lambda one: one.step_at)
-
-    def _silent(self) -> list[ClientConnection]:
-        lately = time.monotonic() - PATIENCE_S
-        return [one for one in self.clients if one.step_at < lately]
 
     def _from_the_address_with_most(self) -> list[ClientConnection]:
         counts = Counter(one.address for one in self.clients)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgpack  # type: ignore[import-untyped]
 
 from shoal.errors import ShoalError
-from shoal.transports.interface import Frame, Message
+from shoal.transports.interface import Frame, Message, Refused
 
 VERSION = 1
 MOST_FRAMES = 16
@@ -56,11 +56,19 @@ def size_of(parts: Sequence[Frame]) -> int:
 
 
 def encode(message: Message, number: int, limits: Limits) -> list[Frame]:
-    """The frames of a message; it is held to the same limits as what is received, so that the sender hears of it first."""
+    """The frames of a message; the receiver's limits apply already here, so that the sender gets the error."""
     header: bytes = msgpack.packb([VERSION, number, message.header], use_bin_type=True)
     parts: list[Frame] = [header, *map(flat, message.frames)]
     _check_sizes(parts, limits)
     return parts
+
+
+def encode_request(message: Message, number: int, limits: Limits) -> list[Frame]:
+    """The frames of a client's request. Raises Refused if it is larger than allowed."""
+    try:
+        return encode(message, number, limits)
+    except Oversized as problem:
+        raise Refused(str(problem), problem.reason) from None
 
 
 def decode(parts: Sequence[Frame], limits: Limits) -> tuple[int, Message]:

@@ -29,10 +29,9 @@ def _limited_protocol() -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._overdue = self.loop.call_later(AUTHENTICATION_S, self._end_if_silent)
-            accepted, evicted = limiter.add(self, str((self.client or ("",))[0]), time.monotonic())
-            for ended in (evicted, None if accepted else self):
-                if ended is not None:
-                    ended.transport.abort()
+            ended = limiter.add(self, str((self.client or ("",))[0]), time.monotonic())
+            if ended is not None:
+                ended.transport.abort()
 
         def _end_if_silent(self) -> None:
             if self.cycle is None:  # no request came

@@ -24,8 +24,11 @@ from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layer
 from shoal.serve.nodes.messages import Endpoint, NextHop, NodeCommand, command_from, command_message, execute, pack_hidden_states
 from shoal.serve.nodes.model_description import model_maker
 from shoal.serve.nodes.weights import RemoteWeights
-from shoal.transports import Client, Message, Refused, Server, Unreachable, connect, needs_keys, new_keys, new_token, serve
+from shoal.transports import Client, Message, Refused, Server, Unreachable
 from shoal.transports.addresses import own_address_towards, parse
+from shoal.transports.connect import connect, needs_keys, serve
+from shoal.transports.interface import ConnectOptions, ListenOptions
+from shoal.transports.keys import new_keys, new_token
 from shoal.transports.zeromq.client import ZmqClient
 
 FRAME_BYTES = 1 << 28
@@ -44,7 +47,7 @@ _MOST_ENDED = 4096
 
 def connect_to(server: Endpoint) -> Client:
     """A client of the server; there may be several."""
-    return connect(server.address, token=server.token, server_key=server.key, max_frame_bytes=FRAME_BYTES)
+    return connect(ConnectOptions(server.address, server.token, server.key, FRAME_BYTES))
 
 
 class NodeProcess:
@@ -334,5 +337,5 @@ def open_receiver(server_address: str, on_command: Callable[[NodeCommand], None]
     if host is None:
         return None
     token, keys = new_token(), new_keys() if needs_keys(settings, (host,)) else None
-    server = serve(settings, token=token, keys=keys, max_frame_bytes=FRAME_BYTES, hosts=(host,))
+    server = serve(settings, ListenOptions((host,), token, keys, FRAME_BYTES))
     return PeerReceiver(server, Endpoint(server.address, token, keys.public if keys else None), on_command, tell)

@@ -1,4 +1,4 @@
-"""A thread that carries connections through the weather."""
+"""A thread that forwards connections with the delays and losses of a link."""
 
 from __future__ import annotations
 

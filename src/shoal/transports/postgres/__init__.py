@@ -10,17 +10,27 @@ they do not arrive, both sides look again after `poll_interval_s`.
 """
 
 from shoal.config.schema.cluster import Postgres
+from shoal.errors import ShoalError
+from shoal.transports.database_address import access_of
 from shoal.transports.interface import ConnectOptions, ListenOptions
+
+try:
+    import psycopg  # noqa: F401 - the modules of this folder need it
+except ImportError:
+    raise ShoalError("a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'") from None
+
 from shoal.transports.postgres.client import PostgresClient
 from shoal.transports.postgres.lease_client import ClaimedUnit, LeaseClient, PublishedWeights, stored_run
-from shoal.transports.postgres.reconnecting import conninfo_of
 from shoal.transports.postgres.server import PostgresServer
 
 __all__ = ["ClaimedUnit", "LeaseClient", "PostgresClient", "PostgresServer", "PublishedWeights", "connect", "serve", "stored_run"]
 
 
 def serve(settings: Postgres, options: ListenOptions) -> PostgresServer:
-    return PostgresServer(conninfo_of(settings), max_frame_bytes=options.max_frame_bytes, poll_interval_s=settings.poll_interval_s)
+    if settings.host == "embedded":
+        raise ShoalError("the run's own database is not running: it must be started first, and its address given as transport.host")
+    address = access_of(settings).address
+    return PostgresServer(address, max_frame_bytes=options.max_frame_bytes, poll_interval_s=settings.poll_interval_s)
 
 
 def connect(options: ConnectOptions) -> PostgresClient:

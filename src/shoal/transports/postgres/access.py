@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import psycopg
+from psycopg import conninfo as conninfos
+from psycopg import sql
+
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
 from shoal.transports.database_address import Access, split_pin
 from shoal.transports.postgres.certificate_pin import pinned_certificate
-
-try:
-    import psycopg
-    from psycopg import conninfo as conninfos
-    from psycopg import sql
-except ImportError:
-    raise ShoalError("a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'") from None
 
 # psycopg logs each lost connection. Shoal reports that itself, so only a program that configures logging sees those lines.
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
@@ -35,7 +32,7 @@ def connect(access: Access, *, timeout_s: int = 10) -> Connection:
     """A connection that commits each statement, to a server that is new enough. Raises ShoalError, NoDatabase."""
     address, pin = split_pin(access.address)
     try:
-        where = conninfos.make_conninfo(address, **_trust(access, pin))
+        where = conninfos.make_conninfo(address, **trust(access, pin))
         connection: Connection = psycopg.connect(where, connect_timeout=timeout_s, autocommit=True, application_name="shoal")
     except psycopg.Error as error:
         raise explained(error, access) from None
@@ -46,9 +43,11 @@ def connect(access: Access, *, timeout_s: int = 10) -> Connection:
     return connection
 
 
-def _trust(access: Access, pin: str | None) -> dict[str, str]:
+def trust(access: Access, pin: str | None) -> dict[str, str]:
     """The options for libpq where an invitation names the server's certificate."""
-    return {"sslmode": "verify-ca", "sslrootcert": pinned_certificate(access.host, access.port, pin)} if pin else {}
+    if pin is None:
+        return {}
+    return {"sslmode": "verify-ca", "sslrootcert": pinned_certificate(access.host, access.port, pin), "gssencmode": "disable"}
 
 
 def explained(error: Exception, access: Access) -> ShoalError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 
 from psycopg import OperationalError, errors
 
@@ -22,7 +22,7 @@ class BulkWriter:
 
     def __init__(self, conninfo: str) -> None:
         self._connections = [ReconnectingConnection(conninfo) for _ in range(_CONNECTIONS)]
-        self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="shoal-bulk-writer")
+        self._pool = futures.ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="shoal-bulk-writer")
 
     def write(self, ids: Sequence[uuid.UUID], content: Sequence[Frame]) -> Callable[[], None]:
         """Begin to write frames; the returned function waits for the end. Raises Unreachable if a connection was lost: then none count."""
@@ -33,7 +33,7 @@ class BulkWriter:
         )
         used = self._connections if sum(sizes) > _SMALL_BYTES else self._connections[:1]
 
-        def write(turn: int) -> None:
+        def write_share(turn: int) -> None:
             def copy(connection: Connection) -> None:
                 try:
                     frames.copy_in(connection, "published_parts", ids, content, turn, len(used))
@@ -42,12 +42,12 @@ class BulkWriter:
 
             used[turn].run_once(copy)
 
-        writes = [self._pool.submit(write, turn) for turn in range(len(used))]
+        writes = [self._pool.submit(write_share, turn) for turn in range(len(used))]
 
         def wait() -> None:
-            problems = [one.exception() for one in writes]
-            for problem in filter(None, problems):
-                raise problem
+            futures.wait(writes)
+            for write in writes:
+                write.result()
 
         return wait
 

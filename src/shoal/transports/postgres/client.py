@@ -8,7 +8,7 @@ import time
 import uuid
 
 from shoal.transports import wire
-from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.interface import Frame, Message, Traffic, Unreachable
 from shoal.transports.postgres import frames
 from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
@@ -20,11 +20,9 @@ interval."""
 class PostgresClient:
     """One caller. Its `peer` is a secret, since it is enough to read the replies."""
 
-    def __init__(
-        self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES, poll_interval_s: float = 5.0
-    ) -> None:
+    def __init__(self, conninfo: str, *, max_frame_bytes: int, poll_interval_s: float = 5.0) -> None:
         self.traffic = Traffic()
-        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._limits = wire.Limits(max_frame_bytes)
         self._poll_interval_s = poll_interval_s
         self._peer = uuid.uuid4()
         self._connection = ReconnectingConnection(conninfo, [channel_of(self._peer)])
@@ -35,21 +33,15 @@ class PostgresClient:
         with self._calling:
             deadline = time.monotonic() + timeout_s
             self._number += 1
-            parts = self._encoded(message)
+            parts = wire.encode_request(message, self._number, self._limits)
             self._connection.run(lambda connection: self._ask(connection, parts), timeout_s)
             self.traffic.send(wire.size_of(parts))
             return self._answer(deadline)
 
-    def _encoded(self, message: Message) -> list[Frame]:
-        try:
-            return wire.encode(message, self._number, self._limits)
-        except wire.Oversized as problem:
-            raise Refused(str(problem), problem.reason) from None
-
     def _ask(self, connection: Connection, parts: list[Frame]) -> None:
         header, *content = parts
         with connection.transaction():
-            ids = frames.upload(connection, content) if content and _welcome(connection, content) else []
+            ids = frames.upload(connection, content) if content and _is_within_limits(connection, content) else []
             connection.execute(
                 "SELECT shoal.send_request(%b, %b::int8, %b, %b::uuid[], %b::int8[])",
                 (self._peer, self._number, header, ids, frames.sizes(content)),
@@ -82,12 +74,7 @@ class PostgresClient:
         return message
 
     def close(self) -> None:
-        if self._connection.stopped.is_set():
-            return
-        self._connection.stop()
-        with self._connection.exclusive(self._calling):
-            self._connection.execute_last("SELECT shoal.forget_requests(%b)", (self._peer,))
-            self._connection.close()
+        self._connection.close_shared(self._calling, "SELECT shoal.forget_requests(%b)", (self._peer,))
 
 
 def channel_of(peer: uuid.UUID) -> str:
@@ -95,7 +82,7 @@ def channel_of(peer: uuid.UUID) -> str:
     return "shoal_" + hashlib.md5(str(peer).encode(), usedforsecurity=False).hexdigest()
 
 
-def _welcome(connection: Connection, content: list[Frame]) -> bool:
+def _is_within_limits(connection: Connection, content: list[Frame]) -> bool:
     """Whether the frames are within the limits; else the request is sent without them, and is refused for their sizes."""
     if wire.size_of(content) < frames.LARGE_BYTES:
         return True

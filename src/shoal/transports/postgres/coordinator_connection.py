@@ -20,14 +20,17 @@ import psutil
 import psycopg
 
 from shoal.errors import ShoalError
+from shoal.transports import wire
 from shoal.transports.interface import Unreachable
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.reconnecting import LOST, Connection, ReconnectingConnection, explained
 
 BEAT_S = 1.5
+_PATIENCE_S = 30.0
+"""How long a lost connection is tried again."""
 SILENT_S = 5.0
 VACUUM_BYTES = 64 << 20
-"""Room for this much is given back for use again without waiting for the server's own housekeeping, which looks once a minute."""
+"""Room for this much is given back for use again without waiting for autovacuum, which looks once a minute."""
 _BUSY_TABLES = ("parts", "published_parts")
 _TAKEN_OVER = "another coordinator has taken over the run in"
 Result = TypeVar("Result")
@@ -42,9 +45,8 @@ class CoordinatorDatabaseConnection:
 
     Holds: only the newest coordinator of a run commits anything."""
 
-    def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
+    def __init__(self, conninfo: str, limits: wire.Limits) -> None:
         self.id = uuid.uuid4()
-        self.patience_s = patience_s
         self.freed_bytes = self.freed_elsewhere = 0
         """Bytes freed since the start, in the main connection and in `in_own_transaction`; they decide when tables are vacuumed."""
         self.connection = ReconnectingConnection(conninfo, ["shoal_inbox"])
@@ -55,7 +57,7 @@ class CoordinatorDatabaseConnection:
         self._under_way: list[Callable[[], None]] = []
         try:
             self.connection.run(schema.check, 0.0)
-            self.connection.run(lambda connection: self._take_over(connection, max_frame_bytes, max_header_bytes), 0.0)
+            self.connection.run(lambda connection: self._take_over(connection, limits), 0.0)
         except BaseException:
             self.connection.close()
             raise
@@ -63,8 +65,8 @@ class CoordinatorDatabaseConnection:
 
     # --- one at a time -----------------------------------------------------------------------------
 
-    def _take_over(self, connection: Connection, max_frame_bytes: int, max_header_bytes: int) -> None:
-        mine = (self.id, socket.gethostname(), os.getpid(), max_frame_bytes, max_header_bytes)
+    def _take_over(self, connection: Connection, limits: wire.Limits) -> None:
+        mine = (self.id, socket.gethostname(), os.getpid(), limits.frame_bytes, limits.header_bytes)
         with connection.transaction():
             connection.execute("SELECT pg_advisory_xact_lock(hashtext('shoal.coordinator'))")
             found = connection.execute(
@@ -104,7 +106,7 @@ class CoordinatorDatabaseConnection:
             return
         number, done = "", False
         try:
-            self._open = self.connection.run(lambda connection: connection, self.patience_s)
+            self._open = self.connection.run(lambda connection: connection, _PATIENCE_S)
             with self._open.transaction():
                 number = self._check_still_coordinator(self._open)
                 yield self._open
@@ -130,8 +132,8 @@ class CoordinatorDatabaseConnection:
                     self._under_way.pop()()
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
-        """Do `work` in a transaction; if the connection is lost, all of it again, for up to `patience_s`."""
-        deadline = time.monotonic() + self.patience_s
+        """Do `work` in a transaction; if the connection is lost, all of it again, for up to half a minute."""
+        deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 with self.transaction():
@@ -148,11 +150,8 @@ class CoordinatorDatabaseConnection:
                 self._check_still_coordinator(connection)
                 return work(connection)
 
-        line = ReconnectingConnection(self.connection.conninfo)
-        try:
-            return line.run(whole, self.patience_s)
-        finally:
-            line.close()
+        with contextlib.closing(ReconnectingConnection(self.connection.address)) as line:
+            return line.run(whole, _PATIENCE_S)
 
     def before_commit(self, wait: Callable[[], None]) -> None:
         """Call `wait` before the open transaction commits. It returns when work elsewhere that the transaction needs is done, or raises."""
@@ -176,7 +175,7 @@ class CoordinatorDatabaseConnection:
             return str(row[0])
 
         try:
-            return self.connection.run(ask, self.patience_s) == "committed"
+            return self.connection.run(ask, _PATIENCE_S) == "committed"
         except Unreachable:
             raise
         except ShoalError:  # the server does not know the number since it crashed
@@ -188,7 +187,7 @@ class CoordinatorDatabaseConnection:
 
     def run(self, work: Callable[[Connection], Result]) -> Result:
         """Do `work` over the connection, within the open transaction or on its own."""
-        return self.connection.run(work, self.patience_s) if self._open is None else work(self._open)
+        return self.connection.run(work, _PATIENCE_S) if self._open is None else work(self._open)
 
     def close_connection(self) -> None:
         self._heartbeat.close()
@@ -205,12 +204,11 @@ class _Heartbeat:
         self._connection = ReconnectingConnection(conninfo)
         self._coordinator = coordinator
         self._vacuumed_bytes = 0
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._closing.wait(BEAT_S):
+        while not self._connection.stopped.wait(BEAT_S):
             with contextlib.suppress(ShoalError):  # the coordinator's own connection reports the problem
                 self._connection.run_once(self._beat)
 
@@ -228,7 +226,6 @@ class _Heartbeat:
         connection.execute("SELECT shoal.end_harmful_connections(), shoal.end_slow_enrollments()")
 
     def close(self) -> None:
-        self._closing.set()
         self._connection.stop()
         self._thread.join()
         self._connection.close()

@@ -5,6 +5,7 @@ The password is made here, at random, and never leaves this machine: the databas
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.files import DamagedFileError, JsonFormat
-from shoal.transports.database_address import Access, pin_of
+from shoal.transports.database_address import Access, split_pin
 from shoal.transports.interface import Refused
 from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
@@ -28,13 +29,10 @@ def own_access(
     kept = _kept(file, access)
     if kept is not None and _is_still_enrolled(kept, patience_s):
         return kept
-    line = ReconnectingConnection(access.address)
-    try:
+    with contextlib.closing(ReconnectingConnection(access.address)) as line:
         if line.run(_kind, patience_s) != "class":
             return access
         made = line.run(lambda connection: _enroll(connection, access, name), patience_s)
-    finally:
-        line.close()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _FORMAT.write(file, {"user": made.user, "password": made.password})
     if kept is not None:
@@ -44,7 +42,7 @@ def own_access(
 
 def _class_of(access: Access, name: str | None) -> str:
     """Tells classes apart, and workers of one machine: a class by its certificate where it has one, since its address may change."""
-    place = pin_of(access) or f"{access.host}:{access.port}"
+    place = split_pin(access.address)[1] or f"{access.host}:{access.port}"
     return hashlib.sha256(f"{place} {access.database} {access.user} {name or ''}".encode()).hexdigest()[:16]
 
 
@@ -58,17 +56,15 @@ def _kept(file: Path, access: Access) -> Access | None:
 
 def _is_still_enrolled(access: Access, patience_s: float) -> bool:
     """Whether the role still exists. Raises ShoalError for a role that is shut out: no new role is made to get around that."""
-    line = ReconnectingConnection(access.address)
     try:
-        return line.run(_kind, patience_s) == "student"
+        with contextlib.closing(ReconnectingConnection(access.address)) as line:
+            return line.run(_kind, patience_s) == "student"
     except Refused as problem:
         if "not permitted to log in" in str(problem):
             raise ShoalError(
                 f"`{access.user}` is shut out of this class: ask the teacher (`shoal db grant student {access.user} …`)"
             ) from None
         return False
-    finally:
-        line.close()
 
 
 def _kind(connection: Connection) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
@@ -33,7 +34,8 @@ def upload(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
     """Upload frames part by part through a function, which is all that a student's role may call. It happens within a transaction, at whose
     end some row must refer to the frames."""
     ids = [uuid.uuid4() for _ in frames]
-    for window in _windows((blob, n, part) for blob, frame in zip(ids, frames, strict=True) for n, part in cut(frame)):
+    rows = ((blob, n, part) for blob, frame in zip(ids, frames, strict=True) for n, part in cut(frame))
+    while window := list(itertools.islice(rows, WINDOW)):
         with connection.pipeline():
             for row in window:
                 connection.execute("SELECT shoal.put_part(%b, %b, %b)", row)
@@ -105,14 +107,3 @@ def read(connection: Connection, query: str, values: Sequence[Any]) -> FramedRow
     if any(left):
         raise ShoalError("a frame in the database is shorter than it should be: restore the database from a backup")
     return FramedRow(first, tuple(whole)) if first else None
-
-
-def _windows(rows: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    window: list[tuple[Any, ...]] = []
-    for row in rows:
-        window.append(row)
-        if len(window) == WINDOW:
-            yield window
-            window = []
-    if window:
-        yield window

@@ -7,6 +7,7 @@ after a lost connection: the same lease gets the same units, and the same result
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -82,8 +83,7 @@ class LeaseClient:
 
     def join(self, name: str | None, about: Mapping[str, str]) -> str:
         """Join the run; returns the worker's name. A name whose worker left or died is taken over, one in use gets a number behind it."""
-        joined: str = self._ask("SELECT shoal.join_run(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0]
-        return joined
+        return str(self._ask("SELECT shoal.join_run(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0])
 
     def heartbeat(self, state: str, figures: Mapping[str, float]) -> None:
         """Send a heartbeat over a connection of its own, without trying again: the next one comes soon."""
@@ -214,21 +214,14 @@ class LeaseClient:
         self._connection.wake()
 
     def close(self) -> None:
-        for connection, lock in ((self._connection, self._working), (self._heartbeats, self._beating)):
-            if connection.stopped.is_set():
-                continue
-            connection.stop()
-            with connection.exclusive(lock):
-                connection.close()
+        self._connection.close_shared(self._working)
+        self._heartbeats.close_shared(self._beating)
 
 
 def stored_run(conninfo: str) -> Message:
     """The description of the run that a database holds. Raises ShoalError where there is none."""
-    client = LeaseClient(conninfo, poll_interval_s=1.0, patience_s=0.0)
-    try:
+    with contextlib.closing(LeaseClient(conninfo, poll_interval_s=1.0, patience_s=0.0)) as client:
         return client.read_run()
-    finally:
-        client.close()
 
 
 def _decoded(header: bytes) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from shoal.transports.postgres.reconnecting import Connection
+from psycopg.rows import dict_row
 
-WORKER_COLUMNS = "name, about, state, figures, joined_at, seen_at, left_at, alive, completed, late, cancelled, failed"
+from shoal.transports.postgres.reconnecting import Connection
 
 
 class RunView(NamedTuple):
@@ -41,7 +41,7 @@ def look(connection: Connection) -> RunView | None:
             coordinator_seen_at=progress[2],
             facts=dict(connection.execute("SELECT name, value FROM shoal.facts").fetchall()),
             units=dict(connection.execute("SELECT state, units FROM shoal.unit_counts").fetchall()),
-            workers=workers_in(connection.execute(f"SELECT {WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id").fetchall()),
+            workers=workers(connection),
             figures=_newest(connection.execute("SELECT figures FROM shoal.metrics ORDER BY id DESC LIMIT 50").fetchall()),
             picture=connection.execute("SELECT step, at FROM shoal.picture").fetchone(),
         )
@@ -92,8 +92,10 @@ def damage(connection: Connection) -> list[str]:
     return found + [f"record {number} does not follow the one before it" for (number,) in connection.execute(query).fetchall()]
 
 
-def workers_in(rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [dict(zip(WORKER_COLUMNS.split(", "), row, strict=True)) for row in rows]
+def workers(connection: Connection) -> list[dict[str, Any]]:
+    """All workers that ever took part, with the numbers of their units by outcome."""
+    columns = "name, about, state, figures, joined_at, seen_at, left_at, alive, completed, late, cancelled, failed"
+    return connection.cursor(row_factory=dict_row).execute(f"SELECT {columns} FROM shoal.worker_list ORDER BY id").fetchall()
 
 
 def _newest(rows: Sequence[tuple[Any, ...]]) -> dict[str, float]:

@@ -9,25 +9,20 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from shoal.config.schema.cluster import Postgres
+import psycopg
+from psycopg import conninfo as conninfos
+from psycopg import errors
+
 from shoal.errors import ShoalError
-from shoal.transports.database_address import Access, split_pin
+from shoal.transports.database_address import parse, split_pin
 from shoal.transports.interface import Refused, Unreachable
 from shoal.transports.postgres import access
-from shoal.transports.postgres.certificate_pin import pinned_certificate
 from shoal.transports.wakeup import Wakeup
 
-try:
-    import psycopg
-    from psycopg import conninfo as conninfos
-    from psycopg import errors
-except ImportError:
-    raise ShoalError("PostgreSQL needs a package that is not installed: pip install 'shoal[classroom]'") from None
-
-Connection = psycopg.Connection[tuple[Any, ...]]
+Connection = access.Connection
 LOST = (psycopg.OperationalError, psycopg.InterfaceError)
 _CONNECTING: dict[str, str | int] = {
     "connect_timeout": 5,
@@ -65,9 +60,11 @@ class ReconnectingConnection:
     def __init__(self, conninfo: str, channels: Sequence[str] = (), warn: Callable[[str], None] = lambda text: None) -> None:
         """`channels`: the notifications to listen to; `warn`: called when the database does not answer and is tried again."""
         self.warn = warn
+        self.address = conninfo
+        self._access = parse(conninfo)
         conninfo, self._pin = split_pin(conninfo)
-        self.conninfo = conninfos.make_conninfo(conninfo, **{k: v for k, v in _CONNECTING.items() if k not in _given(conninfo)})
-        self.name = database_name(conninfo)
+        self.conninfo = conninfos.make_conninfo(conninfo, **_CONNECTING | _given(conninfo))
+        self.name = f"the database {self._access.database} at {self._access.host}:{self._access.port}"
         self.connect_count = 0
         """How many times a connection was made."""
         self.stopped = threading.Event()
@@ -108,14 +105,11 @@ class ReconnectingConnection:
         return self._connection
 
     def _connect(self) -> Connection:
-        if self._pin is not None:
-            where = access_of(self.conninfo)
-            certificate = pinned_certificate(where.host, where.port, self._pin)
-            self.conninfo = conninfos.make_conninfo(self.conninfo, sslmode="verify-ca", sslrootcert=certificate, gssencmode="disable")
+        where = conninfos.make_conninfo(self.conninfo, **access.trust(self._access, self._pin))
         try:
-            connection = psycopg.connect(self.conninfo, autocommit=True, prepare_threshold=None)
+            connection = psycopg.connect(where, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as problem:
-            text, explanation = _first_line(problem), str(access.explained(problem, access_of(self.conninfo)))
+            text, explanation = _first_line(problem), str(access.explained(problem, self._access))
             if any(sign in text for sign in _FOR_GOOD) and "starting up" not in text:
                 raise Refused(explanation, "unauthorised") from None
             raise Unreachable(explanation) from None
@@ -180,17 +174,6 @@ class ReconnectingConnection:
                 with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
                     duplicate.shutdown(socket.SHUT_RDWR)
 
-    @contextlib.contextmanager
-    def exclusive(self, lock: threading.Lock | threading.RLock) -> Iterator[None]:
-        """Hold the lock of the threads that use this connection, which was stopped. One that waits for the server for long is aborted."""
-        if not lock.acquire(timeout=_FINISHING_S):
-            self.abort()
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
     def execute_last(self, query: str, values: Sequence[Any]) -> None:
         """Execute a last statement after `stop`, if there is a connection."""
         if self._connection is not None and not self._connection.closed:
@@ -202,28 +185,20 @@ class ReconnectingConnection:
         self.drop()
         self._wakeup.close()
 
-
-def conninfo_of(settings: Postgres) -> str:
-    """The conninfo of the configured database."""
-    if settings.host == "embedded":
-        raise ShoalError("the run's own database is not running: it must be started first, and its address given as transport.host")
-    password = settings.password.reveal() if settings.password else None
-    return conninfos.make_conninfo(
-        "", host=settings.host, port=settings.port, dbname=settings.database, user=settings.user, password=password
-    )
-
-
-def access_of(conninfo: str) -> Access:
-    """The address of a database, without its password."""
-    given = _given(conninfo)
-    host = given.get("host") or given.get("hostaddr") or "localhost"
-    return Access(host, int(given.get("port", 5432)), given.get("dbname", ""), given.get("user", ""))
-
-
-def database_name(conninfo: str) -> str:
-    """The database as messages name it, without secrets."""
-    where = access_of(conninfo)
-    return f"the database {where.database} at {where.host}:{where.port}"
+    def close_shared(self, lock: threading.Lock | threading.RLock, query: str | None = None, values: Sequence[Any] = ()) -> None:
+        """Close a connection whose users hold this lock, after a last statement. A user that waits for the server for long is aborted."""
+        if self.stopped.is_set():
+            return
+        self.stop()
+        if not lock.acquire(timeout=_FINISHING_S):
+            self.abort()
+            lock.acquire()
+        try:
+            if query is not None:
+                self.execute_last(query, values)
+            self.close()
+        finally:
+            lock.release()
 
 
 def _given(conninfo: str) -> dict[str, Any]:

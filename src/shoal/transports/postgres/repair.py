@@ -38,7 +38,8 @@ def sound_since(server: PostgresServer, snapshot: int) -> SoundRecords:
             records.append(record)
     except DamagedDatabaseJournal as error:
         problem = error.what
-    ids = _ids(server, snapshot)
+    rows = server.fetch("SELECT id FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))
+    ids = [row[0] for row in rows]
     return SoundRecords(records, ids[len(records) - 1] if records else min(ids, default=1) - 1, problem)
 
 
@@ -87,7 +88,3 @@ def note_repair(server: PostgresServer, snapshot: int, record: dict[str, Any]) -
     for _ in journal.recover(snapshot):
         pass
     journal.append(record)
-
-
-def _ids(server: PostgresServer, snapshot: int) -> list[int]:
-    return [row[0] for row in server.fetch("SELECT id FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))]

@@ -16,7 +16,6 @@ from shoal.transports.postgres import frames
 from shoal.transports.postgres.bulk_writer import BulkWriter
 from shoal.transports.postgres.client import channel_of
 from shoal.transports.postgres.coordinator_connection import CoordinatorDatabaseConnection
-from shoal.transports.postgres.reconnecting import database_name
 from shoal.transports.request_rate import Rate, RateLimit
 
 BATCH, BATCH_BYTES = 64, 256 << 20
@@ -83,15 +82,14 @@ class RequestTables(CoordinatorDatabaseConnection):
         conninfo: str,
         *,
         max_frame_bytes: int,
-        max_header_bytes: int = wire.HEADER_BYTES,
         rate: Rate = Rate(),  # noqa: B008 - a tuple
         poll_interval_s: float = 5.0,
     ) -> None:
-        super().__init__(conninfo, max_frame_bytes=max_frame_bytes, max_header_bytes=max_header_bytes)
-        self.address = database_name(conninfo)
+        self.limits = wire.Limits(max_frame_bytes)
+        super().__init__(conninfo, self.limits)
+        self.address = self.connection.name
         self.traffic = Traffic()
         self.known = KnownFrames()
-        self.limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._poll_interval_s = poll_interval_s
         self._rates = RateLimit(rate)
         self._requests, self._contributions = DeliveredRows(), DeliveredRows()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from psycopg import errors, sql
+from psycopg.rows import dict_row
 
 from shoal.errors import ShoalError
 from shoal.transports.postgres.access import set_password
@@ -25,34 +26,27 @@ _SHUT_FUNCTIONS = r"^(pg_(try_)?advisory_.*|pg_(terminate|cancel)_backend|pg_not
 """Built-in functions that any role may call by default and no student needs: advisory locks, signals, large objects."""
 _COORDINATORS_FUNCTIONS = ("pg_advisory_xact_lock(bigint)", "pg_notify(text, text)")
 READERS_TABLES = ("worker_list", "unit_counts", "progress", "metrics", "picture", "facts")
-OLDEST_SERVER = 130000
 _FILES = ("tables.sql", "limits.sql", "students.sql", "leases.sql")
 """The files of a migration, in an order in which each uses only what was created before it."""
 
 
-class Migration(NamedTuple):
-    number: int
-    text: str
-
-
-def migrations() -> list[Migration]:
+def migrations() -> dict[int, str]:
+    """The statements of each migration by its number."""
     folder = resources.files("shoal.transports.postgres") / "migrations"
-    return [
-        Migration(int(one.name), "".join((one / name).read_text(encoding="utf-8") for name in _FILES if (one / name).is_file()))
-        for one in sorted(folder.iterdir(), key=lambda one: one.name)
+    return {
+        int(one.name): "".join((one / name).read_text(encoding="utf-8") for name in _FILES if (one / name).is_file())
+        for one in folder.iterdir()
         if re.fullmatch(r"\d{3}", one.name)
-    ]
+    }
 
 
 def latest() -> int:
-    return migrations()[-1].number
+    return max(migrations())
 
 
 def init(connection: Connection) -> int:
     """Create the schema, or bring it up to date, and revoke what PostgreSQL grants to every role; returns its version. Safe to call at once
     from several processes."""
-    if connection.info.server_version < OLDEST_SERVER:
-        raise ShoalError(f"PostgreSQL {connection.info.server_version // 10000} is too old: Shoal needs 13 or newer")
     with connection.transaction():
         connection.execute("SELECT pg_advisory_xact_lock(hashtext('shoal.init'))")
         connection.execute("CREATE SCHEMA IF NOT EXISTS shoal")
@@ -62,10 +56,10 @@ def init(connection: Connection) -> int:
         version = _value(connection, "SELECT coalesce(max(version), 0) FROM shoal.migrations")
         if version > latest():
             raise ShoalError(_newer(version))
-        for migration in migrations():
-            if migration.number > version:
-                connection.execute(migration.text.encode())
-                connection.execute("INSERT INTO shoal.migrations (version) VALUES (%s)", (migration.number,))
+        for number, statements in sorted(migrations().items()):
+            if number > version:
+                connection.execute(statements.encode())
+                connection.execute("INSERT INTO shoal.migrations (version) VALUES (%s)", (number,))
         connection.execute("DELETE FROM shoal.student_functions")
         connection.execute("INSERT INTO shoal.student_functions SELECT unnest(%s::text[])", (list(STUDENTS_FUNCTIONS),))
         _revoke_defaults(connection)
@@ -89,8 +83,9 @@ def check(connection: Connection) -> None:
 def reset(connection: Connection) -> None:
     """Delete the run and all its data; roles keep their permissions."""
     with connection.transaction():
-        kept = "SELECT name, kind, to_jsonb(r) ->> 'enrolled_at', to_jsonb(r) ->> 'enrolled_from' FROM shoal.roles r"
-        roles = connection.execute(kept).fetchall() if _exists(connection) else []
+        kept = "SELECT name, kind, enrolled_at, enrolled_from FROM shoal.roles"
+        exists = _value(connection, "SELECT to_regclass('shoal.roles') IS NOT NULL")
+        roles = connection.execute(kept).fetchall() if exists else []
         connection.execute("DROP SCHEMA IF EXISTS shoal CASCADE")
         init(connection)
         for role in roles:
@@ -101,11 +96,9 @@ def reset(connection: Connection) -> None:
 def missing_protections(connection: Connection) -> list[str]:
     """Sentences about what this server does not protect a class from, and why. A server of the run's own has all protections."""
     found: list[str] = []
-    mine = connection.execute("SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user").fetchone()
-    is_superuser, makes_roles = mine or (False, False)
-    if not is_superuser and not makes_roles:
+    if not _may_alter_roles(connection):
         found.append("your role may not create roles: students cannot have roles of their own (CREATEROLE)")
-    if not is_superuser:
+    if not _is_superuser(connection):
         found.append("only a superuser can bound temporary files (temp_file_limit) and revoke advisory locks, pg_notify and large objects")
     if connection.pgconn.ssl_in_use == 0 and connection.info.host not in ("", "localhost", "127.0.0.1", "::1"):
         found.append("this connection is not encrypted: weights and results can be read in the network (sslmode=verify-full)")
@@ -169,13 +162,11 @@ def describe(connection: Connection) -> dict[str, Any]:
         "SELECT c.relname, pg_total_relation_size(c.oid) FROM pg_class c"
         " WHERE c.relnamespace = 'shoal'::regnamespace AND c.relkind = 'r' ORDER BY 2 DESC"
     )
-    progress = connection.execute(
-        "SELECT begun_at, iteration, version, nullif(coordinator_seen_at, '-infinity') FROM shoal.progress"
-    ).fetchone()
+    progress = "SELECT begun_at, iteration, version, nullif(coordinator_seen_at, '-infinity') AS coordinator_seen_at FROM shoal.progress"
     return {
         "schema_version": latest(),
         "bytes": dict(tables.fetchall()),
-        "run": dict(zip(("begun_at", "iteration", "version", "coordinator_seen_at"), progress, strict=True)) if progress else None,
+        "run": connection.cursor(row_factory=dict_row).execute(progress).fetchone(),
         "facts": dict(connection.execute("SELECT name, value FROM shoal.facts").fetchall()),
         "units": dict(connection.execute("SELECT state, units FROM shoal.unit_counts").fetchall()),
         "workers": dict(connection.execute("SELECT name, CASE WHEN alive THEN state ELSE 'gone' END FROM shoal.worker_list").fetchall()),
@@ -239,12 +230,7 @@ def _is_superuser(connection: Connection) -> bool:
 
 
 def _may_alter_roles(connection: Connection) -> bool:
-    row = connection.execute("SELECT rolsuper OR rolcreaterole FROM pg_roles WHERE rolname = current_user").fetchone()
-    return bool(row and row[0])
-
-
-def _exists(connection: Connection) -> bool:
-    return bool(_value(connection, "SELECT to_regclass('shoal.roles') IS NOT NULL"))
+    return bool(_value(connection, "SELECT rolsuper OR rolcreaterole FROM pg_roles WHERE rolname = current_user"))
 
 
 def _newer(version: int) -> str:

@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
-from shoal.transports.postgres.queries import WORKER_COLUMNS, workers_in
+from shoal.transports.postgres import queries
 from shoal.transports.postgres.requests import RequestTables
 
 
@@ -236,7 +236,7 @@ class PostgresServer(RequestTables):
 
     def workers(self) -> list[dict[str, Any]]:
         """All workers that ever took part, with the numbers of their units by outcome."""
-        return workers_in(self.fetch(f"SELECT {WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id"))
+        return self.run(queries.workers)
 
     def table(self) -> dict[str, int]:
         """Units by state, and beside them: `issued` altogether, and results that were `dropped`."""

@@ -16,9 +16,7 @@ __all__ = ["XmlRpcClient", "XmlRpcServer", "connect", "serve"]
 def serve(settings: XmlRpc, options: ListenOptions) -> XmlRpcServer:
     if options.further_ports:
         raise ShoalError("XML-RPC listens on one port; ports by host need the transport zmq")
-    return XmlRpcServer(
-        options.hosts[0], settings.port, token=options.token, max_frame_bytes=options.max_frame_bytes, insecure=options.insecure
-    )
+    return XmlRpcServer(settings.port, options)
 
 
 def connect(options: ConnectOptions) -> XmlRpcClient:

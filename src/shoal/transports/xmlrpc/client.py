@@ -10,7 +10,7 @@ import time
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses, wire
-from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.interface import Message, Refused, Traffic, Unreachable
 from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loopback, unpack
 
 _LOST = (OSError, http.client.HTTPException)
@@ -19,14 +19,12 @@ _LOST = (OSError, http.client.HTTPException)
 class XmlRpcClient:
     """Keeps one connection, and makes a new one after any error."""
 
-    def __init__(
-        self, address: str, *, token: str, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES, insecure: bool = False
-    ) -> None:
+    def __init__(self, address: str, *, token: str, max_frame_bytes: int, insecure: bool = False) -> None:
         self._target = addresses.parse(address)
         require_loopback(self._target.host, insecure)
         self.address = address
         self.traffic = Traffic()
-        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._limits = wire.Limits(max_frame_bytes)
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "text/xml"}
         self._connection: http.client.HTTPConnection | None = None
         self._number = 0
@@ -37,7 +35,7 @@ class XmlRpcClient:
         with self._calling:
             self._number += 1
             deadline = time.monotonic() + timeout_s
-            parts = self._encoded(message)
+            parts = wire.encode_request(message, self._number, self._limits)
             try:
                 connection = self._connection or self._connect(deadline)
                 self.traffic.send(wire.size_of(parts))
@@ -48,12 +46,6 @@ class XmlRpcClient:
             except _LOST as problem:
                 self._disconnect()
                 raise Unreachable(f"no answer from {self.address}: {problem or 'the connection was lost'}") from None
-
-    def _encoded(self, message: Message) -> list[Frame]:
-        try:
-            return wire.encode(message, self._number, self._limits)
-        except wire.Oversized as problem:
-            raise Refused(str(problem), problem.reason) from None
 
     def _connect(self, deadline: float) -> http.client.HTTPConnection:
         """A connection whose token was accepted. A coordinator that is not there yet is waited for."""

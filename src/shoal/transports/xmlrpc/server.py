@@ -4,94 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.http_server import LimitedHandler, LimitedHttpServer, shut_down
-from shoal.transports.interface import Message, Request, Traffic
-from shoal.transports.request_queue import RequestQueue
+from shoal.transports.interface import ListenOptions
+from shoal.transports.request_queue import QueueServer
 from shoal.transports.request_rate import SLOWEST_BYTES_PER_S, Rate
 from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loopback, unpack
 
 MOST_CONNECTIONS = 256
 IDLE_S = 30.0
-"""How long a connection may dawdle over its request."""
+"""How long a connection may send nothing within a request."""
 LINGER_S = 2.0
 
 
-class XmlRpcServer:
+class XmlRpcServer(LimitedHttpServer, QueueServer):
     """Each connection has a thread that waits until its answer is given."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        token: str,
-        max_frame_bytes: int,
-        max_header_bytes: int = wire.HEADER_BYTES,
-        rate: Rate = Rate(),  # noqa: B008 - a tuple
-        insecure: bool = False,
-    ) -> None:
-        host = addresses.resolve(host)
-        require_loopback(host, insecure)
+    def __init__(self, port: int, options: ListenOptions, rate: Rate = Rate()) -> None:  # noqa: B008 - a tuple
+        host = addresses.resolve(options.hosts[0])
+        require_loopback(host, options.insecure)
         port = port or addresses.free_port(host) or 0
-        self.traffic = Traffic()
-        self._requests = RequestQueue(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
+        self.expected = f"Bearer {options.token}".encode()
+        QueueServer.__init__(self, options.max_frame_bytes, rate)
         try:
-            self._http = _XmlRpcHttpServer(host, port, self._requests, token)
+            LimitedHttpServer.__init__(self, host, port, _XmlRpcHandler, MOST_CONNECTIONS)
         except OSError as problem:
             raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. Is another coordinator running?") from None
-        self.address = str(addresses.Address("http", addresses.to_tell(host), self._http.server_address[1]))
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="shoal-http", daemon=True)
-        self._thread.start()
-
-    def poll(self, timeout_s: float) -> list[Request]:
-        return self._requests.poll(timeout_s)
-
-    def reply(self, request: Request, message: Message) -> None:
-        self._requests.reply(request, message)
-
-    def wake(self) -> None:
-        self._requests.wake()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._requests.close()
-        self._http.end_connections()
-        self._http.server_close()
-
-
-class _XmlRpcHttpServer(LimitedHttpServer):
-    """Knows its connections, so that it can end them when it closes."""
-
-    def __init__(self, host: str, port: int, requests: RequestQueue, token: str) -> None:
-        self.requests = requests
-        self.expected = f"Bearer {token}".encode()
-        self.closing = threading.Event()
-        super().__init__(host, port, _XmlRpcHandler, MOST_CONNECTIONS)
+        self.address = str(addresses.Address("http", addresses.to_tell(host), self.server_address[1]))
+        self.start("shoal-http")
 
     def on_crowded(self) -> None:
-        self.requests.traffic.refuse("crowded")
+        self.traffic.refuse("crowded")
 
-    def end_connections(self) -> None:
+    def close(self) -> None:
         """Accept no more requests, send the replies that were given, then end all connections."""
-        self.closing.set()
+        self.stop()
+        QueueServer.close(self)
         for how, patience_s in ((socket.SHUT_RD, LINGER_S), (socket.SHUT_RDWR, 0.0)):
             for connection in self.connections.all():
                 shut_down(connection, how)
             deadline = time.monotonic() + patience_s
             while self.connections.all() and time.monotonic() < deadline:
                 time.sleep(0.005)
+        self.server_close()
 
 
 class _XmlRpcHandler(LimitedHandler):
     """Reads calls, puts them into the queue of requests, and writes the replies."""
 
-    server: _XmlRpcHttpServer
+    server: XmlRpcServer
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
     disable_nagle_algorithm = True
@@ -107,7 +71,7 @@ class _XmlRpcHandler(LimitedHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.connections.mark_authenticated(self.connection, is_busy=True)
         try:
-            pending = self.server.requests.add(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
+            pending = self.server.add(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
         except wire.Malformed as problem:
             self._turn_away(400, problem.reason)
             return
@@ -116,7 +80,7 @@ class _XmlRpcHandler(LimitedHandler):
                 if parts := pending.wait(1.0):
                     self._respond(200, pack(parts, answer=True))
                 break
-        self.server.requests.forget(pending)
+        self.server.forget(pending)
         self.server.connections.mark_authenticated(self.connection, is_busy=False)
 
     def _authorised(self) -> bool:
@@ -132,13 +96,13 @@ class _XmlRpcHandler(LimitedHandler):
         if not (length.isascii() and length.isdigit() and len(length) < 16):
             self._turn_away(411, "malformed")
             return False
-        if int(length) > most_body_bytes(self.server.requests.limits):
+        if int(length) > most_body_bytes(self.server.limits):
             self._turn_away(413, "oversized")
             return False
         return True
 
     def _turn_away(self, status: int, reason: str) -> None:
-        self.server.requests.traffic.refuse(reason)
+        self.server.traffic.refuse(reason)
         self.close_connection = True
         self._respond(status, reason.encode())
 
@@ -153,7 +117,7 @@ class _XmlRpcHandler(LimitedHandler):
         try:
             self.connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
-            return self.server.closing.is_set()
+            return self.server.closed
         finally:
             self.connection.settimeout(IDLE_S)
         return True

@@ -13,20 +13,8 @@ __all__ = ["ZmqClient", "ZmqServer", "connect", "serve"]
 
 
 def serve(settings: Zmq, options: ListenOptions) -> ZmqServer:
-    return ZmqServer(
-        options.hosts,
-        settings.port,
-        token=options.token,
-        secret_key=options.keys.secret if options.keys else None,
-        max_frame_bytes=options.max_frame_bytes,
-        further_ports=options.further_ports,
-        guests=options.guests,
-        connections=settings.connections,
-        connections_per_address=settings.connections_per_address,
-    )
+    return ZmqServer(settings, options)
 
 
 def connect(options: ConnectOptions) -> ZmqClient:
-    return ZmqClient(
-        options.address, token=options.token, server_key=options.server_key, max_frame_bytes=options.max_frame_bytes, local=options.local
-    )
+    return ZmqClient(options.address, token=options.token, server_key=options.server_key, max_frame_bytes=options.max_frame_bytes)

@@ -111,9 +111,9 @@ class ZapAuthenticator:
                 address = str(connection.getpeername()[0])
         except OSError:  # it has ended meanwhile
             return
-        accepted, evicted = self.connections.add(descriptor, address, time.monotonic(), self._byte_limiter.has_authenticated)
-        if evicted is not None or not accepted:
-            shut_down(descriptor if evicted is None else evicted)
+        ended = self.connections.add(descriptor, address, time.monotonic(), self._byte_limiter.has_authenticated)
+        if ended is not None:
+            shut_down(ended)
             self._traffic.refuse("crowded")
 
     def _authenticate(self, request: list[bytes]) -> None:

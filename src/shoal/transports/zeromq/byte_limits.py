@@ -12,7 +12,6 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from typing import NamedTuple
 
 import zmq
 
@@ -74,32 +73,26 @@ class ByteLimiter:
         self._finished.discard(descriptor)
         try:
             with borrow_socket(descriptor) as connection:
-                counts = byte_counts(connection)
+                sent, received = _byte_counts(connection)
         except OSError:  # it ended meanwhile
             self.on_ended(descriptor)
             return False
-        if finished or counts.sent > self._sent_to_refused:
+        if finished or sent > self._sent_to_refused:
             self.unauthenticated.pop(descriptor, None)
         most = UNAUTHENTICATED_BYTES if descriptor in self.unauthenticated else self.allowed_bytes
         if finished:
-            self._finished_at[descriptor] = counts.received
-        elif counts.received - self._finished_at[descriptor] > most:
+            self._finished_at[descriptor] = received
+        elif received - self._finished_at[descriptor] > most:
             shut_down(descriptor)
             self.on_ended(descriptor)
             return True
         return False
 
 
-class ByteCounts(NamedTuple):
-    """Bytes of a connection."""
-
-    sent: int
-    """Confirmed by the other side."""
-    received: int
-
-
-def byte_counts(connection: socket.socket) -> ByteCounts:
+def _byte_counts(connection: socket.socket) -> tuple[int, int]:
+    """The bytes of a connection that the other side has confirmed, and the bytes that were received."""
     if sys.platform != "linux":
-        return ByteCounts(0, 0)
+        return 0, 0
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
-    return ByteCounts(*_COUNTS.unpack(info)) if len(info) == _COUNTS.size else ByteCounts(0, 0)
+    sent, received = _COUNTS.unpack(info) if len(info) == _COUNTS.size else (0, 0)
+    return sent, received

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -53,19 +52,6 @@ class _ClientSocket:
         self.socket.close(linger=0)
 
 
-class _Credentials(NamedTuple):
-    token: str
-    server_key: str | None
-
-    def present(self, socket: Socket) -> None:
-        if self.server_key is None:
-            socket.plain_username, socket.plain_password = USER, self.token.encode()
-            return
-        own = keys.keys_from_token(self.token)
-        socket.curve_publickey, socket.curve_secretkey = own.public.encode(), own.secret.encode()
-        socket.curve_serverkey = self.server_key.encode()
-
-
 class ZmqClient:
     """One worker's connection to its coordinator. It connects at the first call, and again whenever that is needed."""
 
@@ -76,7 +62,6 @@ class ZmqClient:
         token: str,
         server_key: str | None,
         max_frame_bytes: int,
-        max_header_bytes: int = wire.HEADER_BYTES,
         local: str | None = None,
     ) -> None:
         """`local`: the address of this machine to connect from, where it has several; null: as the system chooses."""
@@ -90,8 +75,8 @@ class ZmqClient:
         self.traffic = Traffic()
         self._target = target
         self._local = f"{addresses.bracketed(local)}:0;" if local else ""
-        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
-        self._credentials = _Credentials(token, server_key)
+        self._limits = wire.Limits(max_frame_bytes)
+        self._token, self._server_key = token, server_key
         self._context: zmq.Context[Socket] = zmq.Context()
         self._wakeup = Wakeup()
         self._line: _ClientSocket | None = None
@@ -110,7 +95,7 @@ class ZmqClient:
         with self._calling:
             self._expect_open()
             self._number += 1
-            parts = self._encoded(message)
+            parts = wire.encode_request(message, self._number, self._limits)
             line = self._line = self._line or self._connect()
             with self._giving_up(line):
                 self._ask(line, parts, time.monotonic() + timeout_s)
@@ -143,29 +128,27 @@ class ZmqClient:
             self._give_up(line)
             raise
 
-    def _encoded(self, message: Message) -> list[Frame]:
-        try:
-            return wire.encode(message, self._number, self._limits)
-        except wire.Oversized as problem:
-            raise Refused(str(problem), problem.reason) from None
-
     def _connect(self) -> _ClientSocket:
-        host = self._host()
+        try:
+            host = addresses.resolve(self._target.host)  # for every new connection: a coordinator may have moved
+        except ShoalError as problem:
+            raise Unreachable(str(problem)) from None
         line = _ClientSocket(self._context, self._wakeup)
         tune(line.socket, self._limits, [host])
         line.socket.linger = 0
         line.socket.reconnect_ivl, line.socket.reconnect_ivl_max = 50, 500
         line.socket.connect_timeout = 5000
-        self._credentials.present(line.socket)
+        self._present_credentials(line.socket)
         line.socket.connect(f"tcp://{self._local}{addresses.bracketed(host)}:{self._target.port}")
         return line
 
-    def _host(self) -> str:
-        """Looked up for every new line: a coordinator may have moved."""
-        try:
-            return addresses.resolve(self._target.host)
-        except ShoalError as problem:
-            raise Unreachable(str(problem)) from None
+    def _present_credentials(self, socket: Socket) -> None:
+        if self._server_key is None:
+            socket.plain_username, socket.plain_password = USER, self._token.encode()
+            return
+        own = keys.keys_from_token(self._token)
+        socket.curve_publickey, socket.curve_secretkey = own.public.encode(), own.secret.encode()
+        socket.curve_serverkey = self._server_key.encode()
 
     def _ask(self, line: _ClientSocket, parts: list[Frame], deadline: float) -> None:
         self._follow(line, in_flight=False)
@@ -178,7 +161,7 @@ class ZmqClient:
                 self._wait(line, deadline, writing=True)
 
     def _answer(self, line: _ClientSocket, deadline: float) -> Message:
-        """The answer to this call; answers to calls given up long ago are let go."""
+        """The answer to this call; answers to calls that timed out are ignored."""
         while True:
             self._wait(line, deadline, writing=False)
             with contextlib.suppress(zmq.Again):

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils import z85
 
+from shoal.config.schema.cluster import Zmq
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.connection_limits import ConnectionLimiter
-from shoal.transports.interface import Guest, Message, Request, Traffic
+from shoal.transports.interface import Guest, ListenOptions, Message, Request, Traffic
 from shoal.transports.request_rate import Rate, RateLimit
 from shoal.transports.wakeup import Wakeup
 from shoal.transports.zeromq.authentication import DOMAIN, Admits, ZapAuthenticator
@@ -35,28 +36,14 @@ _BYTES_PER_PERMIT = 1024
 class ZmqServer:
     """Listens on one or several addresses of this machine."""
 
-    def __init__(
-        self,
-        host: str | Sequence[str],
-        port: int,
-        *,
-        token: str,
-        secret_key: str | bytes | None,
-        max_frame_bytes: int,
-        further_ports: Sequence[int] = (),
-        max_header_bytes: int = wire.HEADER_BYTES,
-        rate: Rate = Rate(),  # noqa: B008 - a tuple
-        guests: Callable[[], Sequence[Guest]] = tuple,
-        connections: int = 4096,
-        connections_per_address: int = 2048,
-    ) -> None:
-        hosts = [addresses.resolve(each) for each in ([host] if isinstance(host, str) else host)]
-        _require_key_beyond_loopback(hosts, secret_key)
-        keys.check(token)
-        own = keys.keys_from_secret(secret_key) if secret_key is not None else None
+    def __init__(self, settings: Zmq, options: ListenOptions, rate: Rate = Rate()) -> None:  # noqa: B008 - a tuple
+        hosts = [addresses.resolve(host) for host in options.hosts]
+        _require_key_beyond_loopback(hosts, options.keys)
+        keys.check(options.token)
+        own = keys.keys_from_secret(options.keys.secret) if options.keys is not None else None
         self.traffic = Traffic()
-        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
-        self._request_limits = self._limits._replace(header_bytes=min(max_header_bytes, REQUEST_HEADER_BYTES))
+        self._limits = wire.Limits(options.max_frame_bytes)
+        self._request_limits = wire.Limits(options.max_frame_bytes, REQUEST_HEADER_BYTES)
         self._rates = RateLimit(rate)
         self._wakeup = Wakeup()
         self._context: zmq.Context[Socket] = zmq.Context(_IO_THREADS)
@@ -64,13 +51,17 @@ class ZmqServer:
         tune(self._socket, self._limits, hosts)
         self._socket.router_mandatory = True
         self._socket.linger = _LINGER_MS
-        self._byte_limiter = ByteLimiter(_most_unfinished_bytes(self._limits), _mechanism(own))
-        limiter = ConnectionLimiter[int](connections, connections_per_address)
-        admits = _require_credentials(self._socket, token, own, guests)
+        largest_message = self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes
+        self._byte_limiter = ByteLimiter(UNFINISHED_BYTES + largest_message, _mechanism(own))
+        limiter = ConnectionLimiter[int](settings.connections, settings.connections_per_address)
+        admits = _require_credentials(self._socket, options.token, own, options.guests)
         self._authenticator = ZapAuthenticator(self._context, self._socket, admits, self.traffic, self._byte_limiter, limiter)
-        self._poller = _poller_of(self._socket, self._wakeup)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._wakeup):
+            self._poller.register(source, zmq.POLLIN)
         try:
-            self.addresses = tuple(address for each in (port, *further_ports) for address in _bind(self._socket, hosts, each))
+            ports = (settings.port, *options.further_ports)
+            self.addresses = tuple(address for port in ports for address in _bind(self._socket, hosts, port))
         except BaseException:
             self.close()
             raise
@@ -138,16 +129,9 @@ class ZmqServer:
         self._wakeup.close()
 
 
-def _poller_of(*sources: Socket | Wakeup) -> zmq.Poller:
-    poller = zmq.Poller()
-    for source in sources:
-        poller.register(source, zmq.POLLIN)
-    return poller
-
-
-def _require_key_beyond_loopback(hosts: Sequence[str], secret_key: object) -> None:
+def _require_key_beyond_loopback(hosts: Sequence[str], own: keys.Keys | None) -> None:
     exposed = [host for host in hosts if not addresses.is_loopback(host)]
-    if exposed and secret_key is None:
+    if exposed and own is None:
         raise ShoalError(f"{exposed[0]} is reachable from other machines, so what travels must be encrypted: give the server a key pair")
 
 
@@ -157,10 +141,6 @@ def _property(part: zmq.Frame, name: str) -> str:
         return str(part.get(name))
     except zmq.ZMQError:  # no personal invitation: the run's token
         return ""
-
-
-def _most_unfinished_bytes(limits: wire.Limits) -> int:
-    return UNFINISHED_BYTES + limits.header_bytes + limits.frames * limits.frame_bytes
 
 
 def _mechanism(own: keys.Keys | None) -> bytes:

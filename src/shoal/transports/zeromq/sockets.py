@@ -23,7 +23,7 @@ ZERO_COPY_BYTES = 1 << 20
 QUEUED = 4
 """Messages waiting per connection and direction: a client has one call in flight, and perhaps a few it gave up."""
 PIECE_BYTES = 1 << 20
-"""The longest piece that travels: what a stranger can make this process hold before the handshake has failed. Longer parts are cut."""
+"""The longest piece that travels, so the most that this process buffers of a peer without authentication. Longer parts are cut."""
 SLACK_BYTES = 4 << 10
 """What encryption adds to a piece."""
 _LONGEST_SIZES = 8 << 10
@@ -117,7 +117,10 @@ def receive(socket: Socket, limits: Limits, *, addressed: bool) -> Received:
 
 
 def _put_together(pieces: _Pieces, limits: Limits) -> list[memoryview]:
-    sizes = _sizes(pieces.next().buffer)
+    announced = pieces.next().buffer
+    if not 8 <= len(announced) <= _LONGEST_SIZES or len(announced) % 8:
+        raise Malformed("a message that does not say how long its parts are")
+    sizes: tuple[int, ...] = struct.unpack(f">{len(announced) // 8}Q", announced)
     header, largest = pieces.part(sizes[0]) if sizes[0] <= limits.header_bytes else None, max(sizes[1:], default=0)
     if header is None or len(sizes) - 1 > limits.frames or largest > limits.frame_bytes:
         number = decode([header], limits)[0] if header is not None else 0
@@ -130,12 +133,6 @@ def _put_together(pieces: _Pieces, limits: Limits) -> list[memoryview]:
     if pieces.more:
         raise Malformed("more parts than the message says it has")
     return parts
-
-
-def _sizes(announced: memoryview) -> tuple[int, ...]:
-    if not 8 <= len(announced) <= _LONGEST_SIZES or len(announced) % 8:
-        raise Malformed("a message that does not say how long its parts are")
-    return struct.unpack(f">{len(announced) // 8}Q", announced)
 
 
 class _Pieces:
