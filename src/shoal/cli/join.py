@@ -36,7 +36,8 @@ from shoal.transports.database_address import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
     from shoal.launch import EngineProcesses
-    from shoal.runs.worker_run import JoinedWorker, JoinOptions
+    from shoal.runs.connections import JoinOptions
+    from shoal.runs.worker_run import JoinedWorker
     from shoal.transports.netem import NetemProxy
 
 EPILOG = """\
@@ -197,7 +198,7 @@ def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
 
 
 def _way(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
-    from shoal.runs.worker_run import JoinOptions
+    from shoal.runs.connections import JoinOptions
 
     return JoinOptions(
         *invitation,
