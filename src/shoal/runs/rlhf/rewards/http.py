@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import time
@@ -87,8 +86,7 @@ def _said(settings: JudgeReward, question: str) -> dict[str, Any]:
 
 
 def _error_text(error: urllib.error.HTTPError) -> str:
-    """What the server said. It may have closed the connection right after the status line."""
     try:
         return error.read(300).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
+    except Exception:  # the server may have closed the connection right after the status line
         return str(error.reason)
