@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase, RequestServer, RunObserver, SavedState
+from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase, RequestServer, RunObserver
 from shoal.coordinator.durable.journal_writer import JournalWriter
 from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.coordinator.effects import Dismiss, Effect, Issue, LedgerEntry, Note, Persist, Published, Reply, StopRun
@@ -19,6 +19,7 @@ from shoal.coordinator.events import Event, RequestReceived, ServingStarted, Tic
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.units.database_leases import DatabaseLeases
 from shoal.protocol.messages import BadMessage, Message, Request, parse
+from shoal.updates.state_packing import Checkpoint
 
 TICK_S = 0.1
 _LEAST_JOURNAL_BYTES = 128 << 20
@@ -227,7 +228,7 @@ class CoordinatorDriver:
         if self.journal_writer is not None:
             self.journal_writer.drain()
 
-    def recover(self, snapshot: SavedState) -> None:
+    def recover(self, snapshot: Checkpoint) -> None:
         """Restore the coordinator from a snapshot and the journal after it. The learner has the snapshot's weights already."""
         self.coordinator.load_state_dict(snapshot.state["coordinator"])
         self.store.ledger.cut(snapshot.state["ledger"])

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from shoal.coordinator.effects import Frames, Published
 from shoal.protocol.messages import Message, Request
+from shoal.updates.state_packing import Checkpoint
 
 Result = TypeVar("Result")
-
-
-class SavedState(Protocol):
-    """A checkpoint or a snapshot."""
-
-    @property
-    def path(self) -> PurePath: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def weights(self) -> Mapping[str, Tensor]: ...
-    @property
-    def state(self) -> dict[str, Any]: ...
 
 
 class Journal(Protocol):
@@ -63,7 +50,7 @@ class Snapshots(Protocol):
 
     def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], Any]: ...
     def all(self) -> Sequence[Any]: ...
-    def newest(self, warn: Callable[[str], None]) -> SavedState | None: ...
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None: ...
 
 
 class CoordinatorStore(Protocol):

@@ -47,8 +47,6 @@ _MOST_DEVICES = 8
 
 
 class ReadyCoordinator(NamedTuple):
-    """A coordinator that listens and is ready to serve."""
-
     loop: CoordinatorLoop
     invitation: Invitation
 

@@ -44,8 +44,6 @@ _PROGRESS_EVERY_S = 30.0
 
 
 class JoinedWorker:
-    """A worker that has joined a run, until it leaves."""
-
     def __init__(self, options: JoinOptions, tell: Callable[[str], None]) -> None:
         self.options, identity = options, options.own_key()
         self.connections = connect_worker(options, tell)
@@ -276,8 +274,6 @@ class JoinedWorker:
 
 
 class WorkerParts(NamedTuple):
-    """The parts of one process of a worker."""
-
     parts: RunParts
     strategy: Policies
     shards: int
@@ -384,7 +380,6 @@ def report_gone(options: JoinOptions) -> None:
 
 
 def describe_machine() -> dict[str, str]:
-    """The description of this machine that a worker sends when it joins."""
     return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Frames
 from shoal.protocol.messages import Message, Request
 from shoal.transports import Traffic
+from shoal.updates.state_packing import Checkpoint
 
 Result = TypeVar("Result")
 _MIXING, _WORD = 1_000_003, 0xFFFFFFFF
@@ -84,7 +84,7 @@ class NoSnapshots:
     def all(self) -> list[str]:
         return [""]
 
-    def newest(self, warn: Callable[[str], None]) -> SavedState | None:
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         return None
 
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint or a coordinator's snapshot, read from a folder or a database."""
+
+    path: PurePath
+    step: int
+    weights: Mapping[str, Tensor]
+    state: dict[str, Any]
 
 
 def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

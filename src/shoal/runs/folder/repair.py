@@ -13,17 +13,18 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.durable.journal import FileJournal, journals, path_of
 from shoal.coordinator.durable.ledger import lines_of
 from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
 from shoal.coordinator.durable.records import NOWHERE, DamagedJournal, JournalReader, RecordEnd, follows, readable_after
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
+from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.updates.state_packing import Checkpoint
 
 if TYPE_CHECKING:
     from shoal.transports.postgres.repair import RemovedRecords
@@ -51,12 +52,12 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
     lock = FolderLock(folder)
     lock.take()
     try:
-        snapshot = _snapshot(folder, say)
-        sound = _sound(folder, snapshot.step)
+        snapshot = _usable(Checkpoints(folder / "snapshots", 2).newest(say), folder)
+        sound, ledger = _sound(folder, snapshot.step), [*_ledger_since(folder, snapshot)]
         known = _known(snapshot, sound.records)
-        named = [*_sequences_in_ledger(folder, snapshot), *_sequences_in_journals(folder, sound), confirmed_in(receipts, key_in(folder))]
+        named = [*_sequences_in(ledger), *_sequences_in_journals(folder, sound), confirmed_in(receipts, key_in(folder))]
         lost = _lost(known, named)
-        behind = _newest_version(folder, snapshot) > (version := _version(snapshot, sound.records))
+        behind = _newest_in(ledger) > (version := _version(snapshot, sound.records))
         if not (sound.problem or lost or behind):
             return False
         reason = sound.problem or "the journal has lost its end"
@@ -76,9 +77,7 @@ def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> b
 
     server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
     try:
-        snapshot = PostgresSnapshots(server, 2).newest(say)
-        if snapshot is None:
-            raise _nothing_to_go_on_from(server.connection.name)
+        snapshot = _usable(PostgresSnapshots(server, 2).newest(say), server.connection.name)
         sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
         ledger = [*mending.ledger_since(server, length)]
         known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
@@ -132,25 +131,19 @@ def refuse_forgotten(folder: Path, known: Sequences, confirmed: Sequences) -> No
 # --- sound records ------------------------------------------------------------------------------------------
 
 
-def _snapshot(folder: Path, say: Callable[[str], None]) -> Checkpoint:
-    found = Checkpoints(folder / "snapshots", 2).newest(say)
+def _usable(found: Checkpoint | None, where: object) -> Checkpoint:
     if found is None:
-        raise _nothing_to_go_on_from(folder)
+        raise ShoalError(
+            f"no snapshot in {where} can be read, so there is nothing to go on from. A new run can start with the weights of the last "
+            "checkpoint: --set checkpoint.resume_from=RUN"
+        )
     return found
-
-
-def _nothing_to_go_on_from(where: object) -> ShoalError:
-    return ShoalError(
-        f"no snapshot in {where} can be read, so there is nothing to go on from. A new run can start with the weights of the last "
-        "checkpoint: --set checkpoint.resume_from=RUN"
-    )
 
 
 def _sound(folder: Path, snapshot: int) -> SoundJournal:
     """The records since a snapshot, up to the first that is damaged."""
-    there = sorted(number for number in journals(folder) if number >= snapshot)
     records, before, sound = list[dict[str, Any]](), None, SoundJournal([], snapshot, NOWHERE, "")
-    for number in range(snapshot, max(there, default=snapshot) + 1):
+    for number in range(snapshot, max([snapshot, *journals(folder)]) + 1):
         path = path_of(folder, number)
         if not path.exists():
             return sound._replace(problem=f"{path.name} is missing")
@@ -166,7 +159,7 @@ def _sound(folder: Path, snapshot: int) -> SoundJournal:
     return sound
 
 
-def _known(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> Sequences:
+def _known(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> Sequences:
     known = dict(snapshot.state["coordinator"]["state"]["sequences"])
     for record in records:
         if record["kind"] == "accepted":
@@ -176,7 +169,7 @@ def _known(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> Sequences
     return known
 
 
-def _version(snapshot: SavedState, records: Iterable[dict[str, Any]]) -> int:
+def _version(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> int:
     version: int = snapshot.state["coordinator"]["state"]["version"]
     return version + [record["kind"] for record in records].count("closed")
 
@@ -201,18 +194,10 @@ def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]
             yield json.loads(line.text)
 
 
-def _sequences_in_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequences]:
-    return _sequences_in(_ledger_since(folder, snapshot))
-
-
 def _sequences_in(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
     for line in lines:
         for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ())]:
             yield {worker: seq}
-
-
-def _newest_version(folder: Path, snapshot: Checkpoint) -> int:
-    return _newest_in(_ledger_since(folder, snapshot))
 
 
 def _newest_in(lines: Iterable[dict[str, Any]]) -> int:
@@ -264,10 +249,7 @@ def _write_down(folder: Path, removed: RemovedRecords) -> Path:
 
 
 def _write_record(folder: Path, snapshot: int, record: dict[str, Any]) -> None:
-    journal = FileJournal(folder)
-    try:
+    with closing(FileJournal(folder)) as journal:
         for _ in journal.recover(snapshot):
             pass
         journal.append(record)
-    finally:
-        journal.close()

@@ -17,7 +17,8 @@ from torch import Tensor
 from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.files import check_format
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, read_checkpoint, restore_random_states
+from shoal.runs.folder.checkpoint import Checkpoints, random_states, read_checkpoint, restore_random_states
+from shoal.updates.state_packing import Checkpoint
 from shoal.worker.session import SeatAssigned
 from shoal.worker.worker_state import PartialRound, RoundStart
 
@@ -27,8 +28,6 @@ _FORMAT = 1
 
 
 class SaveSchedule(NamedTuple):
-    """When a worker saves its state."""
-
     rounds: Callable[[int], bool]
     """Whether to save with this version of the weights."""
     every_steps: int | None
@@ -58,25 +57,19 @@ class WorkerCheckpoints:
         """The half round that is about to be resumed."""
 
     def due(self, version: int) -> bool:
-        """Whether to save with this version."""
         return self.own is not None and self.occasions.rounds(version)
 
     def save(self, version: int, residual: Tensor | None) -> None:
         """Save the state with this version of the weights. An error of the disk is only reported."""
-        if not self.due(version):
-            return
-        assert self.own is not None
-        self._write(self.own, version, self._state(residual))
+        if self.own is not None and self.occasions.rounds(version):
+            self._write(self.own, version, self._state(residual))
 
     def _state(self, residual: Tensor | None) -> dict[str, Any]:
         return {"format": _FORMAT, "engine": self.engine.state_dict(), "random": random_states(self.engine), "residual": residual}
 
     def _write(self, place: Checkpoints, number: int, state: dict[str, Any]) -> None:
         try:
-            if self.engine.world.talk is None:
-                place.save(number, self.engine.weights(), state)
-            else:
-                place.save_together(number, self.engine.weights(), state, self.engine.world)
+            place.save(number, self.engine.weights(), state, self.engine.world)
         except ShoalError as error:
             self.tell(f"warning: {error}")
 

@@ -52,7 +52,6 @@ class RecordedLoop(ABC):
         return {}
 
     def save(self) -> None:
-        """Write a checkpoint."""
         self.recorder.save(self.state_dict())
 
     # --- after a step ------------------------------------------------------------------------------
@@ -63,7 +62,8 @@ class RecordedLoop(ABC):
         recorder.count(result, batches)
         if self.passes(self.step, self.run.logging.every_steps) or last:
             recorder.record_figures(self.more_figures(), self.totals())
-        recorder.notify_step()
+        for reporter in recorder.reporters:
+            reporter.step(recorder)
         if self._due(self.run.evaluation, before):
             self.evaluate()
         if self._due(self.run.checkpoint, before):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 from safetensors import SafetensorError
@@ -26,7 +26,7 @@ from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.reconnecting import Connection
 from shoal.transports.postgres.server import PostgresServer
-from shoal.updates.state_packing import packed, unpacked
+from shoal.updates.state_packing import Checkpoint, packed, unpacked
 
 Frames = Sequence[Frame]
 _SNAPSHOT_FORMAT = 1
@@ -164,15 +164,6 @@ class PostgresLedger:
         """There is nothing to close: each line was written when it was appended."""
 
 
-class StoredSnapshot(NamedTuple):
-    """A snapshot that was read: its place, weights and state."""
-
-    path: PurePosixPath
-    step: int
-    weights: dict[str, Tensor]
-    state: dict[str, Any]
-
-
 class PostgresSnapshots:
     """Snapshots of the learner and the coordinator. The newest few are kept."""
 
@@ -218,7 +209,7 @@ class PostgresSnapshots:
         """The paths of all snapshots, oldest first."""
         return [self._path(row[0]) for row in self._server.fetch("SELECT number FROM shoal.snapshots ORDER BY number")]
 
-    def newest(self, warn: Callable[[str], None]) -> StoredSnapshot | None:
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest snapshot that can be read; `warn` is called for each that cannot."""
         for path in reversed(self.all()):
             try:
@@ -227,7 +218,7 @@ class PostgresSnapshots:
                 warn(f"{error}; trying the one before it")
         return None
 
-    def _read(self, path: PurePosixPath) -> StoredSnapshot:
+    def _read(self, path: PurePosixPath) -> Checkpoint:
         ((text, ids, checksum),) = self._server.fetch(
             "SELECT header, frames, checksum FROM shoal.snapshots WHERE number = %s", (int(path.name.partition("-")[2]),)
         )
@@ -240,7 +231,7 @@ class PostgresSnapshots:
             if [crc32(file) for file in files] != header["checksums"]:
                 raise ShoalError(f"snapshot {path} is damaged: it does not match its checksums")
             weights, tensors = map(load, files)
-            return StoredSnapshot(path, header["step"], weights, unpacked(header["state"], tensors))
+            return Checkpoint(path, header["step"], weights, unpacked(header["state"], tensors))
         except (ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ShoalError(f"snapshot {path} cannot be read: {error}") from None
 
