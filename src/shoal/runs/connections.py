@@ -101,7 +101,7 @@ class JoinOptions(NamedTuple):
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Turns `Unreachable` into `Lost`, after which the sender tries again."""
+    """Turns `Unreachable` into `ConnectionLostError`, after which the sender tries again."""
     try:
         yield
     except Unreachable as error:

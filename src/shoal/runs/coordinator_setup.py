@@ -102,16 +102,16 @@ def _coordinating(
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans, agreed.parts.feed)
     welcome = _welcome(run, directory, agreed, learner)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
-    board = opened.board if agreed.policies.feed.leased else None
+    opened = opened._replace(board=opened.board if agreed.policies.feed.leased else None)
     plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
     # Threads of this process have no address, so their run has no owner file
     owner = write_owner_file(directory.path, opened.invitation) if place.kind != "in-process" else ""
-    plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
+    plan = plan._replace(leased_elsewhere=opened.board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
     coordinator = Coordinator(plan, agreed.policies, learner)
-    loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened._replace(board=board), reporters, welcome, _judging(run, warn))
+    loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened, reporters, welcome, _evaluation_device(run, warn))
     agreed.parts.feed.start(lambda text: loop.message(f"warning: {text}"), new=not resume)
     try:
         _go_on(loop, run, resume, warn)
@@ -256,7 +256,7 @@ def _go_on(loop: CoordinatorLoop, run: Run, resume: bool, warn: Callable[[str], 
         loop.begin_from(find_checkpoint(run.checkpoint.resume_from, warn))
 
 
-def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
+def _evaluation_device(run: Run, warn: Callable[[str], None]) -> torch.device:
     """The device for evaluations: the one that a worker would use, if this machine has it, else the CPU."""
     try:
         return choose_device(run.training.device)

@@ -143,13 +143,17 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that can be read. `warn`: is called for each that cannot."""
-        for path in reversed(self.all()):
-            try:
-                return read_checkpoint(path)
-            except ShoalError as error:
-                warn(f"{error}; trying the one before it")
-        return None
+        return newest_readable(self.all(), read_checkpoint, warn)
+
+
+def newest_readable(paths: list[Path], read: Callable[[Path], Checkpoint], warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that can be read. `warn`: is called for each that cannot."""
+    for path in sorted(paths, key=lambda path: path.name, reverse=True):
+        try:
+            return read(path)
+        except ShoalError as error:
+            warn(f"{error}; trying the one before it")
+    return None
 
 
 def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:

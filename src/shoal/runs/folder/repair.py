@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shoal.transports.postgres.repair import RemovedRecords
 
 _LARGEST_FRAME = 1 << 30
-"""Largest frame that a repair may read."""
 Sequences = dict[str, int]
 """By worker: its last sequence number."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.files import check_format
-from shoal.runs.folder.checkpoint import Checkpoints, random_states, read_checkpoint, restore_random_states
+from shoal.runs.folder.checkpoint import Checkpoints, newest_readable, random_states, read_checkpoint, restore_random_states
 from shoal.updates.state_packing import Checkpoint
 from shoal.worker.session import SeatAssigned
 from shoal.worker.worker_state import PartialRound, RoundStart
@@ -75,7 +75,8 @@ class WorkerCheckpoints:
 
     def restore(self, version: int, residual: Tensor | None) -> None:
         """Load the newest state up to this version; one of a newer version is of no use."""
-        found = self._newest_until(version)
+        paths = [path for place in self.places for path in place.all() if path.name <= f"step-{version:08d}"]
+        found = newest_readable(paths, _read, lambda text: self.tell(f"warning: {text}"))
         if found is not None:
             self._load(found, residual, weights=found.step == version)
         elif version > 0:
@@ -88,15 +89,6 @@ class WorkerCheckpoints:
         restore_random_states(self.engine, found.state["random"])
         if residual is not None and found.state["residual"] is not None:
             residual.copy_(found.state["residual"])
-
-    def _newest_until(self, version: int) -> Checkpoint | None:
-        paths = [path for place in self.places for path in place.all() if path.name <= f"step-{version:08d}"]
-        for path in sorted(paths, key=lambda path: path.name, reverse=True):
-            try:
-                return _read(path)
-            except ShoalError as error:
-                self.tell(f"warning: {error}; trying the one before it")
-        return None
 
     # --- the middle of a round ---------------------------------------------------------------------
 

@@ -162,8 +162,7 @@ class Recorder:
     # --- figures and messages -----------------------------------------------------------------------
 
     def record_figures(self, more: Mapping[str, float], totals: Mapping[str, int]) -> None:
-        """Record the mean figures since the last record. `more`: figures besides those of the steps and the engine; `totals`: counts since
-        the run began."""
+        """Record the mean figures since the last record. `more`: figures of neither steps nor engine; `totals`: counts since the start."""
         metrics = self.window.take(self.engine.world.total)
         self._check_finite(metrics)
         metrics |= {**self.engine.figures(), **more}

@@ -67,7 +67,10 @@ class RecordedLoop(ABC):
         if self._due(self.run.evaluation, before):
             self.evaluate()
         if self._due(self.run.checkpoint, before):
-            self._save_or_warn()
+            try:
+                self.save()
+            except ShoalError as error:
+                self.message(f"warning: {error}; training goes on")
 
     def count_replayed(self, result: StepResult, batches: int) -> None:
         """Count a step that was recorded before a crash."""
@@ -83,12 +86,6 @@ class RecordedLoop(ABC):
         evaluated = complete and recorder.latest["eval"].get("step") != self.step and self.evaluate()
         if evaluated or recorder.saved_at != self.step:  # the state contains the last evaluation
             self.save()
-
-    def _save_or_warn(self) -> None:
-        try:
-            self.save()
-        except ShoalError as error:
-            self.message(f"warning: {error}; training goes on")
 
     def _due(self, settings: Evaluation | CheckpointSettings, before: int) -> bool:
         """Whether it is time, by steps or by epochs. `before`: number of batches before this step."""
