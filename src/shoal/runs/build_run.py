@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal import data, models
 from shoal.config import Run
+from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace, batch_share
 from shoal.config.schema.model import Moe
 from shoal.engines import Engine, SingleEngine, World, choose_device
@@ -18,13 +19,13 @@ from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.folder.resume_rules import SettingChange, forbidden_changes, format_changes
+from shoal.runs.folder.resume_rules import forbidden_changes, format_changes
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, task_for
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
-from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of
+from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of, save_initial_weights
 from shoal.strategies import run_length
 from shoal.tasks import Task
 from shoal.tasks.answer_logprobs import Reference
@@ -188,10 +189,14 @@ def warn_reporters(reporters: list[Reporter]) -> Callable[[str], None]:
     return warn
 
 
-def report_changes(found: list[SettingChange], reporters: list[Reporter]) -> None:
-    if found:
+def write_run(loaded: LoadedConfig, parts: RunParts, directory: RunDirectory, reporters: list[Reporter]) -> None:
+    """Write the run's settings, the description of its data, and a policy's initial weights. Report settings that a resumed run changes."""
+    if changed := directory.write_config(loaded):
         for reporter in reporters:
-            reporter.message(f"the run goes on with other settings:{format_changes(found)}")
+            reporter.message(f"the run goes on with other settings:{format_changes(changed)}")
+    if parts.engine.world.first:
+        _write_data_info(directory, parts.data)
+        save_initial_weights(loaded.run, parts.engine.task.players, directory.path)
 
 
 def find_run_to_resume(
@@ -229,7 +234,7 @@ def _newest_like(run: Run) -> RunDirectory | None:
     return None
 
 
-def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
+def _write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     """Describe the run's data for a resumed run and for programs that use its model."""
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}

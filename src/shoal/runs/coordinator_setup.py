@@ -21,7 +21,7 @@ from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import AdoptWeights, EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Progress, assemble, expect_same_data, report_changes, warn_reporters, write_data_info
+from shoal.runs.build_run import Progress, assemble, expect_same_data, warn_reporters, write_run
 from shoal.runs.coordinator_run import CoordinatorLoop, RunAgreement
 from shoal.runs.folder.checkpoint import find_checkpoint, load_weights
 from shoal.runs.folder.repair import confirmed_in, refuse_forgotten
@@ -34,7 +34,6 @@ from shoal.runs.relay import Relay
 from shoal.runs.run_size import data_extent, needed_contributions, ranks_per_worker, weight_per_sample
 from shoal.runs.storage import RunStorage, storage_for
 from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, split_into_tasks
-from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.worker_run import JoinedWorker
 from shoal.strategies import RunLength
 from shoal.transports import Message
@@ -95,9 +94,7 @@ def _coordinating(
     reporters: list[Reporter],
 ) -> ReadyCoordinator:
     run, warn = loaded.run, warn_reporters(reporters)
-    report_changes(directory.write_config(loaded), reporters)
-    write_data_info(directory, agreed.parts.data)
-    save_initial_weights(run, agreed.parts.engine.task.players, directory.path)
+    write_run(loaded, agreed.parts, directory, reporters)
     _warn_of_gaps(place, hosts, run, agreed, warn)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans, agreed.parts.feed)
     welcome = _welcome(run, directory, agreed, learner)

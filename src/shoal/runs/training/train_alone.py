@@ -21,16 +21,14 @@ from shoal.runs.build_run import (
     evaluation_batches,
     expect_same_data,
     find_run_to_resume,
-    report_changes,
     sample_writer,
     warn_reporters,
-    write_data_info,
+    write_run,
 )
 from shoal.runs.folder.checkpoint import copy_to_all, find_checkpoint, read_checkpoint
 from shoal.runs.folder.run_directory import ReadOnlyDirectory, RunDirectory
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.training.loop import TrainingLoop
 from shoal.updates.state_packing import Checkpoint
 
@@ -93,10 +91,7 @@ def _loop(
     warmup, steps, warn = run.training.schedule.warmup_steps, parts.engine.total_steps, warn_reporters(reporters)
     if run.training.max_steps is None and warmup >= steps:  # otherwise the settings' check says it
         warn(f"the warm-up of {warmup} steps does not end within the run of {steps}")
-    report_changes(directory.write_config(loaded), reporters)
-    if parts.engine.world.first:
-        write_data_info(directory, parts.data)
-        save_initial_weights(run, parts.engine.task.players, directory.path)
+    write_run(loaded, parts, directory, reporters)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
     loop = TrainingLoop(recorder, parts.engine, parts.feed, evaluation_batches(parts), sample_writer(parts, directory))
     parts.feed.start(warn, new=checkpoint is None)
