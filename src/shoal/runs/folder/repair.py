@@ -71,23 +71,23 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
 def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Repair a run in a database. Removed rows are written to files in `folder`. Return whether anything was wrong."""
     from shoal.transports.postgres import PostgresServer
-    from shoal.transports.postgres import repair as mending
+    from shoal.transports.postgres import repair as rows
     from shoal.transports.postgres.store import PostgresSnapshots
 
     server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
     try:
         snapshot = _usable(PostgresSnapshots(server, 2).newest(say), server.connection.name)
-        sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
-        ledger = [*mending.ledger_since(server, length)]
+        sound, length = rows.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
+        ledger = [*rows.ledger_since(server, length)]
         known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
-        told = [*_sequences_in(ledger), *({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))]
-        if not (sound.problem or _lost(known, told) or _newest_in(ledger) > version):
+        named = [*_sequences_in(ledger), *({record["worker"]: record["seq"]} for record in rows.readable_after(server, sound.last))]
+        if not (sound.problem or _lost(known, named) or _newest_in(ledger) > version):
             return False
-        lost = _lost(known, [*told, *({worker: seq} for worker, seq in mending.waiting(server))])
+        lost = _lost(known, [*named, *({worker: seq} for worker, seq in rows.waiting(server))])
         reason = sound.problem or "the journal has lost its end"
         with server.transaction():
-            aside = _write_down(folder, mending.go_back(server, snapshot.step, length, sound.last))
-            mending.note_repair(server, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
+            aside = _write_down(folder, rows.go_back(server, snapshot.step, length, sound.last))
+            rows.note_repair(server, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
     finally:
         server.close()
     _tell(say, reason, aside, lost, version)
@@ -176,10 +176,10 @@ def _version(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> int:
 # --- lost contributions -------------------------------------------------------------------------------------------
 
 
-def _lost(known: Sequences, told: Iterable[Sequences]) -> list[list[Any]]:
+def _lost(known: Sequences, named: Iterable[Sequences]) -> list[list[Any]]:
     """Worker, first and last number of contributions that were accepted and are missing."""
     newest: Sequences = {}
-    for sequences in told:
+    for sequences in named:
         newest |= {worker: max(seq, newest.get(worker, -1)) for worker, seq in sequences.items()}
     return [[worker, known.get(worker, -1) + 1, seq] for worker, seq in sorted(newest.items()) if seq > known.get(worker, -1)]
 
