@@ -25,10 +25,11 @@ from shoal.config.fields import Secret
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.launch.postgres.server import EmbeddedPostgres
+from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_setup import prepare as prepare_class
 from shoal.runs.training.recorded_loop import RecordedLoop
 from shoal.runs.training.train_alone import prepare as prepare_alone
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 from shoal.tasks.gan import Gan
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema

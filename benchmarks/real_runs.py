@@ -122,13 +122,13 @@ def _next_version(coordinator: Any) -> tuple[float, int, int, int]:
 
 def work(given: dict[str, Any]) -> None:
     """Work as `shoal join` does; when asked, tell what the batches took."""
-    from shoal.runs import worker_run
+    from shoal.runs import connections, worker_run
     from shoal.transports.netem import NetemProxy, profile
 
     invitation = given["invitation"]
     proxy = NetemProxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None
     address = invitation["address"] if proxy is None else proxy.address
-    way = worker_run.JoinOptions(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
+    way = connections.JoinOptions(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
     joined = worker_run.JoinedWorker(way, lambda text: None)
     joined.prepare()
     worker: Any = joined.worker

@@ -181,7 +181,7 @@ def coordinate(given: dict[str, Any]) -> None:
 
 def work(given: dict[str, Any]) -> None:
     """A worker as `shoal join --slowdown` makes it, except that a tenth of what it would send gets lost."""
-    from shoal.runs import worker_run
+    from shoal.runs import connections, worker_run
     from shoal.worker.worker import Worker
 
     chance = random.Random(f"{given['seed']} {given['slowdown']}")
@@ -193,7 +193,7 @@ def work(given: dict[str, Any]) -> None:
 
     worker_run.Worker = Forgetful  # type: ignore[attr-defined]
     invitation = given["invitation"]
-    way = worker_run.JoinOptions(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
+    way = connections.JoinOptions(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
     joined = worker_run.JoinedWorker(way, lambda text: None)
     joined.prepare()
     print('"ready"', flush=True)

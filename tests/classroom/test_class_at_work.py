@@ -368,8 +368,7 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
 def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     from shoal.reporters.sinks import Blackboard
-    from shoal.runs.connections import TransportConnection
-    from shoal.runs.worker_run import JoinOptions
+    from shoal.runs.connections import JoinOptions, TransportConnection
 
     coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)
     coordinating.loop.recorder.reporters.append(Blackboard())

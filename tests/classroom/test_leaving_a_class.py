@@ -13,8 +13,9 @@ import pytest
 from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.reporters.class_table import worker_table
+from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_setup import ReadyCoordinator
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.netem import LinkProfile, NetemProxy
 from shoal.transports.postgres import reconnecting
 from shoal.transports.postgres.access import connect

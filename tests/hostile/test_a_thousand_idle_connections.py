@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.connections import JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 from shoal.transports import addresses
 from shoal.transports.keys import key_from_text
 from tests.support.processes import HANG_S, Command

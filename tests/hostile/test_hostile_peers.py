@@ -17,8 +17,8 @@ from shoal.coordinator.run_plan import MemberLimits
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join
+from shoal.runs.connections import JoinOptions
 from shoal.runs.invitation import GuestList
-from shoal.runs.worker_run import JoinOptions
 from shoal.transports import Message, addresses
 from shoal.transports.connection_limits import RESERVED_DESCRIPTORS, ConnectionLimiter
 from shoal.transports.keys import Keys

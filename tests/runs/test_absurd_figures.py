@@ -15,8 +15,9 @@ from shoal.config.load import resolve_data
 from shoal.config.schema.cluster import Zmq
 from shoal.protocol.messages import Contribute
 from shoal.reporters.sinks import LossCurve
+from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_setup import prepare
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 
 SETTINGS: dict[str, Any] = {
     "model": {"kind": "mlp", "hidden_sizes": [4]},

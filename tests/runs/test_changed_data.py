@@ -18,7 +18,7 @@ from shoal.data import Data, Info, fingerprint, local_fingerprint
 from shoal.data.text.context_text import Origins
 from shoal.data.text.samples import PackedText
 from shoal.data.user_data import UserSamples
-from shoal.runs.coordinator_run import SharedDataProgress
+from shoal.runs.monitoring.recorder import SharedDataProgress
 
 NAMELESS = Origins([], torch.zeros(0, 2).long())
 TEXT = """\

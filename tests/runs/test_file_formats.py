@@ -19,7 +19,7 @@ from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.up_file import running_process, written_while_up
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.folder.run_reader import DATA, PROVENANCE, STATUS, SUMMARY, RunFolder
+from shoal.runs.folder.run_reader import DATA, PROVENANCE, STATUS, SUMMARY, RunFolder, read_summary
 from shoal.runs.folder.worker_checkpoint import HALF, SaveSchedule, WorkerCheckpoints
 from shoal.runs.invitation import CoordinatorSecrets, GuestList, Invitation, write_join_command
 from shoal.runs.owner import OwnerFile, write_owner_file
@@ -74,7 +74,7 @@ KINDS = [
     Kind("up.json", write_up_file, running_process),
     Kind("data.json", lambda to: DATA.write(to / "data.json", DESCRIBED), passage_index_of),
     Kind("status.json", lambda to: STATUS.write(to / "status.json", {"members": []}), lambda at: RunFolder(at).status()),
-    Kind("summary.json", lambda to: SUMMARY.write(to / "summary.json", {"status": "completed"}), lambda at: RunFolder(at).summary()),
+    Kind("summary.json", lambda to: SUMMARY.write(to / "summary.json", {"status": "completed"}), read_summary),
     Kind("provenance.json", lambda to: PROVENANCE.write(to / "provenance.json", {"settings": {}}), lambda at: RunFolder(at).provenance()),
     Kind("plugins.json", write_plugin_record, plugin_record.expect_those_of),
     Kind("shoal_tokenizer.json", CharacterTokenizer("abc").save, lambda at: load_tokenizer(str(at))),

@@ -12,11 +12,12 @@ import pytest
 from shoal.config.load import Override, resolve_data
 from shoal.config.schema.cluster import Transport, Zmq
 from shoal.errors import ShoalError
+from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.recorder import Reporter
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 from tests.support.eventually import eventually
 
 SETTINGS = {

@@ -13,9 +13,8 @@ import shoal
 from shoal.cli.output import contributions
 from shoal.config.load import resolve_data
 from shoal.engines import StepResult
-from shoal.runs.coordinator_run import SharedDataProgress
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.monitoring.recorder import Recorder, Reporter
+from shoal.runs.monitoring.recorder import Recorder, Reporter, SharedDataProgress
 from shoal.runs.monitoring.status import added
 
 

@@ -13,11 +13,12 @@ import torch
 
 from shoal.config.load import parse_override
 from shoal.config.schema.cluster import InProcess
+from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.training.loop import TrainingLoop
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 from tests.support.layered_settings import loaded, merged
 from tests.support.processes import HANG_S
 

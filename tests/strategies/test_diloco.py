@@ -183,7 +183,7 @@ def test_an_evaluation_that_a_gpu_has_no_room_for_is_done_on_the_cpu(cluster: Ca
         return SingleEngine(run, task, device, steps)
 
     monkeypatch.setattr("shoal.runs.training.background_eval.SingleEngine", on_a_full_gpu)
-    monkeypatch.setattr("shoal.runs.coordinator_setup._judging", lambda run, warn: torch.device("cuda"))
+    monkeypatch.setattr("shoal.runs.coordinator_setup._evaluation_device", lambda run, warn: torch.device("cuda"))
     together = cluster(SMALL, DILOCO, {"evaluation": {"strategy": None}}, workers=1)
     judged = [record["step"] for record in together.loop.directory.metrics() if record["split"] == "eval"]
     assert judged == [1, 2, 3, 4]

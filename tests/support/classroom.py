@@ -10,8 +10,9 @@ from typing import Any
 from shoal.config.fields import Secret
 from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
+from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_setup import ReadyCoordinator, prepare
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect

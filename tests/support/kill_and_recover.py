@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.launch import forkserver
-from shoal.runs.worker_run import TransportConnection
+from shoal.runs.connections import TransportConnection
 from shoal.transports.keys import key_from_text
 from shoal.worker.sender import ConnectionLostError
 from tests.support.processes import run_python

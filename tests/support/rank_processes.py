@@ -430,7 +430,7 @@ def dropped(world: World) -> list[float]:
 def saved(engine: Engine, folder: str) -> None:
     """Two steps, and a checkpoint of them."""
     losses_together(engine, 0, 2)
-    Checkpoints(Path(folder), 1).save_together(2, engine.weights(), {"engine": engine.state_dict()}, engine.world)
+    Checkpoints(Path(folder), 1).save(2, engine.weights(), {"engine": engine.state_dict()}, engine.world)
 
 
 def gone_on(engine: Engine, folder: str) -> list[float]:

@@ -132,7 +132,8 @@ def test_damaged_checkpoints_do_not_crowd_out_good_ones(tmp_path: Path) -> None:
     assert found is not None
     assert found.step == 100
     checkpoints.forget_after(100)
-    assert checkpoints.save(150, {"model.w": torch.ones(2)}, {}).exists()
+    checkpoints.save(150, {"model.w": torch.ones(2)}, {})
+    assert (tmp_path / "step-00000150").exists()
     assert [path.name for path in checkpoints.all()] == ["step-00000100", "step-00000150"]
 
 

@@ -28,7 +28,6 @@ FILES = (
     "cli/main.py",
     "runs/worker_run.py",
     "runs/connections.py",
-    "runs/worker_key.py",
     "runs/folder/worker_checkpoint.py",
     "runs/build_run.py",
 )

@@ -38,7 +38,8 @@ from shoal.transports.database_address import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
     from shoal.launch.engine_processes import EngineProcesses
-    from shoal.runs.worker_run import JoinedWorker, JoinOptions
+    from shoal.runs.connections import JoinOptions
+    from shoal.runs.worker_run import JoinedWorker
     from shoal.transports.netem import NetemProxy
 
 EPILOG = """\
@@ -193,7 +194,7 @@ def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
 
 
 def _options_of(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
-    from shoal.runs.worker_run import JoinOptions
+    from shoal.runs.connections import JoinOptions
 
     return JoinOptions(
         *invitation,

@@ -41,7 +41,8 @@ def run(argv: list[str]) -> int:
     load_plugins(arguments)
     if arguments.address and (is_address(arguments.address) or Path(arguments.address).is_file()):
         raise ShoalError("a relay joins a coordinator, not a database: take the address that `shoal coordinate` printed (tcp://…)")
-    from shoal.runs.worker_run import JoinedWorker, JoinOptions
+    from shoal.runs.connections import JoinOptions
+    from shoal.runs.worker_run import JoinedWorker
 
     options = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
     joined = JoinedWorker(options, print_log)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.runs.connections import JoinOptions
 from shoal.runs.invitation import Invitation
 from shoal.runs.live_objects import LiveObjects
-from shoal.runs.worker_run import JoinedWorker, JoinOptions
+from shoal.runs.worker_run import JoinedWorker
 
 _PATIENCE_S, _LEAVING_S = 60.0, 10.0
 """How long a worker waits for an answer (the coordinator is slow when many join at once), and how long a leaving worker is waited for."""

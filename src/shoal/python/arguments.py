@@ -15,7 +15,7 @@ from shoal.config.schema import Run
 from shoal.config.show import flat
 from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
-from shoal.runs.live_objects import LiveObjects, call_factory, import_function
+from shoal.runs.live_objects import LiveObjects, import_function
 from shoal.runs.monitoring.recorder import Reporter
 
 Config = TrainerConfig | Run | str | Path | Sequence[str | Path] | Mapping[str, Any]
@@ -108,7 +108,7 @@ def _live_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any
     return LiveObjects(
         model=None if _is_factory(model) else model,
         train=None if _is_factory(data) else data,
-        eval=call_factory(eval_data) if _is_factory(eval_data) and not _is_factory(data) else None if _is_factory(eval_data) else eval_data,
+        eval=eval_data if not _is_factory(eval_data) else None if _is_factory(data) else import_function(eval_data)(),
         collate=import_function(collate) if _is_factory(collate) else collate,
         loss=import_function(loss) if _is_factory(loss) else loss,
         metrics=metrics,

@@ -11,33 +11,33 @@ from torch import nn
 
 from shoal import data, models
 from shoal.config import Run
+from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace, batch_share
 from shoal.config.schema.model import Moe
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
-from shoal.runs.folder.resume_rules import SettingChange, forbidden_changes, format_changes
+from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.runs.folder.resume_rules import forbidden_changes, format_changes
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, task_for
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
-from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of
+from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of, save_initial_weights
 from shoal.strategies import run_length
 from shoal.tasks import Task
 from shoal.tasks.answer_logprobs import Reference
 from shoal.tasks.images import grid, save_png
 from shoal.tasks.policy_gradient import PolicyGradient
+from shoal.updates.state_packing import Checkpoint
 
 Progress = Callable[[str, int, int | None], None]
 CountSteps = Callable[[data.Data], int]
 
 
 class RunParts(NamedTuple):
-    """The parts of a run before its first step."""
-
     run: Run
     data: data.Data
     engine: Engine
@@ -174,6 +174,13 @@ def held_out_batches(run: Run, samples: data.Samples | None) -> Callable[[], Ite
     return batches
 
 
+def evaluation_batches(parts: RunParts) -> Callable[[], Iterator[data.Batch]] | None:
+    """The batches of an evaluation: held-out data, or answers to held-out prompts; None where the run is not evaluated."""
+    if parts.run.evaluation.batches == 0:
+        return None
+    return parts.feed.evaluation_batches(held_out_batches(parts.run, parts.data.eval))
+
+
 def warn_reporters(reporters: list[Reporter]) -> Callable[[str], None]:
     def warn(text: str) -> None:
         for reporter in reporters:
@@ -182,11 +189,14 @@ def warn_reporters(reporters: list[Reporter]) -> Callable[[str], None]:
     return warn
 
 
-def report_changes(found: list[SettingChange], reporters: list[Reporter]) -> None:
-    """Report the settings that a resumed run changes."""
-    if found:
+def write_run(loaded: LoadedConfig, parts: RunParts, directory: RunDirectory, reporters: list[Reporter]) -> None:
+    """Write the run's settings, the description of its data, and a policy's initial weights. Report settings that a resumed run changes."""
+    if changed := directory.write_config(loaded):
         for reporter in reporters:
-            reporter.message(f"the run goes on with other settings:{format_changes(found)}")
+            reporter.message(f"the run goes on with other settings:{format_changes(changed)}")
+    if parts.engine.world.first:
+        _write_data_info(directory, parts.data)
+        save_initial_weights(loaded.run, parts.engine.task.players, directory.path)
 
 
 def find_run_to_resume(
@@ -215,8 +225,7 @@ def find_run_to_resume(
 
 def _newest_like(run: Run) -> RunDirectory | None:
     found = sorted(Path(run.output_dir).rglob("config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in found:
-        directory = RunDirectory(path.parent)
+    for directory in (RunDirectory(path.parent) for path in found):
         try:
             if not forbidden_changes(directory.config(), run):
                 return directory
@@ -225,11 +234,13 @@ def _newest_like(run: Run) -> RunDirectory | None:
     return None
 
 
-def write_data_info(directory: RunDirectory, samples: data.Data) -> None:
+def _write_data_info(directory: RunDirectory, samples: data.Data) -> None:
+    """Describe the run's data for a resumed run and for programs that use its model."""
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
     found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
-    directory.write_data(shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found)
+    fields = shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found
+    DATA.write(directory.path / "data.json", fields)
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 
@@ -242,11 +253,6 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
             f"the data has changed since {directory.path} began (then: {before['name']}; now: {samples.info.name}): put it back to go on, "
             f"or begin a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"
         )
-
-
-def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.SideTexts | None:
-    """The side texts for generation: passages that the finder retrieves, and a context."""
-    return models.make_side_texts(finder, [tokenizer.encode(context)] if context else ())
 
 
 def stream_text(
@@ -284,7 +290,7 @@ def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], N
         assert tokenizer is not None
         model = task.players["model"]
         model.eval()
-        beside = read_beside(parts.data.info.finder, tokenizer)
+        beside = models.make_side_texts(parts.data.info.finder, ())
         with parts.engine.precision():
             written = "".join(stream_text(model, tokenizer, "", 64, run.seed, run.serving.decoding, beside))
         model.train()

@@ -1,15 +1,26 @@
-"""A worker's connection to its coordinator: over a transport, or to a database that leases units in the coordinator's place."""
+"""A worker's connection to its coordinator: over a transport, or to a database that leases units in the coordinator's place.
+
+A worker's secret key is created once for a run and a name, and kept in a file, so that a worker that returns is recognised.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import re
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal import strategies
+from shoal.config.environment import state_folder
+from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
+from shoal.errors import ShoalError
+from shoal.protocol.identities import Identity
 from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
@@ -28,11 +39,70 @@ _CLAIM_S = 60.0
 _LONGEST_STATE = 80
 """Longest state of a worker that the database accepts, in printable ASCII."""
 _NOTICE_EVERY_S = 5.0
+_SECRET = re.compile(r"[0-9a-f]{64}")
+
+
+class WorkerKeyFile(NamedTuple):
+    """The file with a worker's secret key for one run and one name."""
+
+    path: Path
+
+    def read(self) -> Identity | None:
+        """The key; None where there is no file yet. Raises ShoalError where it cannot be read."""
+        try:
+            secret = self.path.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeError) as error:
+            raise ShoalError(f"the worker's key in {self.path} cannot be read: {error}") from None
+        if not _SECRET.fullmatch(secret):
+            raise ShoalError(f"the worker's key in {self.path} is damaged: delete the file to take part as a new worker")
+        return Identity(secret)
+
+    def write(self, identity: Identity) -> None:
+        """Write the key, readable by this user only. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")  # so that the file is never incomplete
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
+            file.write(identity.secret)
+        os.replace(partial, self.path)
+
+
+class JoinOptions(NamedTuple):
+    """How a worker reaches the coordinator, and its own settings."""
+
+    address: str
+    token: str
+    key: str | None
+    identity: str | None = None
+    """The worker's own secret key; None: the saved key of its name, or a new one."""
+    name: str | None = None
+    overrides: Sequence[Override] = ()
+    receipts: Path | None = None
+    slowdown: float = 1.0
+    patience_s: float = 600.0
+    state: Path | None = None
+    """Folder for the worker's checkpoints and key; None: no checkpoints, and the key is saved in the user's state folder."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the worker keeps its secrets and the images that it fetches."""
+        return self.state or state_folder()
+
+    def key_file(self, name: str) -> WorkerKeyFile:
+        run = f"{self.token}\0{self.key}" if self.token else self.address
+        return WorkerKeyFile(self.folder / f"identity-{hashlib.sha256(run.encode()).hexdigest()[:16]}-{name}")
+
+    def own_key(self) -> Identity:
+        """The key that identifies this worker."""
+        if self.identity is not None:
+            return Identity(self.identity)
+        return (self.key_file(self.name).read() if self.name else None) or Identity.new()
 
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Turns `Unreachable` into `Lost`, after which the sender tries again."""
+    """Turns `Unreachable` into `ConnectionLostError`, after which the sender tries again."""
     try:
         yield
     except Unreachable as error:
@@ -233,29 +303,17 @@ class DatabaseConnection:
 WorkerConnection = TransportConnection | DatabaseConnection
 
 
-class WorkerConnectOptions(NamedTuple):
-    """How a worker connects: the name it wants, the folder of its secrets, how long it waits, and a function for messages."""
-
-    name: str | None
-    folder: Path
-    patience_s: float
-    tell: Callable[[str], None]
-
-
-def connect_worker(address: str, token: str, key: str | None, caller: WorkerConnectOptions) -> tuple[WorkerConnection, WorkerConnection]:
+def connect_worker(options: JoinOptions, tell: Callable[[str], None]) -> tuple[WorkerConnection, WorkerConnection]:
     """A worker's connection to its coordinator, and one for its heartbeats."""
+    address = options.address
     if is_address(address):
-        address = _own_address(address, caller)
-        if (board := _board(address, caller.patience_s, caller.tell)) is not None:
+        from shoal.transports.postgres.enrolment import own_access  # imported here: only databases need the driver
+
+        # The worker's own database role, which is created where the address names the class's role
+        address = own_access(parse(address), options.name, options.folder, options.patience_s, tell).address
+        if (board := _board(address, options.patience_s, tell)) is not None:
             return board, board
-    return TransportConnection(address, token, key), TransportConnection(address, token, key)
-
-
-def _own_address(address: str, caller: WorkerConnectOptions) -> str:
-    """The address with this worker's own database role, which is created where the address names the class's role."""
-    from shoal.transports.postgres.enrolment import own_access  # imported here: only databases need the driver
-
-    return own_access(parse(address), caller.name, caller.folder, caller.patience_s, caller.tell).address
+    return TransportConnection(address, options.token, options.key), TransportConnection(address, options.token, options.key)
 
 
 def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> DatabaseConnection | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ from shoal.engines import StepResult
 from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Message
-from shoal.runs.build_run import RunParts, held_out_batches
-from shoal.runs.folder.checkpoint import Checkpoint, save_weights
+from shoal.runs.build_run import RunParts, evaluation_batches
+from shoal.runs.folder.checkpoint import save_weights
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.privacy_budget import PrivacyBudget
 from shoal.runs.monitoring.prometheus import metrics_page
-from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter
+from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder, Reporter, SharedDataProgress
 from shoal.runs.monitoring.status import StatusWriter, TrafficTotals
 from shoal.runs.relay import Relay
 from shoal.runs.storage import OpenedStorage
@@ -34,29 +34,13 @@ from shoal.runs.training.background_eval import BackgroundEvaluator
 from shoal.runs.training.recorded_loop import RecordedLoop
 from shoal.strategies import Policies, RunLength
 from shoal.updates.fragments import Span
+from shoal.updates.state_packing import Checkpoint
 
 _GOODBYE_S, _PARTING_S = 120.0, 15.0
 """How long a coordinator waits at the end until its workers know: the last weights may take long over a slow link. The second value is
 for a run that was interrupted."""
 _MOST_PENDING = 4
 """Evaluations that may be pending where rounds are long and few, and each is evaluated."""
-
-
-class SharedDataProgress:
-    """Progress through data that the workers read. The length of a stream's epoch is known when all seats have begun the next."""
-
-    def __init__(self, batches_per_epoch: int | None, places: Callable[[], Iterable[Sequence[int]]]) -> None:
-        """`places`: epoch and batch of each seat."""
-        self.batches_per_epoch, self._places = batches_per_epoch, places
-        self.epochs = 0
-        """Epochs of a stream that every seat has completed."""
-        self.at_epoch_end = False
-
-    def update(self) -> None:
-        """Called after each new version."""
-        if self.batches_per_epoch is None:
-            epochs = min((place[0] for place in self._places()), default=0)
-            self.epochs, self.at_epoch_end = epochs, epochs > self.epochs
 
 
 class RunAgreement(NamedTuple):
@@ -110,18 +94,12 @@ class CoordinatorLoop(RecordedLoop):
         self.privacy = PrivacyBudget(parts.run, coordinator, policies, length, storage.board)
         self.status = StatusWriter(self.recorder, coordinator, length, self.members, self.traffic)
         self.driver = self._driver(storage, welcome)
-        batches = self._evaluation_batches(parts)
+        batches = evaluation_batches(parts)
         self.evaluator = BackgroundEvaluator(parts, batches, directory, device, step_name) if batches is not None else None
         self.on_tick: Callable[[], None] = lambda: None
         """Called regularly: the launcher checks the worker processes that it started."""
         self.goodbye_s = _GOODBYE_S
         """How long to wait at the end until all workers know that the run is over."""
-
-    def _evaluation_batches(self, parts: RunParts) -> Callable[[], Any] | None:
-        """Held-out data, or answers to held-out prompts; None: the run is not evaluated."""
-        if parts.run.evaluation.batches == 0:
-            return None
-        return parts.feed.evaluation_batches(held_out_batches(parts.run, parts.data.eval))
 
     def _driver(self, storage: OpenedStorage, welcome: Message) -> CoordinatorDriver:
         around = DriverDeps(
@@ -210,14 +188,13 @@ class CoordinatorLoop(RecordedLoop):
             self.message(f"warning: no evaluation at {self.recorder.step_name} {self.step}: the one before is still under way")
             return {}
         self.recorder.begin_evaluation()
-        self.evaluator.begin(self.step, {name: value.detach().clone() for name, value in self.engine.weights().items()})
+        self.evaluator.begin(self.step, self.engine.weights())
         return {}
 
     def _show_untrained(self) -> None:
         """Show a class pictures of the untrained model."""
         if self.evaluator is not None and self.board is not None and self.step == 0 and self.engine.task.draws_images:
-            weights = {name: value.detach().clone() for name, value in self.engine.weights().items()}
-            self.evaluator.begin(0, weights, only_sample=True)
+            self.evaluator.begin(0, self.engine.weights(), only_sample=True)
 
     def _record_evaluations(self) -> None:
         while self.evaluator is not None and not self.evaluator.results.empty():

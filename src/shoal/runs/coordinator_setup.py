@@ -21,7 +21,7 @@ from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import AdoptWeights, EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Progress, assemble, expect_same_data, report_changes, warn_reporters, write_data_info
+from shoal.runs.build_run import Progress, assemble, expect_same_data, warn_reporters, write_run
 from shoal.runs.coordinator_run import CoordinatorLoop, RunAgreement
 from shoal.runs.folder.checkpoint import find_checkpoint, load_weights
 from shoal.runs.folder.repair import confirmed_in, refuse_forgotten
@@ -34,7 +34,6 @@ from shoal.runs.relay import Relay
 from shoal.runs.run_size import data_extent, needed_contributions, ranks_per_worker, weight_per_sample
 from shoal.runs.storage import RunStorage, storage_for
 from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, split_into_tasks
-from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.worker_run import JoinedWorker
 from shoal.strategies import RunLength
 from shoal.transports import Message
@@ -47,8 +46,6 @@ _MOST_DEVICES = 8
 
 
 class ReadyCoordinator(NamedTuple):
-    """A coordinator that listens and is ready to serve."""
-
     loop: CoordinatorLoop
     invitation: Invitation
 
@@ -97,23 +94,21 @@ def _coordinating(
     reporters: list[Reporter],
 ) -> ReadyCoordinator:
     run, warn = loaded.run, warn_reporters(reporters)
-    report_changes(directory.write_config(loaded), reporters)
-    write_data_info(directory, agreed.parts.data)
-    save_initial_weights(run, agreed.parts.engine.task.players, directory.path)
+    write_run(loaded, agreed.parts, directory, reporters)
     _warn_of_gaps(place, hosts, run, agreed, warn)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans, agreed.parts.feed)
     welcome = _welcome(run, directory, agreed, learner)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
-    board = opened.board if agreed.policies.feed.leased else None
+    opened = opened._replace(board=opened.board if agreed.policies.feed.leased else None)
     plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
     # Threads of this process have no address, so their run has no owner file
     owner = write_owner_file(directory.path, opened.invitation) if place.kind != "in-process" else ""
-    plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
+    plan = plan._replace(leased_elsewhere=opened.board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
     coordinator = Coordinator(plan, agreed.policies, learner)
-    loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened._replace(board=board), reporters, welcome, _judging(run, warn))
+    loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened, reporters, welcome, _evaluation_device(run, warn))
     agreed.parts.feed.start(lambda text: loop.message(f"warning: {text}"), new=not resume)
     try:
         _go_on(loop, run, resume, warn)
@@ -259,7 +254,7 @@ def _go_on(loop: CoordinatorLoop, run: Run, resume: bool, warn: Callable[[str], 
         loop.begin_from(find_checkpoint(run.checkpoint.resume_from, warn))
 
 
-def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
+def _evaluation_device(run: Run, warn: Callable[[str], None]) -> torch.device:
     """The device for evaluations: the one that a worker would use, if this machine has it, else the CPU."""
     try:
         return choose_device(run.training.device)

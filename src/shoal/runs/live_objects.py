@@ -45,28 +45,24 @@ def data_for(run: Run, live: LiveObjects, load: Callable[[], data.Data]) -> data
     """The data of a run: the program's, what a factory of the settings makes, or what the settings describe (`load`)."""
     source, train, held_out, collate = run.data.source, live.train, live.eval, live.collate
     if isinstance(source, FactoryData):
-        train = call_factory(source.function) if train is None else train
-        held_out = call_factory(source.eval_function) if held_out is None and source.eval_function else held_out
+        train = import_function(source.function)() if train is None else train
+        held_out = import_function(source.eval_function)() if held_out is None and source.eval_function else held_out
         collate = import_function(source.collate) if collate is None and source.collate else collate
+    batch = partial(_batch, collate or stack_samples)
     if train is None:
         loaded = load()
-        return loaded if held_out is None else loaded._replace(eval=_with_numbers(held_out, collate))
+        return loaded if held_out is None else loaded._replace(eval=_with_numbers(held_out, batch))
     name = source.function if isinstance(source, FactoryData) else type(train).__name__
-    found = _with_numbers(train, collate) if is_indexable(train) else UserStream(train, _batcher(collate))
-    return data.Data(found, None if held_out is None else _with_numbers(held_out, collate), data.Info("own", name))
+    found = _with_numbers(train, batch) if is_indexable(train) else UserStream(train, batch)
+    return data.Data(found, None if held_out is None else _with_numbers(held_out, batch), data.Info("own", name))
 
 
 def is_indexable(samples: Any) -> bool:
-    """Whether samples can be read by index."""
     return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
 
 
-def _with_numbers(samples: Any, collate: Collate | None) -> UserSamples:
-    return UserSamples(samples if is_indexable(samples) else list(samples), _batcher(collate))
-
-
-def _batcher(collate: Collate | None) -> Callable[[Sequence[Any]], data.Batch]:
-    return partial(_batch, collate or stack_samples)
+def _with_numbers(samples: Any, batch: Callable[[Sequence[Any]], data.Batch]) -> UserSamples:
+    return UserSamples(samples if is_indexable(samples) else list(samples), batch)
 
 
 def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:
@@ -80,7 +76,7 @@ def players_for(run: Run, live: LiveObjects, info: data.Info) -> dict[str, nn.Mo
     if model is None and isinstance(run.model, FactoryModel):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(run.seed)
-            model = call_factory(run.model.function)
+            model = import_function(run.model.function)()
         if not isinstance(model, nn.Module):
             raise ShoalError(f"model.function: {run.model.function} made {type(model).__name__}, which is no torch.nn.Module")
     if model is None:
@@ -121,11 +117,6 @@ def refuse_unknown_functions(run: Run, trusted: Sequence[str]) -> None:
     if unknown:
         wanted = " ".join(f"--factory {name}" for name in unknown)
         raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
-
-
-def call_factory(name: str) -> Any:
-    """Call a function named `module:function`, and return its result."""
-    return import_function(name)()
 
 
 def import_function(name: str) -> Any:

@@ -6,6 +6,7 @@ The file holds the coordinator's address and a secret key. Commands are signed w
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,6 @@ _MOST_BYTES = 16 << 20
 
 
 class OwnerFile(NamedTuple):
-    """The content of owner.json."""
-
     address: str
     token: str
     key: str | None
@@ -81,15 +80,15 @@ def fetch_status(owner: OwnerFile) -> dict[str, Any]:
 
 def _ask(owner: OwnerFile, action: str, name: str | None) -> Message:
     identity = Identity(owner.secret)
-    client = connect(ConnectOptions(owner.address, owner.token, owner.key, _MOST_BYTES, insecure=True))
-    try:
-        wanted = OwnerCommand(action, name, identity.key)
-        nonce = str(_call(client, wanted).header.get("nonce", ""))
-        return _call(client, wanted._replace(nonce=nonce, proof=identity.prove(f"order {action}", name or "", nonce)))
-    except Unreachable as error:
-        raise ShoalError(f"no coordinator answers at {_shown(owner.address)}: {error}") from None
-    finally:
-        client.close()
+    with closing(connect(ConnectOptions(owner.address, owner.token, owner.key, _MOST_BYTES, insecure=True))) as client:
+        try:
+            wanted = OwnerCommand(action, name, identity.key)
+            nonce = str(_call(client, wanted).header.get("nonce", ""))
+            return _call(client, wanted._replace(nonce=nonce, proof=identity.prove(f"order {action}", name or "", nonce)))
+        except Unreachable as error:
+            scheme, _, rest = owner.address.partition("://")
+            shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without the password
+            raise ShoalError(f"no coordinator answers at {shown}: {error}") from None
 
 
 def _call(client: Client, wanted: OwnerCommand) -> Message:
@@ -97,9 +96,3 @@ def _call(client: Client, wanted: OwnerCommand) -> Message:
     if answer.header.get("kind") == "refused":
         raise ShoalError(f"the coordinator refused: {clean(answer.header.get('detail') or answer.header.get('reason'))}")
     return answer
-
-
-def _shown(address: str) -> str:
-    """The address without its password."""
-    scheme, _, rest = address.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

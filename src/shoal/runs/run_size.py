@@ -29,7 +29,6 @@ def ranks_per_worker(run: Run) -> int:
 
 
 def data_extent(run: Run, samples: data.Data, expected: int) -> DataExtent:
-    """The amount of data, for this number of workers."""
     return DataExtent(
         expected, ranks_per_worker(run), lambda shards: feed_for_seat(run, samples, 0, shards).batches_per_epoch, run.scheduled
     )

@@ -80,13 +80,11 @@ def stage_of_layers(run: Run, layers: LayerSizes, vocabulary: int, place: tuple[
 
 
 def micro_batches_per_step(run: Run) -> int:
-    """Micro-batches of a step."""
     parts = min(run.training.batch_size or 1, getattr(run.engine, "micro_batches", 1))
     return parts * run.training.gradient_accumulation_steps
 
 
 def tokens_per_batch(run: Run) -> int:
-    """Tokens of a batch."""
     return (run.training.batch_size or 1) * (run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1)
 
 
@@ -99,7 +97,6 @@ def stream_bytes(run: Run) -> int:
 
 
 def listed_machines(run: Run) -> dict[str, str]:
-    """The machines that the settings name."""
     return {name: name for name in (run.cluster.server, *run.cluster.workers) if name}
 
 

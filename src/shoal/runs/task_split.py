@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.config.schema.cluster import ScheduledTask
+from shoal.config.schema.cluster import Host, ScheduledTask
 from shoal.coordinator.run_plan import DataTask, TaskPlan
 from shoal.errors import ShoalError
 from shoal.scheduling import KINDS, memory_estimate
@@ -33,10 +33,9 @@ class SplitInput(NamedTuple):
 
 
 class TaskSplit(NamedTuple):
-    """The tasks of a run, and a note for the user."""
-
     tasks: TaskPlan
     note: str
+    """For the user."""
 
 
 def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
@@ -45,7 +44,8 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
     if listed:
         wanted, note = _with_rest(listed, extent)
     else:
-        count = _count(extent)
+        contributions = extent.batches // extent.grain
+        count = min(contributions, max(extent.workers, min(_PER_WORKER * extent.workers, contributions // _CONTRIBUTIONS)))
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
     needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen).gb
     tasks = TaskPlan(
@@ -56,18 +56,8 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
 
 def listed_workers(run: Run) -> dict[str, str]:
     """By name: the addresses of the workers that the settings list; empty where none is given."""
-    found = {}
-    for name in run.cluster.workers:
-        host = run.cluster.hosts.get(name)
-        port = f":{host.port}" if host is not None and host.port else ""
-        found[name] = f"{host.host}{port}" if host is not None and host.host else ""
-    return found
-
-
-def _count(extent: SplitInput) -> int:
-    """Number of tasks where the settings list none."""
-    contributions = extent.batches // extent.grain
-    return min(contributions, max(extent.workers, min(_PER_WORKER * extent.workers, contributions // _CONTRIBUTIONS)))
+    hosts = {name: run.cluster.hosts.get(name, Host()) for name in run.cluster.workers}
+    return {name: f"{host.host}{f':{host.port}' if host.port else ''}" if host.host else "" for name, host in hosts.items()}
 
 
 def _with_rest(listed: tuple[ScheduledTask, ...], extent: SplitInput) -> tuple[list[ScheduledTask], str]:

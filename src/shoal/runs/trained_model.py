@@ -18,12 +18,13 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.mixtral import as_mixtral
 from shoal.models.trunk import Trunk
-from shoal.runs.build_run import read_beside, stream_text
+from shoal.runs.build_run import stream_text
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.checkpoint import Checkpoint, find_checkpoint, read_weights, save_weights
+from shoal.runs.folder.checkpoint import find_checkpoint, read_weights, save_weights
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.training.initial_weights import passage_index_of
+from shoal.updates.state_packing import Checkpoint
 
 
 class TrainedModel(NamedTuple):
@@ -50,10 +51,10 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     raw = DATA.read(root / "data.json")
     if raw is None:
         raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json")
-    shape = raw["image_shape"]
+    shape = tuple(raw["image_shape"]) if raw["image_shape"] else None
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     eos_id = tokenizer.eos_id if tokenizer else None
-    shapes = DataShapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
+    shapes = DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id)
     task = tasks.build(run, models.build(run, shapes), shapes)
     checkpoint = read_weights(pushed) if pushed.exists() else find_checkpoint(path, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
@@ -120,11 +121,10 @@ def _appear(folder: Path, write: Callable[[Path], None]) -> None:
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
-    except ShoalError:
+    except (ShoalError, OSError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, ShoalError):
+            raise
         raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
@@ -174,4 +174,4 @@ def side_texts_for(trained: TrainedModel, context: str = "") -> models.SideTexts
     """The side texts of the model: passages retrieved from its index, and a context."""
     assert trained.tokenizer is not None
     finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None
-    return read_beside(finder, trained.tokenizer, context)
+    return models.make_side_texts(finder, [trained.tokenizer.encode(context)] if context else ())

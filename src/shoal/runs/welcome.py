@@ -18,6 +18,7 @@ from shoal.data import fingerprint
 from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Message
 from shoal.runs.build_run import Progress, RunParts, assemble
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.worker.session import Frames
@@ -28,14 +29,14 @@ _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
 def parts_for(
-    header: dict[str, Any],
-    frames: Frames,
+    welcome: Message,
     overrides: Sequence[Override],
-    progress: Progress | None,
-    meeting: Rendezvous | None = None,
+    meeting: Rendezvous | None,
+    progress: Progress | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
     """The parts of the run on this machine. Raises ShoalError where they differ from the coordinator's."""
+    header, frames = welcome
     fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
     run = configuration(header, [*overrides, *fetched])
     here = meeting.here if meeting is not None else None

@@ -9,35 +9,30 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from shoal import data, strategies
-from shoal.config.environment import state_folder
-from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, batch_share
 from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
 from shoal.engines import Rendezvous, World
 from shoal.engines.island import Island, IslandFollower
 from shoal.errors import ShoalError
-from shoal.protocol.identities import Identity
-from shoal.protocol.messages import PROTOCOL, Gone, header_of
+from shoal.protocol.messages import PROTOCOL, Gone, Message, header_of
 from shoal.runs.build_run import Progress, RunParts, feed_for_seat
-from shoal.runs.connections import DatabaseConnection, TransportConnection, WorkerConnectOptions, connect_worker
+from shoal.runs.connections import DatabaseConnection, JoinOptions, TransportConnection, connect_worker
 from shoal.runs.folder.resume_rules import settings_digest
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
-from shoal.runs.invitation import Invitation
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
-from shoal.runs.worker_key import WorkerKeyFile
 from shoal.strategies import Policies
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.sender import ConnectionLostError, HeartbeatThread, Sender
-from shoal.worker.session import Frames, SessionEndedError, WorkerSession
+from shoal.worker.session import SessionEndedError, WorkerSession
 from shoal.worker.worker import Worker, WorkerPolicies
 
 _FOLLOWER_EXTRA_S = 60.0
@@ -48,39 +43,10 @@ _STOP_CHECK_S, _PROBE_S = 0.5, 5.0
 _PROGRESS_EVERY_S = 30.0
 
 
-class JoinOptions(NamedTuple):
-    """How a worker reaches the coordinator, and its own settings."""
-
-    address: str
-    token: str
-    key: str | None
-    identity: str | None = None
-    """The worker's own secret key; None: the saved key of its name, or a new one."""
-    name: str | None = None
-    overrides: Sequence[Override] = ()
-    receipts: Path | None = None
-    slowdown: float = 1.0
-    patience_s: float = 600.0
-    state: Path | None = None
-    """Folder for the worker's checkpoints and key; None: no checkpoints, and the key is saved in the user's state folder."""
-
-    def key_file(self, name: str) -> WorkerKeyFile:
-        return WorkerKeyFile(self.state, Invitation(self.address, self.token, self.key), name)
-
-    def own_key(self) -> Identity:
-        """The key that identifies this worker."""
-        if self.identity is not None:
-            return Identity(self.identity)
-        return (self.key_file(self.name).read() if self.name else None) or Identity.new()
-
-
 class JoinedWorker:
-    """A worker that has joined a run, until it leaves."""
-
     def __init__(self, options: JoinOptions, tell: Callable[[str], None]) -> None:
         self.options, identity = options, options.own_key()
-        caller = WorkerConnectOptions(options.name, options.state or state_folder(), options.patience_s, tell)
-        self.connections = connect_worker(options.address, options.token, options.key, caller)
+        self.connections = connect_worker(options, tell)
         self.protocol = WorkerSession(options.name, describe_machine(), PROTOCOL, secrets.token_hex(8), options.patience_s, identity)
         self.sender = Sender(self.connections[0], self.protocol, tell)
         self.worker: Worker | None = None
@@ -97,7 +63,8 @@ class JoinedWorker:
                 self._announce_experts(self.run.engine.experts)
         except BaseException as problem:
             self._report_failure(problem)
-            self._close_connections()
+            for connection in self.connections:
+                connection.close()
             raise
         threading.Thread(target=self._watch_stop, name="stop watch", daemon=True).start()
         self._reported_at, self._reported = time.monotonic(), ""
@@ -129,14 +96,14 @@ class JoinedWorker:
         late = counts["rejected"] + counts["abandoned"]
         return f"{counts['accepted']} {what} taken ({worker.samples:,} samples)" + (f", {late} came too late" if late else "")
 
-    def _join(self) -> Welcome:
+    def _join(self) -> Message:
         self.sender.exchange()
         self.connections[0].allow(4 * self.protocol.welcome["size"] + (1 << 20))
         if self.options.name is None:
             self._save_key(self.name)
         elif self.name != self.options.name:
             self.sender.report(f"another worker of this run is called {self.options.name}, so this one is {self.name}")
-        return Welcome(self.protocol.welcome, self.protocol.welcome_frames)
+        return Message(self.protocol.welcome, tuple(self.protocol.welcome_frames))
 
     def _announce_experts(self, experts: tuple[int, ...]) -> None:
         """Announce the experts that this worker holds. The coordinator's answer gives the size of this worker's weights."""
@@ -179,8 +146,8 @@ class JoinedWorker:
         """Download images that this machine lacks from the class's database. The welcome then carries their path to all processes."""
         connection, header = self.connections[0], self.welcome.header
         if "images" in header and isinstance(connection, DatabaseConnection) and is_without_images(self.run):
-            folder = (self.options.state or state_folder()) / "images"
-            found = fetch_images(ImageOffer.of(header["images"]), connection.desk.read_piece, folder, progress)
+            offer = ImageOffer.of(header["images"])
+            found = fetch_images(offer, connection.desk.read_piece, self.options.folder / "images", progress)
             self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property
@@ -189,7 +156,8 @@ class JoinedWorker:
 
     def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         meeting = self._share_welcome(here) if here is not None else None
-        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.options, meeting, self.sender.report, progress, live)
+        parts = parts_for(self.welcome, self.options.overrides, meeting, progress, live)
+        share = WorkerParts.of(parts, self.welcome.header, self.options, self.sender.report)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.checkpoints
@@ -296,10 +264,6 @@ class JoinedWorker:
         self.heartbeats.close()
         self.sender.close()
 
-    def _close_connections(self) -> None:
-        for connection in self.connections:
-            connection.close()
-
     def summary(self) -> str:
         """The result of the work, as a line of text."""
         assert self.worker is not None
@@ -309,16 +273,7 @@ class JoinedWorker:
         return f"{self._outcomes(worker)}{dropped}; {sent / 1e6:.1f} MB sent, computing {worker.busy:.0%} of the time"
 
 
-class Welcome(NamedTuple):
-    """The coordinator's answer to a worker that joins."""
-
-    header: dict[str, Any]
-    frames: Frames
-
-
 class WorkerParts(NamedTuple):
-    """The parts of one process of a worker."""
-
     parts: RunParts
     strategy: Policies
     shards: int
@@ -327,17 +282,7 @@ class WorkerParts(NamedTuple):
     """The units of the data, where they are leased."""
 
     @classmethod
-    def of(
-        cls,
-        header: dict[str, Any],
-        frames: Frames,
-        options: JoinOptions,
-        meeting: Rendezvous | None,
-        tell: Callable[[str], None],
-        progress: Progress | None = None,
-        live: LiveObjects = NO_LIVE_OBJECTS,
-    ) -> WorkerParts:
-        parts = parts_for(header, frames, options.overrides, progress, meeting, live)
+    def of(cls, parts: RunParts, header: dict[str, Any], options: JoinOptions, tell: Callable[[str], None]) -> WorkerParts:
         strategy = strategies.policies_for(parts.run, header["shards"])
         if strategy.feed.leased:
             torch.seed()  # each worker needs its own noise
@@ -415,7 +360,8 @@ def follow_first_process(here: RankPlace, options: JoinOptions) -> None:
 def _follow(meeting: Rendezvous, options: JoinOptions) -> World:
     count = int(meeting.hear("words", options.patience_s + _FOLLOWER_EXTRA_S))
     header, *frames = [meeting.hear(f"word {number}", options.patience_s + _FOLLOWER_EXTRA_S) for number in range(count)]
-    share = WorkerParts.of(json.loads(header), frames, options, meeting, lambda text: None)
+    welcome = Message(json.loads(header), tuple(frames))
+    share = WorkerParts.of(parts_for(welcome, options.overrides, meeting), welcome.header, options, lambda text: None)
     IslandFollower(share.parts.engine, share.feed_for, share.checkpoints).work()
     return share.parts.engine.crew
 
@@ -434,7 +380,6 @@ def report_gone(options: JoinOptions) -> None:
 
 
 def describe_machine() -> dict[str, str]:
-    """The description of this machine that a worker sends when it joins."""
     return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
 
 

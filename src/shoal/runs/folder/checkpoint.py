@@ -34,8 +34,7 @@ from shoal.errors import ShoalError
 from shoal.files import check_format, write_file
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
-from shoal.updates.state_packing import Checkpoint as Checkpoint
-from shoal.updates.state_packing import packed, unpacked
+from shoal.updates.state_packing import Checkpoint, packed, unpacked
 
 _FORMAT = 3
 """Version of the format. Files of other versions are refused."""
@@ -45,16 +44,21 @@ _FILES = ("weights.safetensors", "state.safetensors")
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
-
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
         self.keep_last = keep_last
 
-    def save(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Path:
-        """Write a checkpoint, point `latest` at it, and delete the oldest. Raises ShoalError; the older ones are then kept."""
+    def save(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: World | None = None) -> None:
+        """Write a checkpoint, point `latest` at it, and delete the oldest. Raises ShoalError; the older ones are then kept.
+
+        Where there are several `writers`, each writes its part: all must call this, and all succeed or raise.
+        """
         tensors = dict[str, Tensor]()
-        return self._save(step, weights, tensors, packed(state, "", tensors))
+        plain = packed(state, "", tensors)
+        if writers is None or writers.talk is None:
+            self._save(step, weights, tensors, plain)
+        else:
+            self._save_together(step, weights, tensors, plain, writers)
 
     def copied(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Callable[[], Path]:
         """A function that writes a checkpoint of the current values, from any thread: all tensors are copied first."""
@@ -72,10 +76,8 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             raise self._failed(partial, error) from None
 
-    def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: World) -> None:
-        """The same with several processes, each of which writes its part. All must call it, and all succeed or raise."""
-        partial, tensors = self._partial(step), dict[str, Tensor]()
-        plain = packed(state, "", tensors)
+    def _save_together(self, step: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], plain: Any, writers: World) -> None:
+        partial = self._partial(step)
         self._alone(writers, lambda: self._begin(partial), partial)
         try:
             for kind, there in (("weights", weights), ("state", tensors)):
@@ -141,13 +143,17 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that can be read. `warn`: is called for each that cannot."""
-        for path in reversed(self.all()):
-            try:
-                return read_checkpoint(path)
-            except ShoalError as error:
-                warn(f"{error}; trying the one before it")
-        return None
+        return newest_readable(self.all(), read_checkpoint, warn)
+
+
+def newest_readable(paths: list[Path], read: Callable[[Path], Checkpoint], warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that can be read. `warn`: is called for each that cannot."""
+    for path in sorted(paths, key=lambda path: path.name, reverse=True):
+        try:
+            return read(path)
+        except ShoalError as error:
+            warn(f"{error}; trying the one before it")
+    return None
 
 
 def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:

@@ -15,8 +15,6 @@ Result = TypeVar("Result")
 
 
 class FileStore:
-    """Journal, ledger and snapshots in one folder."""
-
     transactional = False
 
     def __init__(self, folder: Path) -> None:

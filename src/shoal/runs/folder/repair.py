@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,13 +23,13 @@ from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
 from shoal.coordinator.durable.records import NOWHERE, DamagedJournal, JournalReader, RecordEnd, follows, readable_after
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
+from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.updates.state_packing import Checkpoint
 
 if TYPE_CHECKING:
     from shoal.transports.postgres.repair import RemovedRecords
 
 _LARGEST_FRAME = 1 << 30
-"""Largest frame that a repair may read."""
 Sequences = dict[str, int]
 """By worker: its last sequence number."""
 
@@ -50,12 +51,12 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
     lock = FolderLock(folder)
     lock.take()
     try:
-        snapshot = _snapshot(folder, say)
-        sound = _sound(folder, snapshot.step)
+        snapshot = _usable(Checkpoints(folder / "snapshots", 2).newest(say), folder)
+        sound, ledger = _sound(folder, snapshot.step), [*_ledger_since(folder, snapshot)]
         known = _known(snapshot, sound.records)
-        named = [*_sequences_in_ledger(folder, snapshot), *_sequences_in_journals(folder, sound), confirmed_in(receipts, key_in(folder))]
+        named = [*_sequences_in(ledger), *_sequences_in_journals(folder, sound), confirmed_in(receipts, key_in(folder))]
         lost = _lost(known, named)
-        behind = _newest_version(folder, snapshot) > (version := _version(snapshot, sound.records))
+        behind = _newest_in(ledger) > (version := _version(snapshot, sound.records))
         if not (sound.problem or lost or behind):
             return False
         reason = sound.problem or "the journal has lost its end"
@@ -70,25 +71,23 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
 def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Repair a run in a database. Removed rows are written to files in `folder`. Return whether anything was wrong."""
     from shoal.transports.postgres import PostgresServer
-    from shoal.transports.postgres import repair as mending
+    from shoal.transports.postgres import repair as rows
     from shoal.transports.postgres.store import PostgresSnapshots
 
     server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
     try:
-        snapshot = PostgresSnapshots(server, 2).newest(say)
-        if snapshot is None:
-            raise _nothing_to_go_on_from(server.connection.name)
-        sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
-        ledger = [*mending.ledger_since(server, length)]
+        snapshot = _usable(PostgresSnapshots(server, 2).newest(say), server.connection.name)
+        sound, length = rows.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
+        ledger = [*rows.ledger_since(server, length)]
         known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
-        told = [*_sequences_in(ledger), *({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))]
-        if not (sound.problem or _lost(known, told) or _newest_in(ledger) > version):
+        named = [*_sequences_in(ledger), *({record["worker"]: record["seq"]} for record in rows.readable_after(server, sound.last))]
+        if not (sound.problem or _lost(known, named) or _newest_in(ledger) > version):
             return False
-        lost = _lost(known, [*told, *({worker: seq} for worker, seq in mending.waiting(server))])
+        lost = _lost(known, [*named, *({worker: seq} for worker, seq in rows.waiting(server))])
         reason = sound.problem or "the journal has lost its end"
         with server.transaction():
-            aside = _write_down(folder, mending.go_back(server, snapshot.step, length, sound.last))
-            mending.note_repair(server, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
+            aside = _write_down(folder, rows.go_back(server, snapshot.step, length, sound.last))
+            rows.note_repair(server, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
     finally:
         server.close()
     _tell(say, reason, aside, lost, version)
@@ -131,25 +130,19 @@ def refuse_forgotten(folder: Path, known: Sequences, confirmed: Sequences) -> No
 # --- sound records ------------------------------------------------------------------------------------------
 
 
-def _snapshot(folder: Path, say: Callable[[str], None]) -> Checkpoint:
-    found = Checkpoints(folder / "snapshots", 2).newest(say)
+def _usable(found: Checkpoint | None, where: object) -> Checkpoint:
     if found is None:
-        raise _nothing_to_go_on_from(folder)
+        raise ShoalError(
+            f"no snapshot in {where} can be read, so there is nothing to go on from. A new run can start with the weights of the last "
+            "checkpoint: --set checkpoint.resume_from=RUN"
+        )
     return found
-
-
-def _nothing_to_go_on_from(where: object) -> ShoalError:
-    return ShoalError(
-        f"no snapshot in {where} can be read, so there is nothing to go on from. A new run can start with the weights of the last "
-        "checkpoint: --set checkpoint.resume_from=RUN"
-    )
 
 
 def _sound(folder: Path, snapshot: int) -> SoundJournal:
     """The records since a snapshot, up to the first that is damaged."""
-    there = sorted(number for number in journals(folder) if number >= snapshot)
     records, before, sound = list[dict[str, Any]](), None, SoundJournal([], snapshot, NOWHERE, "")
-    for number in range(snapshot, max(there, default=snapshot) + 1):
+    for number in range(snapshot, max([snapshot, *journals(folder)]) + 1):
         path = path_of(folder, number)
         if not path.exists():
             return sound._replace(problem=f"{path.name} is missing")
@@ -183,10 +176,10 @@ def _version(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> int:
 # --- lost contributions -------------------------------------------------------------------------------------------
 
 
-def _lost(known: Sequences, told: Iterable[Sequences]) -> list[list[Any]]:
+def _lost(known: Sequences, named: Iterable[Sequences]) -> list[list[Any]]:
     """Worker, first and last number of contributions that were accepted and are missing."""
     newest: Sequences = {}
-    for sequences in told:
+    for sequences in named:
         newest |= {worker: max(seq, newest.get(worker, -1)) for worker, seq in sequences.items()}
     return [[worker, known.get(worker, -1) + 1, seq] for worker, seq in sorted(newest.items()) if seq > known.get(worker, -1)]
 
@@ -200,18 +193,10 @@ def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]
             yield json.loads(line.text)
 
 
-def _sequences_in_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequences]:
-    return _sequences_in(_ledger_since(folder, snapshot))
-
-
 def _sequences_in(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
     for line in lines:
         for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ())]:
             yield {worker: seq}
-
-
-def _newest_version(folder: Path, snapshot: Checkpoint) -> int:
-    return _newest_in(_ledger_since(folder, snapshot))
 
 
 def _newest_in(lines: Iterable[dict[str, Any]]) -> int:
@@ -263,10 +248,7 @@ def _write_down(folder: Path, removed: RemovedRecords) -> Path:
 
 
 def _write_record(folder: Path, snapshot: int, record: dict[str, Any]) -> None:
-    journal = FileJournal(folder)
-    try:
+    with closing(FileJournal(folder)) as journal:
         for _ in journal.recover(snapshot):
             pass
         journal.append(record)
-    finally:
-        journal.close()

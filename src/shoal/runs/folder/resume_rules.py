@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.show import flat, scalar
 
-_OPERATIONAL = (
-    *(
-        "name",
-        "output_dir",
-        "log_level",
-        "log_format",
-        "logging",
-        "hub",
-        "serving",
-        "checkpoint",
-        "evaluation",
-        "transport",
-        "cluster.hosts",
-    ),
+_OPERATIONAL: tuple[str, ...] = (
+    *("name", "output_dir", "log_level", "log_format", "logging", "hub", "serving", "checkpoint", "evaluation"),
+    *("transport", "cluster.hosts"),
     *("training.epochs", "training.max_steps", "strategy.rounds", "training.early_stopping"),
     *("strategy.round_timeout_s", "strategy.lease_timeout_s", "strategy.grace_s", "strategy.max_retries"),
     *("coordinator", "strategy.inexact_share", "updates.below_quorum", "data.source.serve", "data.source.download", "simulation"),
     *("data.loader.num_workers", "data.loader.pin_memory", "data.loader.prefetch_factor", "data.loader.persistent_workers"),
 )
-"""Length of the run, timeouts, recording, evaluation, checkpoints, addresses, and limits for workers. Limits may change so that an owner
-can resume a run under attack with narrower ones."""
+"""Limits for workers may change, too, so that an owner can resume a run under attack with narrower ones."""
 _ENGINE = ("engine", "launch")
 """Another engine computes the same numbers, unless its processes step independently."""
 _CUT_OF_A_STEP = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")
@@ -38,8 +25,6 @@ _CUT_OF_A_STEP = ("training.batch_size", "training.gradient_accumulation_steps",
 
 
 class SettingChange(NamedTuple):
-    """A setting that differs."""
-
     path: str
     before: str
     now: str
@@ -60,27 +45,22 @@ def changed_settings(before: Run, now: Run) -> list[SettingChange]:
 
 def forbidden_changes(before: Run, now: Run) -> list[SettingChange]:
     """The differences that a resumed run may not have."""
-    free = tuple(_free(before, now))
-    return [change for change in changed_settings(before, now) if not any(_is_below(change.path, prefix) for prefix in free)]
+    kinds, free = {before.engine.kind, now.engine.kind}, _OPERATIONAL
+    if "collectives" not in kinds:
+        free += _ENGINE + (_CUT_OF_A_STEP if kinds != {"single"} else ())
+    return [change for change in changed_settings(before, now) if not _is_among(change.path, free)]
 
 
 def settings_digest(run: Run) -> str:
     """A digest of the engine and of all settings that a resumed run may not change."""
     named = ((".".join(path), value) for path, value in flat(run))
-    shaping = [f"{path}: {as_data(value)}" for path, value in named if not any(_is_below(path, prefix) for prefix in _OPERATIONAL)]
+    shaping = [f"{path}: {as_data(value)}" for path, value in named if not _is_among(path, _OPERATIONAL)]
     return hashlib.sha256("\n".join(shaping).encode()).hexdigest()
 
 
-def _free(before: Run, now: Run) -> Iterator[str]:
-    kinds = {before.engine.kind, now.engine.kind}
-    yield from _OPERATIONAL
-    if "collectives" not in kinds:
-        yield from _ENGINE
-        yield from _CUT_OF_A_STEP if kinds != {"single"} else ()
-
-
-def _is_below(path: str, prefix: str) -> bool:
-    return path == prefix or path.startswith(f"{prefix}.")
+def _is_among(path: str, settings: tuple[str, ...]) -> bool:
+    """Whether a setting is one of these, or in a section of these."""
+    return any(path == one or path.startswith(f"{one}.") for one in settings)
 
 
 def format_changes(found: list[SettingChange]) -> str:

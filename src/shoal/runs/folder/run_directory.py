@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -29,16 +28,27 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.load import ConfigFile, LoadedConfig, resolve
 from shoal.config.show import provenance, to_yaml
-from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere
+from shoal.coordinator.durable.journal import journals, path_of
+from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere, was_held
+from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
 from shoal.files import write_file
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.resume_rules import SettingChange, changed_settings
-from shoal.runs.folder.run_reader import DATA, PROVENANCE, SUMMARY
-from shoal.runs.folder.stale_folders import clear, is_abandoned
+from shoal.runs.folder.run_reader import PROVENANCE, SUMMARY
 
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
 """Files that show that a run has begun."""
+_SIGNS_OF_LEARNING = ("summary.json", "metrics.jsonl", "checkpoints", "coordinator/ledger.jsonl")
+_MAY_HOLD_MORE = ("invitation.json", "postgres")
+"""Others may know how to join, or a database may be running: only the owner resumes such a run."""
+_OF_A_BEGINNING = (
+    *("config.yaml", "provenance.json", "plugins.json", "changes.jsonl", "events.jsonl", "data.json", "tokenizer", "start.safetensors"),
+    *("status.json", "history.jsonl", "owner.json", "samples", "coordinator", "workers"),
+)
+"""Files that a run writes up to its first step. Other files stay."""
+_NOTHING_LEARNED = ("seated", "opened")
+"""Kinds of journal records that contain no contribution."""
 
 _MOST_EVENT_BYTES = 4 << 20
 _ENDING_S = 10.0
@@ -46,8 +56,6 @@ _ENDING_S = 10.0
 
 
 class RunDirectory:
-    """One run's folder."""
-
     def __init__(self, path: Path, fresh: bool = False) -> None:
         """`fresh`: the folder was created for this run, so that everything in it belongs to the run."""
         self.path, self.fresh = path, fresh
@@ -68,7 +76,7 @@ class RunDirectory:
         if wanted and (path / "config.yaml").exists():
             if not is_abandoned(path):
                 raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
-            clear(path)
+            _remove([path / name for name in _OF_A_BEGINNING])
             warn(f"{path} held a run that was killed before it had learned anything: it is begun anew")
         try:
             fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
@@ -125,49 +133,42 @@ class RunDirectory:
         """Write the settings. Return what a resumed run changes; changes.jsonl records that."""
         changed = changed_settings(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
         if changed:
-            self._append("changes.jsonl", {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}})
-        self._write_config(loaded)
-        return changed
-
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        try:
-            with (self.path / name).open("a", encoding="utf-8") as file:
+            line = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}}
+            with self._reporting("changes.jsonl"), (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
-
-    def _write_config(self, loaded: LoadedConfig) -> None:
         PROVENANCE.write(self.path / "provenance.json", {"settings": provenance(loaded)}, indent=2)
         plugin_record.write(self.path, loaded.run)
         write_file(self.path / "config.yaml", settings_text(loaded.run))
+        return changed
+
+    @contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        """Turns an error of the disk into one that names the file."""
+        try:
+            yield
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
 
     def record(self, record: dict[str, Any]) -> None:
         """Append to metrics.jsonl."""
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
-        try:
+        with self._reporting("metrics.jsonl"):
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self._metrics.write(json.dumps(finite) + "\n")
             self._metrics.flush()
-        except OSError as error:
-            raise ShoalError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}") from None
 
     def forget_after(self, step: int) -> None:
         """Delete the records of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(partial, path)
+            write_file(path, "".join(line + "\n" for line in kept))
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
-        return (
-            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < sys.maxsize]
-            if path.exists()
-            else []
-        )
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if _step_of(line) < sys.maxsize]
 
     def record_event(self, event: dict[str, Any]) -> None:
         """Append a message to events.jsonl, up to its size limit. Errors of the disk are ignored."""
@@ -181,10 +182,6 @@ class RunDirectory:
             self._event_bytes += len(line)
             with path.open("a", encoding="utf-8") as file:
                 file.write(line)
-
-    def write_data(self, fields: dict[str, Any]) -> None:
-        """What the run's data looks like: read when the run resumes and by programs that use its model."""
-        DATA.write(self.path / "data.json", fields)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         SUMMARY.write(self.path / "summary.json", summary, indent=2)
@@ -211,9 +208,6 @@ class ReadOnlyDirectory(RunDirectory):
     def record_event(self, event: dict[str, Any]) -> None:
         pass
 
-    def write_data(self, fields: dict[str, Any]) -> None:
-        pass
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         pass
 
@@ -222,6 +216,20 @@ def settings_text(run: Run) -> str:
     """All settings of a run as a configuration file, without secrets, which come from the environment."""
     text = to_yaml(as_data(run, mask=None))
     return "dialect: shoal\n" + text.replace("${", "$${")  # variables were already expanded, so a remaining ${ is plain text
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the run in a folder took no step and its process has ended; False where that is not certain."""
+    if not was_held(path) or any((path / name).exists() for name in (*_SIGNS_OF_LEARNING, *_MAY_HOLD_MORE)):
+        return False
+    folder = path / "coordinator"
+    try:
+        settings = (PROVENANCE.read(path / "provenance.json") or {})["settings"]
+        elsewhere = settings["coordinator.state_path"]["value"] is not None or settings["transport.kind"]["value"] == "postgres"
+        records = [record for number in sorted(journals(folder)) for record, _ in JournalReader(path_of(folder, number))]
+        return not elsewhere and all(record["kind"] in _NOTHING_LEARNED for record in records)
+    except (OSError, ValueError, KeyError, TypeError, ShoalError):
+        return False
 
 
 def _remove(paths: list[Path]) -> None:

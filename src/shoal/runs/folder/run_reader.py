@@ -22,7 +22,6 @@ _FRESH_S = 10.0
 _LONG_S = 600.0
 """How long a coordinator may write nothing while its process exists: the last evaluation may take this long."""
 UNFINISHED_STATES = ("starting", "running", "paused", "ending", "not here", "running or killed")
-"""States of a run that has not ended."""
 _MOST_BYTES_AT_ONCE = 8 << 20
 _LONGEST_LINE = 1 << 20
 _LONGEST_TEXT, _LONGEST_SAMPLE = 1000, 8000
@@ -124,8 +123,6 @@ class StepFile(NamedTuple):
 
 
 class RunFolder:
-    """The content of a run's folder."""
-
     def __init__(self, path: Path) -> None:
         if not (path / "config.yaml").exists():
             raise ShoalError(f"{path} is no run's folder: it has no config.yaml. `shoal runs` lists the runs that there are")
@@ -167,7 +164,7 @@ class RunFolder:
 
     def _outcome(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """What happened after the last status: the last evaluation, and workers that left."""
-        summary = self.summary()
+        summary = read_summary(self.path)
         last = {split: figures for split, figures in summary.get("metrics", {}).items() if figures}
         known = {name: summary[name] for name in ("samples", "wall_s", "contributions") if summary.get(name)}
         events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
@@ -180,7 +177,7 @@ class RunFolder:
     def _state(self, status: Mapping[str, Any]) -> str:
         """The state of the run: how it ended, or whether a process still runs it."""
         if self._has_ended():
-            return str(self.summary().get("status", "ended"))
+            return str(read_summary(self.path).get("status", "ended"))
         written = self._written_at()
         if not written and self._is_coordinated():
             return "starting"
@@ -196,9 +193,6 @@ class RunFolder:
         """Whether the summary is newer than the status, which a resumed run writes again."""
         ended = _changed_at(self.path / "summary.json")
         return bool(ended and ended >= self._written_at() - 1.0)
-
-    def summary(self) -> dict[str, Any]:
-        return read_summary(self.path)
 
     def provenance(self) -> dict[str, Any]:
         """Every setting with its value and its source."""

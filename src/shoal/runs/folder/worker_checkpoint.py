@@ -17,7 +17,8 @@ from torch import Tensor
 from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.files import check_format
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, read_checkpoint, restore_random_states
+from shoal.runs.folder.checkpoint import Checkpoints, newest_readable, random_states, read_checkpoint, restore_random_states
+from shoal.updates.state_packing import Checkpoint
 from shoal.worker.session import SeatAssigned
 from shoal.worker.worker_state import PartialRound, RoundStart
 
@@ -27,8 +28,6 @@ _FORMAT = 1
 
 
 class SaveSchedule(NamedTuple):
-    """When a worker saves its state."""
-
     rounds: Callable[[int], bool]
     """Whether to save with this version of the weights."""
     every_steps: int | None
@@ -58,31 +57,26 @@ class WorkerCheckpoints:
         """The half round that is about to be resumed."""
 
     def due(self, version: int) -> bool:
-        """Whether to save with this version."""
         return self.own is not None and self.occasions.rounds(version)
 
     def save(self, version: int, residual: Tensor | None) -> None:
         """Save the state with this version of the weights. An error of the disk is only reported."""
-        if not self.due(version):
-            return
-        assert self.own is not None
-        self._write(self.own, version, self._state(residual))
+        if self.own is not None and self.occasions.rounds(version):
+            self._write(self.own, version, self._state(residual))
 
     def _state(self, residual: Tensor | None) -> dict[str, Any]:
         return {"format": _FORMAT, "engine": self.engine.state_dict(), "random": random_states(self.engine), "residual": residual}
 
     def _write(self, place: Checkpoints, number: int, state: dict[str, Any]) -> None:
         try:
-            if self.engine.world.talk is None:
-                place.save(number, self.engine.weights(), state)
-            else:
-                place.save_together(number, self.engine.weights(), state, self.engine.world)
+            place.save(number, self.engine.weights(), state, self.engine.world)
         except ShoalError as error:
             self.tell(f"warning: {error}")
 
     def restore(self, version: int, residual: Tensor | None) -> None:
         """Load the newest state up to this version; one of a newer version is of no use."""
-        found = self._newest_until(version)
+        paths = [path for place in self.places for path in place.all() if path.name <= f"step-{version:08d}"]
+        found = newest_readable(paths, _read, lambda text: self.tell(f"warning: {text}"))
         if found is not None:
             self._load(found, residual, weights=found.step == version)
         elif version > 0:
@@ -95,15 +89,6 @@ class WorkerCheckpoints:
         restore_random_states(self.engine, found.state["random"])
         if residual is not None and found.state["residual"] is not None:
             residual.copy_(found.state["residual"])
-
-    def _newest_until(self, version: int) -> Checkpoint | None:
-        paths = [path for place in self.places for path in place.all() if path.name <= f"step-{version:08d}"]
-        for path in sorted(paths, key=lambda path: path.name, reverse=True):
-            try:
-                return _read(path)
-            except ShoalError as error:
-                self.tell(f"warning: {error}; trying the one before it")
-        return None
 
     # --- the middle of a round ---------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,19 @@ class History:
         self._bytes, self._next_at = self.path.stat().st_size if self.path.exists() else 0, 0.0
 
     def append(self, status: Mapping[str, Any], now: float) -> None:
-        """Append a line, if the interval has passed. Errors of the disk are ignored."""
+        """Append what changes in a status, if the interval has passed. Errors of the disk are ignored."""
         if now < self._next_at:
             return
         self._next_at = now + self.every_s
-        line = json.dumps(moment_of(status), separators=(",", ":")) + "\n"
-        try:
+        workers = {row["worker"]: [row["state"], *(_short(row.get(name)) for name in FIELDS)] for row in status["members"][:_MOST_WORKERS]}
+        moment = {"wall_s": status["wall_s"], "at": status["at"], "version": status["version"], "workers": workers}
+        line = json.dumps(moment, separators=(",", ":")) + "\n"
+        with suppress(OSError):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
             self._bytes += len(line)
             if self._bytes > self.most_bytes:
                 self._thin()
-        except OSError:
-            return
 
     def _thin(self) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True)[::2]
@@ -45,13 +46,6 @@ class History:
         partial.write_bytes(b"".join(lines))
         os.replace(partial, self.path)
         self._bytes, self.every_s = sum(map(len, lines)), 2 * self.every_s
-
-
-def moment_of(status: Mapping[str, Any]) -> dict[str, Any]:
-    """A status, reduced to what changes."""
-    members: Sequence[Mapping[str, Any]] = status["members"]
-    workers = {row["worker"]: [row["state"], *(_short(row.get(name)) for name in FIELDS)] for row in members[:_MOST_WORKERS]}
-    return {"wall_s": status["wall_s"], "at": status["at"], "version": status["version"], "workers": workers}
 
 
 def _short(value: Any) -> Any:

@@ -26,21 +26,16 @@ class Members(NamedTuple):
 class ArrivalNotices:
     """Compares the workers of a class with those of the last call."""
 
-    def __init__(self) -> None:
-        self.present: frozenset[str] = frozenset()
+    present: frozenset[str] = frozenset()
 
     def update(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """A sentence for each worker that joined or left since the last call."""
         before, self.present = self.present, frozenset(printable(str(row["name"])) for row in rows if row["alive"])
-        yield from _notices(self.present - before, "joined")
-        yield from _notices(before - self.present, "left")
-
-
-def _notices(names: frozenset[str], what: str) -> Iterator[str]:
-    if len(names) > _MOST_NAMED:
-        yield f"{len(names)} workers {what}"
-        return
-    yield from (f"{name} {what}" for name in sorted(names))
+        for names, what in ((self.present - before, "joined"), (before - self.present, "left")):
+            if len(names) > _MOST_NAMED:
+                yield f"{len(names)} workers {what}"
+            else:
+                yield from (f"{name} {what}" for name in sorted(names))
 
 
 class MemberOverview:

@@ -8,31 +8,40 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from shoal.config import Run
+from shoal.data import Feed
 from shoal.engines import Engine
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, random_states, restore_random_states
+from shoal.runs.folder.checkpoint import Checkpoints, random_states, restore_random_states
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.members import Members
 from shoal.tasks import MetricMeans, StepResult
+from shoal.updates.state_packing import Checkpoint
 
 INTERRUPTED, STOPPED_EARLY = "interrupted", "stopped early"
 _RECENT_EVENTS, _LONGEST_EVENT = 50, 1000
 
 
-class EpochProgress(Protocol):
-    """Where a run stands in its data."""
+class SharedDataProgress:
+    """Progress through data that the workers read. The length of a stream's epoch is known when all seats have begun the next."""
 
-    @property
-    def batches_per_epoch(self) -> int | None: ...
-    @property
-    def at_epoch_end(self) -> bool: ...
+    def __init__(self, batches_per_epoch: int | None, places: Callable[[], Iterable[Sequence[int]]]) -> None:
+        """`places`: epoch and batch of each seat."""
+        self.batches_per_epoch, self._places = batches_per_epoch, places
+        self.epochs = 0
+        """Epochs of a stream that every seat has completed."""
+        self.at_epoch_end = False
+
+    def update(self) -> None:
+        """Called after each new version."""
+        if self.batches_per_epoch is None:
+            epochs = min((place[0] for place in self._places()), default=0)
+            self.epochs, self.at_epoch_end = epochs, epochs > self.epochs
 
 
 class Reporter:
@@ -68,7 +77,7 @@ class Recorder:
         self,
         run: Run,
         engine: Engine,
-        epochs: EpochProgress,
+        epochs: Feed | SharedDataProgress,
         directory: RunDirectory,
         reporters: list[Reporter],
         omitted: tuple[str, ...] = (),
@@ -132,11 +141,8 @@ class Recorder:
                 reporter.start(self)
             work()
             status = self.stopping or "completed"
-        except ShoalError as problem:
-            error = str(problem)
-            raise
         except BaseException as problem:
-            error = repr(problem)
+            error = str(problem) if isinstance(problem, ShoalError) else repr(problem)
             raise
         finally:
             summary = self.summary(status, error) | more_summary()
@@ -149,20 +155,14 @@ class Recorder:
     # --- steps -------------------------------------------------------------------------------------
 
     def count(self, result: StepResult, batches: int) -> None:
-        """A step was taken."""
         self.batches += batches
         self.samples += result.samples
         self.window.add(result.metrics, result.weight)
 
-    def notify_step(self) -> None:
-        for reporter in self.reporters:
-            reporter.step(self)
-
     # --- figures and messages -----------------------------------------------------------------------
 
     def record_figures(self, more: Mapping[str, float], totals: Mapping[str, int]) -> None:
-        """Record the mean figures since the last record. `more`: figures besides those of the steps and the engine; `totals`: counts since
-        the run began."""
+        """Record the mean figures since the last record. `more`: figures of neither steps nor engine; `totals`: counts since the start."""
         metrics = self.window.take(self.engine.world.total)
         self._check_finite(metrics)
         metrics |= {**self.engine.figures(), **more}
@@ -172,7 +172,7 @@ class Recorder:
         now, (then, before) = time.monotonic(), self._speed_mark
         speed = (self.samples - before) / (now - then) if now > then else 0.0
         self._speed_mark = (now, self.samples)
-        self._emit("train", self.step, metrics, self.samples, self.batches, {"samples_per_s": round(speed, 2), **totals})
+        self._emit("train", self.step, (self.samples, self.batches), metrics, {"samples_per_s": round(speed, 2), **totals})
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         bad = [name for name, value in metrics.items() if name.endswith("loss") and value != value]
@@ -191,7 +191,7 @@ class Recorder:
     def record_evaluation(self, metrics: dict[str, float], step: int) -> None:
         """Record the evaluation of the weights of a step, and stop early if the model no longer improves."""
         self.latest["eval"] = metrics | {"step": step}
-        self._emit("eval", step, metrics, *self._evaluating.pop(step, (self.samples, self.batches)))
+        self._emit("eval", step, self._evaluating.pop(step, (self.samples, self.batches)), metrics, {})
         self._consider_stopping(metrics)
 
     def _consider_stopping(self, metrics: dict[str, float]) -> None:
@@ -207,19 +207,13 @@ class Recorder:
         if settings.patience is not None and self.without_progress >= settings.patience and not self.stopping:
             self.stopping = STOPPED_EARLY
 
-    def _emit(
-        self,
-        split: str,
-        step: int,
-        metrics: Mapping[str, float],
-        samples: int,
-        batches: int,
-        more: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
+    def _emit(self, split: str, step: int, counts: tuple[int, int], figures: Mapping[str, float], more: Mapping[str, float]) -> None:
+        """Write a record, and pass it to the reporters. `counts`: the samples and batches that its figures belong to."""
+        samples, batches = counts
         record: dict[str, Any] = {"step": step, "split": split, "samples": samples}
         if self.epochs.batches_per_epoch:
             record["epoch"] = batches / self.epochs.batches_per_epoch
-        record |= {**metrics, "wall_s": round(self.wall_s, 3), **more}
+        record |= {**figures, "wall_s": round(self.wall_s, 3), **more}
         self.directory.record(record)
         for reporter in self.reporters:
             reporter.record(record)
@@ -237,11 +231,7 @@ class Recorder:
         """Write a checkpoint with this state. Weights that are not finite are never saved."""
         if not self.engine.finite():
             raise ShoalError(f"the weights are not finite at {self.step_name} {self.step}; the checkpoints before it are untouched")
-        weights, world = self.engine.weights(), self.engine.world
-        if world.talk is None:
-            self.checkpoints.save(self.step, weights, state)
-        else:
-            self.checkpoints.save_together(self.step, weights, state, world)
+        self.checkpoints.save(self.step, self.engine.weights(), state, self.engine.world)
         self.saved_at = self.step
 
     def state_dict(self) -> dict[str, Any]:

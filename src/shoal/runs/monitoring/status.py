@@ -49,12 +49,8 @@ class TrafficTotals:
     def bytes(self) -> dict[str, int]:
         return {name: before + int(getattr(self._traffic, name)) for name, before in self._bytes_before.items()}
 
-    @property
-    def refused(self) -> dict[str, int]:
-        return added(self._refused_before, self._coordinator.refused, self._traffic.refused)
-
     def state_dict(self) -> dict[str, Any]:
-        return {**self.bytes, "refused": self.refused}
+        return {**self.bytes, "refused": added(self._refused_before, self._coordinator.refused, self._traffic.refused)}
 
     def restore(self, saved: Mapping[str, Any], last_record: Mapping[str, Any]) -> None:
         """Continue from a snapshot and from the last record, which may be newer."""
@@ -70,8 +66,6 @@ def added(*counts: Mapping[str, int]) -> dict[str, int]:
 
 
 class StatusWriter:
-    """Writes the status of one coordinator's run."""
-
     def __init__(
         self, recorder: Recorder, coordinator: Coordinator, length: RunLength, members: MemberOverview, traffic: TrafficTotals
     ) -> None:
@@ -79,10 +73,8 @@ class StatusWriter:
         self.run, self.directory, self.history = recorder.run, recorder.directory, History(recorder.directory.path)
         self._next_at, self._state = 0.0, ""
         self.latest: dict[str, Any] = {}
-        """The last status."""
         self._pace: deque[tuple[float, int]] = deque(maxlen=64)
-        self._last: dict[str, dict[str, Any]] = {}
-        """By name: the workers of the last status."""
+        self._workers_before: dict[str, dict[str, Any]] = {}
         self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def update(self, state: str = "running") -> None:
@@ -160,20 +152,17 @@ class StatusWriter:
     def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Workers that have left, the last ones last."""
         here = {row["worker"]: row for row in rows}
-        for name, row in self._last.items():
-            if name not in here:
-                self._gone[name] = row | {"state": "gone"}
-        for name in [name for name in self._gone if name in here]:
-            del self._gone[name]
+        self._gone |= {name: row | {"state": "gone"} for name, row in self._workers_before.items() if name not in here}
+        for name in here:
+            self._gone.pop(name, None)
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
-        self._last = here
+        self._workers_before = here
         return list(self._gone.values())
 
 
 def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
     """The row of a coordinator's member. `now`: the coordinator's clock; `wall`: the wall clock."""
-    told = worker.figures
     return {
         "worker": worker.name,
         "state": worker.state,
@@ -187,28 +176,27 @@ def _member(worker: Member, now: float, wall: float) -> dict[str, Any]:
         "rejected": worker.rejected,
         "why": dict(worker.reasons),
         "bytes": worker.received_bytes,
-        **_heartbeat_figures(told),
+        **_heartbeat_figures(worker.figures),
         **{key: worker.about[key] for key in ("device", "system") if key in worker.about},
     }
 
 
 def _lessee(row: Mapping[str, Any], wall: float) -> dict[str, Any]:
     """The row of a worker that leases units in a database."""
-    told, heard = row["figures"], wall - row["seen_at"].timestamp()
     here_s = max(1e-9, (row["seen_at"] - row["joined_at"]).total_seconds())
-    late = row["late"] + row["cancelled"] + row["failed"]
+    rejected = {name: row[name] for name in ("late", "cancelled", "failed") if row[name]}
     return {
         "worker": str(row["name"]),
         "state": "".join(character if character.isprintable() else "?" for character in str(row["state"]))[:40],
         "since": round(row["joined_at"].timestamp(), 1),
-        "heard_s": round(max(0.0, heard), 1),
+        "heard_s": round(max(0.0, wall - row["seen_at"].timestamp()), 1),
         "rate": row["completed"] / here_s,
         "lag": 0,
         "accepted": row["completed"],
-        "rejected": late,
-        "why": {name: row[name] for name in ("late", "cancelled", "failed") if row[name]},
+        "rejected": sum(rejected.values()),
+        "why": rejected,
         "bytes": 0,
-        **_heartbeat_figures(told),
+        **_heartbeat_figures(row["figures"]),
         **{key: str(row["about"][key])[:200] for key in ("device", "system") if key in row["about"]},
     }
 

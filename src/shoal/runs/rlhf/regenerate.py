@@ -31,16 +31,12 @@ _DEVIATIONS = 4.0
 
 
 class LedgerUnit(NamedTuple):
-    """A unit as recorded in the ledger."""
-
     number: int
     base: int
     digest: str
 
 
 class RegenerationResult(NamedTuple):
-    """The outcome of regenerating units."""
-
     same: int
     others: tuple[int, ...]
     """Units whose answers differ here."""
@@ -80,17 +76,17 @@ def _named(units: Iterable[int]) -> str:
 
 
 def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> RegenerationResult:
-    """Generate up to `most` units again, beginning with the newest whose weights are available. Raises ShoalError if the run has no such
-    units."""
+    """Generate up to `most` units again: the newest whose weights are available. Raises ShoalError if the run has no units of answers."""
     units = [LedgerUnit(int(one[0]), int(one[1]), str(one[2])) for line in ledger for one in line.get("answers", ())]
     if not units:
         raise ShoalError(f"--regenerate: the ledger of {folder} tells of no answers; they are the strategy rollouts' own")
-    weights = _weights_of(folder)
+    weights: dict[int, Path | None] = {0: None}  # the run's initial weights are in no file
+    weights |= {int(path.name.removeprefix("step-")): path for path in (folder / "checkpoints").glob("step-*")}
     there = [unit for unit in units if unit.base in weights][-most:]
-    room = _Room(folder)
+    policy = _LoadedPolicy(folder)
     chances, others = list[float](), dict[int, float]()
     for unit in there:
-        tokens_BT, chance = room.make_again(unit, weights[unit.base])
+        tokens_BT, chance = policy.make_again(unit, weights[unit.base])
         chances.append(chance)
         if digest(pack(tokens_BT)) != unit.digest:
             others[unit.number] = chance
@@ -100,15 +96,7 @@ def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> Reg
     return RegenerationResult(len(there) - len(others), tuple(others), impossible, expected, expected + _DEVIATIONS * spread, without)
 
 
-def _weights_of(folder: Path) -> dict[int, Path | None]:
-    """The file with the weights of each version; None: the run's initial weights."""
-    found: dict[int, Path | None] = {0: None}
-    for path in (folder / "checkpoints").glob("step-*"):
-        found[int(path.name.removeprefix("step-"))] = path
-    return found
-
-
-class _Room:
+class _LoadedPolicy:
     """The run's policy and prompts, loaded once for all units."""
 
     def __init__(self, folder: Path) -> None:

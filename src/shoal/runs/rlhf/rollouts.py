@@ -133,8 +133,7 @@ class Rollout(NamedTuple):
 
 
 class RolloutFeed(AnswerFeed):
-    """Feed of mini-batches of the policy's own answers. An epoch is one rollout; its length is not known beforehand, since it may end
-    early."""
+    """Mini-batches of the policy's own answers. An epoch is one rollout; its length is not known beforehand, since it may end early."""
 
     def __init__(
         self,
@@ -205,7 +204,6 @@ class RolloutFeed(AnswerFeed):
 
     @property
     def most_batches(self) -> int:
-        """Batches that a rollout gives if it does not end early."""
         return self.settings.ppo.epochs * self._batches_of_pass
 
     @property
@@ -216,19 +214,14 @@ class RolloutFeed(AnswerFeed):
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the next batch belongs to new answers: all passes are done, or the policy has moved too far from the one that gave the
-        answers."""
+        """Whether the next batch belongs to new answers: all passes are done, or the policy has moved too far from the answers' one."""
         if self.buffer is None or self.position == 0 or self.position % self.batches_per_step:
             return False
-        return self.position >= self.most_batches or self._moved_too_far()
-
-    def _moved_too_far(self) -> bool:
         limit = self.settings.ppo.stop_kl
-        return limit is not None and self._moved() > limit
+        return self.position >= self.most_batches or (limit is not None and self._moved() > limit)
 
     def _moved(self) -> float:
-        """How far the policy has moved from the one that gave the last mini-batch's answers, in nats per token. All processes must call
-        this."""
+        """How far the policy has moved from that of the last mini-batch's answers, in nats per token. All processes must call this."""
         if self._distance is None:
             nats, tokens = torch.stack(self.task.moved).sum(0).tolist() if self.task.moved else (0.0, 0.0)
             nats, tokens = self.world.begin_sum([nats, tokens]).wait()
@@ -289,15 +282,12 @@ class RolloutFeed(AnswerFeed):
         self.position, self.buffer = 0, None
 
     def ids_of(self, number: int) -> list[int]:
-        """The tokens of a prompt."""
         return self.prompt(number).ids
 
     def contexts_of(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The context tokens of the prompts with these numbers; empty if no prompt of the run has a context."""
         return [list(self.prompt(number).context_ids) for number in numbers] if self.reads_context else []
 
     def documents_of(self, numbers: Sequence[int]) -> list[list[str]]:
-        """The documents that the prompts come from; empty if no passages are read."""
         return [list(self.prompt(number).own) for number in numbers] if self.finder is not None else []
 
     def _beside(self, asked: Sequence[RolloutPrompt]) -> SideTexts | None:
@@ -311,15 +301,14 @@ class RolloutFeed(AnswerFeed):
 
     def _learned_from(self, rollout: Rollout) -> Batch:
         """The answers of a rollout with the advantages of their tokens, or as pairs."""
-        settings = self.settings
-        if settings.algorithm == "online-dpo":
-            self._watch(rollout)
-            return {name: value.cpu() for name, value in self._paired(rollout).items()}
-        batch = rollout.text.as_batch() | {"log_probs": rollout.drawn.log_probs_BT} | self._credited(rollout)
-        if settings.kl.adaptive:
-            kl = settings.kl
-            moved = float(rollout.figures["kl"].mean())
-            self.coefficient = advantages.adapted(self.coefficient, moved, kl.target, len(rollout.answers), kl.horizon)
+        kl = self.settings.kl
+        if self.settings.algorithm == "online-dpo":
+            batch = self._paired(rollout)
+        else:
+            batch = rollout.text.as_batch() | {"log_probs": rollout.drawn.log_probs_BT} | self._credited(rollout)
+            if kl.adaptive:
+                moved = float(rollout.figures["kl"].mean())
+                self.coefficient = advantages.adapted(self.coefficient, moved, kl.target, len(rollout.answers), kl.horizon)
         self._watch(rollout)
         return {name: value.cpu() for name, value in batch.items()}
 
@@ -354,8 +343,7 @@ class RolloutFeed(AnswerFeed):
         return self._gathered(self.scored([rows[number] for number in own], drawn, valued=valued), rows)
 
     def _own_part(self, count: int) -> list[int]:
-        """The rows, of `count`, that this process works on. All processes get equally many, so that they stay in step; the last row may
-        be repeated."""
+        """The rows, of `count`, of this process. All processes get equally many, so that they stay in step; the last may be repeated."""
         each = -(-count // self.world.size)
         return [min(self.world.rank * each + number, count - 1) for number in range(each)]
 
@@ -387,8 +375,7 @@ class RolloutFeed(AnswerFeed):
 
     @torch.no_grad()
     def _expected(self, text: PromptAnswers, drawn: SampledAnswers) -> Tensor | None:
-        """The predicted return of the rest of each answer, recorded during sampling or computed in a forward pass. None: there is no
-        value function."""
+        """The predicted return of the rest of each answer, if there is a value function: recorded during sampling, or computed."""
         if self.settings.algorithm != "ppo" or drawn.values_BT is not None:
             return drawn.values_BT
         with as_used(*self.task.players.values()):
@@ -430,9 +417,12 @@ class RolloutFeed(AnswerFeed):
         penalty_BT = advantages.kl_penalty(rollout.difference_BT, settings.kl.penalty)
         rewards_BT = advantages.token_rewards(scores_B, penalty_BT, self.coefficient, real_BT)
         if settings.algorithm != "ppo":
-            against = advantages.leave_one_out if settings.algorithm == "rloo" else advantages.group_relative
+            grpo = settings.algorithm != "rloo"
+            against = advantages.group_relative if grpo else advantages.leave_one_out
             advantages_BT = against(rewards_BT.sum(1), self.group)[:, None] * real_BT
-            return {"advantages": advantages.whiten(advantages_BT, real_BT) if self._whitens else advantages_BT}
+            # GRPO's are normalised per group; whitening would give groups without differences a non-zero advantage.
+            whitens = ppo.whiten_advantages and not grpo
+            return {"advantages": advantages.whiten(advantages_BT, real_BT) if whitens else advantages_BT}
         values_BT = rollout.values_BT
         assert values_BT is not None
         if ppo.whiten_rewards:
@@ -445,12 +435,6 @@ class RolloutFeed(AnswerFeed):
             "values": values_BT,
             "returns": returns_BT,
         }
-
-    @property
-    def _whitens(self) -> bool:
-        """Whether advantages are whitened. GRPO's are already normalised per group; whitening would give groups without differences a
-        non-zero advantage."""
-        return self.settings.ppo.whiten_advantages and self.settings.algorithm == "rloo"
 
     # --- metrics and samples -----------------------------------------------------------------------
 
@@ -491,13 +475,12 @@ class RolloutFeed(AnswerFeed):
     """Answers of the last evaluation with their scores."""
 
     def sample_writer(self) -> Callable[[Path], None]:
-        return self.write_samples
+        def write(path: Path) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
+            path.write_text("\n".join(parts), encoding="utf-8")
 
-    def write_samples(self, path: Path) -> None:
-        """Write prompts and answers with their scores to a readable file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
-        path.write_text("\n".join(parts), encoding="utf-8")
+        return write
 
 
 def _rows(buffer: Batch) -> int:

@@ -6,7 +6,7 @@ import copy
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,10 +43,11 @@ class BackgroundEvaluator:
         with self._lock:
             return len(self._waiting) + (self._thread is not None)
 
-    def begin(self, step: int, weights: dict[str, Tensor], *, only_sample: bool = False) -> None:
-        """Evaluate these weights. `only_sample`: write a sample of the model without evaluating it."""
+    def begin(self, step: int, weights: Mapping[str, Tensor], *, only_sample: bool = False) -> None:
+        """Evaluate a copy of these weights. `only_sample`: write a sample of the model without evaluating it."""
+        copies = {name: value.detach().clone() for name, value in weights.items()}
         with self._lock:
-            self._waiting.append((step, weights, only_sample))
+            self._waiting.append((step, copies, only_sample))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
                 self._thread.start()
@@ -63,9 +64,11 @@ class BackgroundEvaluator:
     def _evaluate(self, step: int, weights: dict[str, Tensor], only_sample: bool) -> None:
         metrics, problem, full = dict[str, float](), "", False
         try:
-            engine = self._engine_with(weights)
-            metrics = {} if only_sample else engine.evaluate(self.batches())
-            self._write_sample(step)
+            if self._engine is None:
+                self._engine = SingleEngine(self.parts.run, self.task, self.device, 1)
+            self._engine.load_weights(weights)
+            metrics = {} if only_sample else self._engine.evaluate(self.batches())
+            sample_writer(self.parts._replace(engine=self._engine), self.directory)(step)
         except (ShoalError, OSError, RuntimeError, ValueError) as error:
             full = self.device.type != "cpu" and out_of_memory(error)
             problem = f"warning: no evaluation or sample at {self.step_name} {step}: {error}"
@@ -77,16 +80,6 @@ class BackgroundEvaluator:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # workers may need it
         self.results.put((step, metrics, problem))
-
-    def _engine_with(self, weights: dict[str, Tensor]) -> SingleEngine:
-        if self._engine is None:
-            self._engine = SingleEngine(self.parts.run, self.task, self.device, 1)
-        self._engine.load_weights(weights)
-        return self._engine
-
-    def _write_sample(self, step: int) -> None:
-        assert self._engine is not None
-        sample_writer(RunParts(self.parts.run, self.parts.data, self._engine, self.parts.feed), self.directory)(step)
 
     def _leave_gpu(self) -> None:
         """Leave the GPU's memory to the workers, and evaluate on the CPU from now on."""

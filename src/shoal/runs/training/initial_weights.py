@@ -39,14 +39,14 @@ def load_policy_weights(run: Run, players: dict[str, nn.Module], own_folder: Pat
     if policy is None:
         return
     kept = own_folder / FILE if own_folder is not None else None
-    weights = load_weights(kept) if kept is not None and kept.exists() else _weights_of(policy)
+    exported = Path(policy) / "model.safetensors"
+    weights: Mapping[str, Tensor]
+    if kept is not None and kept.exists():
+        weights = load_weights(kept)
+    else:
+        weights = (read_weights(exported) if exported.exists() else find_checkpoint(policy, lambda text: None)).weights
     for player in players.values():
         _load(getattr(player, "trunk", player), weights, policy)
-
-
-def _weights_of(policy: str) -> Mapping[str, Tensor]:
-    exported = Path(policy) / "model.safetensors"
-    return read_weights(exported).weights if exported.exists() else find_checkpoint(policy, lambda text: None).weights
 
 
 def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> None:
@@ -66,10 +66,6 @@ def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> Non
 def save_initial_weights(run: Run, players: Mapping[str, nn.Module], folder: Path) -> None:
     """Save the initial weights of a policy in its run's folder, once."""
     if run.rlhf is not None and run.rlhf.policy is not None and not (folder / FILE).exists():
-        save_weights(folder / FILE, initial_weights(players))
-
-
-def initial_weights(players: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The weights that `load_policy_weights` loaded."""
-    network = players["model"]
-    return {f"model.{name}": value for name, value in tensors_of(getattr(network, "trunk", network)) if not name.startswith(_HEAD)}
+        network = getattr(players["model"], "trunk", players["model"])
+        plain = {f"model.{name}": value for name, value in tensors_of(network) if not name.startswith(_HEAD)}
+        save_weights(folder / FILE, plain)

@@ -8,10 +8,10 @@ from typing import Any
 from shoal.data import Feed
 from shoal.engines import Engine
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoint
 from shoal.runs.monitoring.recorder import INTERRUPTED, STOPPED_EARLY, Recorder
 from shoal.runs.training.recorded_loop import RecordedLoop
 from shoal.tasks import Batch
+from shoal.updates.state_packing import Checkpoint
 
 
 class _Interrupted(Exception):
@@ -74,7 +74,7 @@ class TrainingLoop(RecordedLoop):
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the model on held-out data, and stop early if it no longer improves."""
-        if self.held_out is None or self.run.evaluation.batches == 0:
+        if self.held_out is None:
             return {}
         try:
             metrics = self.engine.evaluate(self._until_interrupted(self.held_out()))

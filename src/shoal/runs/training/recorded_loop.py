@@ -52,7 +52,6 @@ class RecordedLoop(ABC):
         return {}
 
     def save(self) -> None:
-        """Write a checkpoint."""
         self.recorder.save(self.state_dict())
 
     # --- after a step ------------------------------------------------------------------------------
@@ -63,11 +62,15 @@ class RecordedLoop(ABC):
         recorder.count(result, batches)
         if self.passes(self.step, self.run.logging.every_steps) or last:
             recorder.record_figures(self.more_figures(), self.totals())
-        recorder.notify_step()
+        for reporter in recorder.reporters:
+            reporter.step(recorder)
         if self._due(self.run.evaluation, before):
             self.evaluate()
         if self._due(self.run.checkpoint, before):
-            self._save_or_warn()
+            try:
+                self.save()
+            except ShoalError as error:
+                self.message(f"warning: {error}; training goes on")
 
     def count_replayed(self, result: StepResult, batches: int) -> None:
         """Count a step that was recorded before a crash."""
@@ -83,12 +86,6 @@ class RecordedLoop(ABC):
         evaluated = complete and recorder.latest["eval"].get("step") != self.step and self.evaluate()
         if evaluated or recorder.saved_at != self.step:  # the state contains the last evaluation
             self.save()
-
-    def _save_or_warn(self) -> None:
-        try:
-            self.save()
-        except ShoalError as error:
-            self.message(f"warning: {error}; training goes on")
 
     def _due(self, settings: Evaluation | CheckpointSettings, before: int) -> bool:
         """Whether it is time, by steps or by epochs. `before`: number of batches before this step."""

@@ -18,20 +18,19 @@ from shoal.runs.build_run import (
     Progress,
     RunParts,
     assemble,
+    evaluation_batches,
     expect_same_data,
     find_run_to_resume,
-    held_out_batches,
-    report_changes,
     sample_writer,
     warn_reporters,
-    write_data_info,
+    write_run,
 )
-from shoal.runs.folder.checkpoint import Checkpoint, copy_to_all, find_checkpoint, read_checkpoint
+from shoal.runs.folder.checkpoint import copy_to_all, find_checkpoint, read_checkpoint
 from shoal.runs.folder.run_directory import ReadOnlyDirectory, RunDirectory
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.training.loop import TrainingLoop
+from shoal.updates.state_packing import Checkpoint
 
 
 def prepare(
@@ -67,8 +66,7 @@ def prepare(
 
 
 def _report_stages(run: Run, parts: RunParts, reporters: list[Reporter]) -> None:
-    """Report the stages of a pipeline and the machine of each, for which a process of this machine stands in. Raises ShoalError where no
-    machine fits a stage."""
+    """Report the stages of a pipeline, and the machine that each is for. Raises ShoalError where no machine fits a stage."""
     assert isinstance(parts.engine, PipelineEngine)
     stages = stage_placement.stages_of(run, parts.engine.layers, parts.data.info.vocab_size or 0)
     names = stage_placement.listed_machines(run)
@@ -90,24 +88,15 @@ def _loop(
     run = loaded.run
     if checkpoint is None:
         directory.forget_after(-1)
-    if (
-        run.training.max_steps is None and run.training.schedule.warmup_steps >= parts.engine.total_steps
-    ):  # otherwise the settings' check says it
-        warn_reporters(reporters)(
-            f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}"
-        )
-    report_changes(directory.write_config(loaded), reporters)
-    if parts.engine.world.first:
-        write_data_info(directory, parts.data)
-        save_initial_weights(run, parts.engine.task.players, directory.path)
+    warmup, steps, warn = run.training.schedule.warmup_steps, parts.engine.total_steps, warn_reporters(reporters)
+    if run.training.max_steps is None and warmup >= steps:  # otherwise the settings' check says it
+        warn(f"the warm-up of {warmup} steps does not end within the run of {steps}")
+    write_run(loaded, parts, directory, reporters)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
-    judged = parts.feed.evaluation_batches(held_out_batches(run, parts.data.eval))
-    loop = TrainingLoop(recorder, parts.engine, parts.feed, judged, sample_writer(parts, directory))
-    parts.feed.start(warn_reporters(reporters), new=checkpoint is None)
-    if checkpoint is not None:
-        loop.resume(checkpoint, same_run=True)
-    elif start is not None:
-        loop.resume(start, same_run=False)
+    loop = TrainingLoop(recorder, parts.engine, parts.feed, evaluation_batches(parts), sample_writer(parts, directory))
+    parts.feed.start(warn, new=checkpoint is None)
+    if (begun := checkpoint or start) is not None:
+        loop.resume(begun, same_run=begun is checkpoint)
     return loop
 
 

@@ -42,8 +42,7 @@ def build(settings: ClassifierReward, run: Run) -> Score:
 
 
 def _room(model: Any, tokenizer: Any) -> int:
-    """The number of tokens that the model reads. Some models count positions from their padding index on, which takes away as many
-    positions."""
+    """The number of tokens that the model reads: fewer than its positions where it counts these from its padding index on."""
     positions = int(getattr(model.config, "max_position_embeddings", None) or _LONGEST)
     begun = [
         module.padding_idx + 1

@@ -87,7 +87,6 @@ def _said(settings: JudgeReward, question: str) -> dict[str, Any]:
 
 
 def _error_text(error: urllib.error.HTTPError) -> str:
-    """What the server said. It may have closed the connection right after the status line."""
     try:
         return error.read(300).decode(errors="replace")
     except (OSError, HTTPException):
