@@ -274,14 +274,12 @@ _LEASE_CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
 
 def parse(header: Mapping[str, Any]) -> WorkerRequest:
     """The request in a worker's header. Raises BadMessage."""
-    request: WorkerRequest = _parse(header, _CHECKS)
-    return request
+    return _parse(header, _CHECKS)
 
 
 def parse_from_leases(header: Mapping[str, Any]) -> LeaseMessage:
     """The message of the lease table in a header. Raises BadMessage: its figures come from a worker."""
-    result: LeaseMessage = _parse(header, _LEASE_CHECKS)
-    return result
+    return _parse(header, _LEASE_CHECKS)
 
 
 def _parse(header: Mapping[str, Any], kinds: Mapping[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]]) -> Any:

@@ -117,8 +117,7 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
     if index is None:
         return run
     assert isinstance(run.model, Moe)
-    with_index: Run = run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
-    return with_index
+    return run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
 
 
 def _with_rollouts(

@@ -167,8 +167,7 @@ class LanguageModelling(Task):
         starts_BL[:, 0] = True
         if "attention_mask" in batch:
             starts_BL |= batch["attention_mask"] & ~batch["attention_mask"].roll(1, 1)
-        places: Tensor = index_L - (index_L * starts_BL).cummax(1).values
-        return places
+        return index_L - (index_L * starts_BL).cummax(1).values
 
     def _held_out_loss(self, batch: Batch) -> Tensor:
         return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])

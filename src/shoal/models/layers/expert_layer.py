@@ -190,8 +190,7 @@ class ExpertLayer(BlockPart):
 def _entropy(scores_TE: Tensor, counted_T: Tensor) -> Tensor:
     """Normalised entropy of the router, summed over the tokens that count: 1 per token if all experts are equally likely."""
     share_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
-    entropy: Tensor = (torch.special.entr(share_TE).sum(1) * counted_T).sum() / math.log(max(2, scores_TE.shape[1]))
-    return entropy
+    return (torch.special.entr(share_TE).sum(1) * counted_T).sum() / math.log(max(2, scores_TE.shape[1]))
 
 
 class _Exchange(torch.autograd.Function):
@@ -225,8 +224,7 @@ def _zeroed(x_RD: Tensor, real_R1: Tensor | None) -> Tensor:
 def exchange(x: Tensor, assignment: ExpertAssignment, back: bool) -> Tensor:
     """The input rows of the experts from those of the tokens; `back`: the sum of each token's expert outputs."""
     index = (assignment.tokens_R, assignment.rows_TK, assignment.taken_TK, assignment.real_R1)
-    rows: Tensor = _Exchange.apply(x, *index, back)  # type: ignore[no-untyped-call]
-    return rows
+    return _Exchange.apply(x, *index, back)  # type: ignore[no-untyped-call]
 
 
 class _Pick(torch.autograd.Function):
@@ -244,8 +242,7 @@ class _Pick(torch.autograd.Function):
 
 
 def gather_gates(gates_TK: Tensor, assignment: ExpertAssignment) -> Tensor:
-    gates_R: Tensor = _Pick.apply(gates_TK, assignment.places_R, assignment.rows_TK, assignment.taken_TK)  # type: ignore[no-untyped-call]
-    return gates_R
+    return _Pick.apply(gates_TK, assignment.places_R, assignment.rows_TK, assignment.taken_TK)  # type: ignore[no-untyped-call]
 
 
 def per_row(values_EN: Tensor, sizes_E: Tensor, rows: int) -> Tensor:

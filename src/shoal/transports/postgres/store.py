@@ -134,8 +134,7 @@ class PostgresLedger:
 
     @property
     def length(self) -> int:
-        length: int = self._server.fetch("SELECT coalesce(max(line), 0) FROM shoal.ledger")[0][0]
-        return length
+        return self._server.fetch("SELECT coalesce(max(line), 0) FROM shoal.ledger")[0][0]
 
     def cut(self, length: int) -> None:
         """Cut the ledger back to its length at a snapshot; the records since then write the rest again."""

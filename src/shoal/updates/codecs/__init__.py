@@ -45,8 +45,7 @@ def encode(codec: Codec, vector: Tensor, residual: Tensor | None) -> Frames:
 
     Without a codec the frame shares the vector's memory: send it before the vector changes.
     """
-    frames: Frames = codec.coder.encode(vector.detach().numpy(), None if residual is None else residual.numpy())
-    return frames
+    return codec.coder.encode(vector.detach().numpy(), None if residual is None else residual.numpy())
 
 
 def decode(codec: Codec, size: int, frames: Sequence[Frame], out: Tensor | None = None) -> Tensor:
@@ -70,8 +69,7 @@ def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor
 
 def encoded_bytes(codec: Codec, size: int) -> int:
     """Largest size of an encoded vector, in bytes."""
-    most: int = codec.coder.most_bytes(size)
-    return most
+    return codec.coder.most_bytes(size)
 
 
 def encode_changes(old: Tensor, new: Tensor) -> Frames | None:
