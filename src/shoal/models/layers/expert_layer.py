@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
+from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.routers import HeldExperts, Routes, build_router
 from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 
-_HAS_TRITON = find_spec("triton") is not None
 _FEW_ROUTES = 4096
 """Up to this number sorting is fast anyway, and the kernel that torch.compile makes for it does not compile for bytes (torch 2.11)."""
 
@@ -167,7 +166,7 @@ class ExpertLayer(BlockPart):
 
     def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, assignment: ExpertAssignment) -> Tensor:
         """Input of the second product: activation times gate."""
-        if inner_RI.is_cuda and _HAS_TRITON and self.gated and self.activation_gate is None:
+        if inner_RI.is_cuda and HAS_TRITON and self.gated and self.activation_gate is None:
             from shoal.models.kernels.swiglu import swiglu
 
             return swiglu(inner_RI, gates_R, assignment.sizes_E.sum())

@@ -22,6 +22,7 @@ from shoal.protocol.frames import Frame, Frames, UpdateError, frame_of
 from shoal.updates.codecs import sparse_packing
 
 __all__ = [
+    "PLAIN",
     "UpdateError",
     "apply_changes",
     "borrow",
@@ -33,6 +34,9 @@ __all__ = [
     "renew",
     "residual_for",
 ]
+
+PLAIN = NoCodec()
+"""For what always travels as 32-bit numbers, such as buffers and full weights."""
 
 
 def residual_for(codec: Codec, size: int) -> Tensor | None:
@@ -91,7 +95,7 @@ def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
 def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame], own: bool = False) -> None:
     """Update weights in place from published frames: `full` weights, exact `changes`, or an encoded `difference`. `own`: as above."""
     if kind == "full":
-        decode(NoCodec(), weights.numel(), frames, out=weights)
+        decode(PLAIN, weights.numel(), frames, out=weights)
     elif kind == "changes":
         apply_changes(weights, frames)
     else:
