@@ -12,10 +12,10 @@ import torch
 from shoal.config.schema.updates import Codec, NoCodec, Updates
 from shoal.engines import StepResult
 from shoal.protocol.frames import frame_of
-from shoal.protocol.messages import PROTOCOL
+from shoal.protocol.messages import PROTOCOL, Frames
 from shoal.worker.producers import GradientContribution, UnitGradientContribution
 from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer, Sender
-from shoal.worker.session import Frames, WorkerSession
+from shoal.worker.session import WorkerSession
 from shoal.worker.step_policies import FeedPolicy, PullPolicy
 from shoal.worker.worker import Worker, WorkerPolicies
 

@@ -12,7 +12,8 @@ from shoal.config import load
 from shoal.config.schema.training import Penalties
 from shoal.engines import SingleEngine
 from shoal.tasks import penalties
-from shoal.tasks.language import IGNORED, LanguageModelling
+from shoal.tasks.base import IGNORED
+from shoal.tasks.language import LanguageModelling
 
 ALL = Penalties(repetition_weight=0.5, immediate_repetition_weight=1.0, eos_weight=5.0, min_sequence_length=3, repetition_window=4)
 EOS, SIZE = 6, 7

@@ -12,10 +12,10 @@ import torch
 from shoal.config.schema.updates import Int8Codec, Updates
 from shoal.errors import ShoalError
 from shoal.protocol.frames import frame_of
+from shoal.protocol.messages import Frames
 from shoal.updates import codecs
 from shoal.worker.producers import GradientContribution, GradientProducer
 from shoal.worker.sender import CoordinatorAnswer
-from shoal.worker.session import Frames
 from shoal.worker.step_policies import PullPolicy
 from shoal.worker.update_encoding import UpdateEncoder
 from tests.support.scripted_coordinator import WELCOME, Engine, Feed, Line, MeanEngine, Numbered, weights, worker_of

@@ -134,8 +134,7 @@ def _run(arguments: list[str]) -> int:
         from shoal.config.fields import did_you_mean
 
         raise ShoalError(f"no command `{name}`; there are {', '.join(COMMANDS)}. {did_you_mean(name, COMMANDS)}".rstrip())
-    code: int = import_module(f"shoal.cli.{name}").run([*rest, *flags])
-    return code
+    return import_module(f"shoal.cli.{name}").run([*rest, *flags])
 
 
 def leading_flags(arguments: list[str]) -> tuple[list[str], list[str]]:

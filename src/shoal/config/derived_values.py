@@ -33,8 +33,7 @@ def _step(function: Step) -> Step:
 
 def withstands(rule: str) -> tuple[int, int] | None:
     """(a, b) if the rule, or the mixing before it, needs a·f + b contributions to withstand f false ones; None if it has no such bound."""
-    found: tuple[int, int] | None = Aggregation.kinds.get(rule, NearestNeighbours).withstands
-    return found
+    return Aggregation.kinds.get(rule, NearestNeighbours).withstands
 
 
 def quorum(rule: str, byzantine: int, bucket: int = 1) -> int:

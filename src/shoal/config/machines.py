@@ -58,8 +58,7 @@ def read_machines(path: str) -> Mapping[str, MachineKind]:
         problems += _without_speed(root, found)
     if errors(problems):
         raise ConfigError(problems)
-    machines: Mapping[str, MachineKind] = found
-    return machines
+    return found
 
 
 def _without_speed(root: YamlNode, machines: Mapping[str, MachineKind]) -> list[Problem]:
@@ -80,5 +79,4 @@ def _problem(fault: Fault) -> Problem:
 def _span(fault: Fault) -> Span:
     assert isinstance(fault.at, YamlNode)  # everything here was read from a file
     entry = fault.at.value.get(fault.key) if fault.key and isinstance(fault.at.value, dict) else None
-    span: Span = entry.key if entry is not None else fault.at.span
-    return span
+    return entry.key if entry is not None else fault.at.span

@@ -7,8 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from shoal.coordinator.effects import Frames
-from shoal.protocol.messages import Request
+from shoal.protocol.messages import Frames, Request
 from shoal.protocol.server import Server
 from shoal.updates.state_packing import Checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Frames = Sequence[bytes | memoryview]
+from shoal.protocol.messages import Frames
 
 
 class Reply(NamedTuple):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shoal.coordinator.effects import Frames
-from shoal.protocol.messages import LeaseMessage, WorkerRequest
+from shoal.protocol.messages import Frames, LeaseMessage, WorkerRequest
 
 
 class RequestReceived(NamedTuple):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shoal.config.schema.cluster import Host
 from shoal.config.schema.updates import Updates
-from shoal.coordinator.effects import Frames
 from shoal.coordinator.units.cut import DataCut
+from shoal.protocol.messages import Frames
 from shoal.scheduling import Matching
 from shoal.updates.episodes import EpisodeRows
 from shoal.updates.experts import ExpertBlocks

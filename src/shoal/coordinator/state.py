@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.coordinator.effects import Frames
 from shoal.coordinator.members.table import Member
-from shoal.protocol.messages import Contribute, Delivered
+from shoal.protocol.messages import Contribute, Delivered, Frames
 from shoal.updates.expert_subsets import ExpertIds
 
 Key = tuple[str, int]

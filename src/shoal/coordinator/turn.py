@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal.coordinator.durable.replayed_state import ReplayedState
-from shoal.coordinator.effects import Effect, Frames, Persist, Reply, StopRun
+from shoal.coordinator.effects import Effect, Persist, Reply, StopRun
 from shoal.coordinator.members.table import Member, MemberTable
 from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.inner_steps import steps_for
 from shoal.coordinator.rounds.weights_publisher import SubsetPublisher
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.state import HeldReply, State
+from shoal.protocol.messages import Frames
 
 NO_WEIGHTS = -2
 """Sentinel for `have`: reply without weights."""

@@ -15,5 +15,4 @@ __all__ = ["Engine", "Rendezvous", "SingleEngine", "StepResult", "World", "build
 
 def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> Engine:
     """The engine that `run.engine` asks for. Its module is imported here, so a run imports no other engine's libraries."""
-    engine: Engine = run.engine.builder()(run, task, device, total_steps, world)
-    return engine
+    return run.engine.builder()(run, task, device, total_steps, world)

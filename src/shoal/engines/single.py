@@ -182,8 +182,7 @@ class SingleEngine(Engine):
         optimizer = self.optimizers[player]
         if isinstance(optimizer, FlatAdam):
             return optimizer.norm()
-        norm: Tensor = torch.linalg.vector_norm(self.networks[player].gradient)
-        return norm
+        return torch.linalg.vector_norm(self.networks[player].gradient)
 
     def _shrink(self, player: str, factor: Tensor) -> None:
         self.networks[player].gradient.mul_(factor)

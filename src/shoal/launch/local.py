@@ -24,7 +24,8 @@ from shoal.launch.waiting import wait_or_kill
 
 MOST_FAILURES = 3
 """Failures in a row after which a worker is given up. A worker that was killed is always started again."""
-_USER_ERROR = 2
+USER_ERROR = 2
+"""Exit code of a worker that would end in the same way if it were started again."""
 _PAUSE_S, _LASTED_S = 1.0, 10.0
 
 
@@ -173,7 +174,7 @@ class LocalWorkers:
     def _ended(self, worker: LocalWorker, code: int, notify: Callable[[str], None]) -> None:
         last = last_line(self.log(worker))
         worker.failures = worker.failures + 1 if code > 0 and code not in self.passing else 0
-        if code == _USER_ERROR or worker.failures >= MOST_FAILURES:
+        if code == USER_ERROR or worker.failures >= MOST_FAILURES:
             worker.failed = f"{worker.name}: {last.removeprefix('error: ')}"
             notify(f"warning: {worker.name} cannot work: {last} (see {self.log(worker)})")
             return

@@ -18,14 +18,13 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
-from shoal.launch.local import last_line, pause_s
+from shoal.launch.local import USER_ERROR, last_line, pause_s
 from shoal.launch.ray_actor import RayWorkerActor
 from shoal.protocol.identities import Identity
 from shoal.runs.invitation import Invitation
 
 _LOOK_EVERY_S = 2.0
 _PARTING_S, _FETCH_S = 10.0, 2.0
-_USER_ERROR = 2
 
 
 class RayWorker:
@@ -124,7 +123,7 @@ class RayWorkers:
             worker.done = True
             return
         lost(worker.name)
-        if code == _USER_ERROR:
+        if code == USER_ERROR:
             worker.failed = f"{worker.name}: {last_line(said)}"
             notify(f"warning: {worker.failed}")
             return

@@ -23,10 +23,10 @@ from shoal.launch.start_mode import StartMode, StartPlan
 
 if TYPE_CHECKING:
     from shoal.config import Run
+    from shoal.data.interfaces import Progress
     from shoal.launch.pipeline_rendezvous import PipelineHost
     from shoal.launch.ray_workers import RayWorkers
     from shoal.launch.threads import WorkerThreads
-    from shoal.runs.build_run import Progress
     from shoal.runs.coordinator_run import CoordinatorLoop
     from shoal.runs.coordinator_setup import ReadyCoordinator
     from shoal.runs.invitation import Invitation

@@ -165,8 +165,7 @@ class TorchrunGroup:
             told = self.meeting.word(f"summary {self.start}")
             if told is not None:
                 self.meeting.say(f"told {self.start} {self.here.rank}", "")
-                summary: dict[str, Any] = json.loads(told)
-                return summary
+                return json.loads(told)
             if time.monotonic() > until:
                 raise ShoalError("the first process has not said how the run ended")
             time.sleep(_LOOK_S)

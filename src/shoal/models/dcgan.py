@@ -33,8 +33,7 @@ class Generator(nn.Module):
         _initialise(self)
 
     def forward(self, noise_BZ: Tensor) -> Tensor:
-        images_BCWW: Tensor = self.layers(noise_BZ[:, :, None, None])
-        return images_BCWW
+        return self.layers(noise_BZ[:, :, None, None])
 
 
 class Discriminator(nn.Module):
@@ -51,8 +50,7 @@ class Discriminator(nn.Module):
         _initialise(self)
 
     def forward(self, images_BCWW: Tensor) -> Tensor:
-        logits_B: Tensor = self.layers(images_BCWW).flatten()
-        return logits_B
+        return self.layers(images_BCWW).flatten()
 
 
 def players(model: schema.Dcgan, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:

@@ -53,8 +53,7 @@ class Lstm(nn.Module):
 
     def forward(self, input_ids_BL: Tensor, *, cache: LstmCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, L, V]. `attention_mask` [B, L] is 0 at padding, on either side."""
-        logits_BLV: Tensor = self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask))
-        return logits_BLV
+        return self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask))
 
     def hidden(self, input_ids_BL: Tensor, *, cache: LstmCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """Input of the output layer: logits = hidden @ output_weight.T."""
@@ -84,8 +83,7 @@ class Lstm(nn.Module):
 
     def next_logits(self, input_ids_BL: Tensor, cache: LstmCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the next token; the cache advances over these tokens."""
-        logits_BV: Tensor = self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask)[:, -1])
-        return logits_BV
+        return self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask)[:, -1])
 
 
 def players(model: schema.Lstm, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:

@@ -27,8 +27,7 @@ class Mlp(nn.Module):
         self.layers = nn.Sequential(nn.LayerNorm(input_dim, elementwise_affine=False), *hidden, nn.Linear(widths[-1], output_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.layers(x.flatten(1))
-        return logits
+        return self.layers(x.flatten(1))
 
 
 def players(model: schema.Mlp, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:

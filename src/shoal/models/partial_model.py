@@ -128,8 +128,7 @@ class PartialTrunk(PartialModel):
 
     def hidden(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
         """Input of the output matrix, in the last process. `given`: see `through`."""
-        hidden_BLD: Tensor = self.after.norm(self.through(input_ids_BL, **given))
-        return hidden_BLD
+        return self.after.norm(self.through(input_ids_BL, **given))
 
     @property
     def output_weight(self) -> Tensor:

@@ -190,8 +190,7 @@ class Trunk(nn.Module):
         """Input of the output matrix: logits = hidden @ output_weight.T. `attention_mask` [B, S] is 0 at padding, on either side, the
         tokens in the cache counted. `beside` has further inputs, and collects the side outputs."""
         x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask, beside)
-        hidden_BLD: Tensor = self.norm(self.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
-        return hidden_BLD
+        return self.norm(self.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
 
     def through(
         self,
@@ -257,8 +256,7 @@ class Trunk(nn.Module):
                 assert cache is not None
                 context = cache.context.with_rows(beside.rows_R, context)
         elif cache is not None:
-            kept: EncodedContext | None = cache.context
-            return kept
+            return cache.context
         elif self.training:
             context = self.reader.read_nothing(input_ids_BL, self.token_embedding)
         else:

@@ -8,9 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Frame
 
-Frame = bytes | memoryview
+__all__ = ["Frame", "Frames", "UpdateError", "expect_frames", "frame_of", "values_of"]
+
 Frames = tuple[memoryview, ...]
+"""What a codec makes: views of contiguous arrays."""
 
 
 class UpdateError(ShoalError):

@@ -6,9 +6,9 @@ A message is a header of plain values and raw frames. Workers send requests and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
 
@@ -24,8 +24,10 @@ _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 _HEXADECIMAL = re.compile(r"[0-9a-f]*")
 
 
-Frame = Union[bytes, memoryview]
+Frame = bytes | memoryview
 """Raw bytes, contiguous."""
+Frames = Sequence[Frame]
+"""The frames of a message, sent or received. (Those that a codec makes have a narrower type: `protocol.frames.Frames`.)"""
 
 
 class Message(NamedTuple):
@@ -274,14 +276,12 @@ _LEASE_CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
 
 def parse(header: Mapping[str, Any]) -> WorkerRequest:
     """The request in a worker's header. Raises BadMessage."""
-    request: WorkerRequest = _parse(header, _CHECKS)
-    return request
+    return _parse(header, _CHECKS)
 
 
 def parse_from_leases(header: Mapping[str, Any]) -> LeaseMessage:
     """The message of the lease table in a header. Raises BadMessage: its figures come from a worker."""
-    result: LeaseMessage = _parse(header, _LEASE_CHECKS)
-    return result
+    return _parse(header, _LEASE_CHECKS)
 
 
 def _parse(header: Mapping[str, Any], kinds: Mapping[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]]) -> Any:

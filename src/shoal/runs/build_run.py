@@ -14,6 +14,7 @@ from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace, batch_share
 from shoal.config.schema.model import Moe
+from shoal.data.interfaces import Progress
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
@@ -33,7 +34,6 @@ from shoal.tasks.images import grid, save_png
 from shoal.tasks.policy_gradient import PolicyGradient
 from shoal.updates.state_packing import Checkpoint
 
-Progress = Callable[[str, int, int | None], None]
 CountSteps = Callable[[data.Data], int]
 
 
@@ -117,8 +117,7 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
     if index is None:
         return run
     assert isinstance(run.model, Moe)
-    with_index: Run = run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
-    return with_index
+    return run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
 
 
 def _with_rollouts(

@@ -21,13 +21,14 @@ from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
+from shoal.protocol.messages import Frames
 from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.transports.database_address import is_address, parse
 from shoal.transports.interface import ConnectOptions
 from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
-from shoal.worker.session import COMPUTING, Frames
+from shoal.worker.session import COMPUTING
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import LeaseClient

@@ -17,11 +17,12 @@ from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
 from shoal.coordinator.run_plan import MemberLimits, RelayPlace, RunPlan
+from shoal.data.interfaces import Progress
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import AdoptWeights, EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.build_run import Progress, assemble, expect_same_data, warn_reporters, write_run
+from shoal.runs.build_run import assemble, expect_same_data, warn_reporters, write_run
 from shoal.runs.coordinator_run import CoordinatorLoop, RunAgreement
 from shoal.runs.folder.checkpoint import find_checkpoint, load_weights
 from shoal.runs.folder.repair import confirmed_in, refuse_forgotten

@@ -15,13 +15,13 @@ from shoal.config import Run, plugins
 from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.data import fingerprint
+from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
-from shoal.protocol.messages import Message
-from shoal.runs.build_run import Progress, RunParts, assemble
+from shoal.protocol.messages import Frames, Message
+from shoal.runs.build_run import RunParts, assemble
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
-from shoal.worker.session import Frames
 
 WORKER_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
 """Settings that a worker may override: where its data lies, and how and on how many devices it computes."""

@@ -18,11 +18,12 @@ import torch
 from shoal import data, strategies
 from shoal.config.ranks import RankPlace, batch_share
 from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
+from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, World
 from shoal.engines.island import Island, IslandFollower
 from shoal.errors import ShoalError
 from shoal.protocol.messages import PROTOCOL, Gone, Message, header_of
-from shoal.runs.build_run import Progress, RunParts, feed_for_seat
+from shoal.runs.build_run import RunParts, feed_for_seat
 from shoal.runs.connections import DatabaseConnection, JoinOptions, TransportConnection, connect_worker
 from shoal.runs.folder.resume_rules import settings_digest
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints

@@ -78,14 +78,12 @@ class LocalBackend:
         if len(batch.requests) == 1 or not self.caches.joins:
             return torch.cat([self._alone(request, ids) for request, ids in zip(batch.requests, batch.ids, strict=True)])
         cache, mask_BS = self.caches.of_several(batch.requests, len(batch.ids[0]))
-        logits_BV: Tensor = self.model.next_logits(torch.tensor(batch.ids, device=self.device), cache, mask_BS)
-        return logits_BV
+        return self.model.next_logits(torch.tensor(batch.ids, device=self.device), cache, mask_BS)
 
     def _alone(self, request: int, ids: Sequence[int]) -> Tensor:
         cache, ids_1L = self.caches.of_one(request, len(ids)), torch.tensor([ids], device=self.device)
         keywords = self._readers.setdefault(request, SideTextReader(self.model, self.beside)).after(ids_1L) if self.beside else {}
-        logits_1V: Tensor = self.model.next_logits(ids_1L, cache, **keywords)
-        return logits_1V
+        return self.model.next_logits(ids_1L, cache, **keywords)
 
     def retain(self, request: int) -> bool:
         """A cache can be shared where it holds keys and values, of which the last can be cut off."""

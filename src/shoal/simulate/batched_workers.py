@@ -40,13 +40,11 @@ class PrefetchedFeed:
         self.drawn: deque[Batch] = deque()
 
     def __next__(self) -> Batch:
-        batch: Batch = self.drawn.popleft() if self.drawn else next(self._feed)
-        return batch
+        return self.drawn.popleft() if self.drawn else next(self._feed)
 
     def state_dict(self) -> dict[str, Any]:
         """Position after the batches that were read ahead."""
-        state: dict[str, Any] = self._feed.state_dict()
-        return state
+        return self._feed.state_dict()
 
 
 class BatchedEngine(SingleEngine):
@@ -206,8 +204,7 @@ class BatchedSteps:
         batch = {name: torch.stack([row.batch[name] for row in rows]) for name in rows[0].batch}
 
         def loss(weights: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-            value: tuple[Tensor, dict[str, Tensor]] = functional_call(self._loss, weights, (batch,))
-            return value
+            return functional_call(self._loss, weights, (batch,))
 
         mapped = vmap(grad(loss, has_aux=True), in_dims=(None if shared else 0, 0))
         with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batching rule for stacked weights

@@ -9,12 +9,12 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
 from shoal.coordinator.events import RequestReceived
-from shoal.protocol.messages import Contribute, Message, WorkerRequest
+from shoal.protocol.messages import Contribute, Frames, Message, WorkerRequest
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Link
 from shoal.simulate.report import SimulationReport
 from shoal.simulate.virtual_store import CallbackServer, CountingStore
-from shoal.worker.session import SLOWEST_LINK_BYTES_PER_S, Frames, SessionRequest
+from shoal.worker.session import SLOWEST_LINK_BYTES_PER_S, SessionRequest
 
 _HEADER_BYTES = 300
 """Size of a message without its frames, on the wire."""

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shoal.coordinator.effects import Frames
-from shoal.protocol.messages import Message, Request
+from shoal.protocol.messages import Frames, Message, Request
 from shoal.transports import Traffic
 from shoal.updates.state_packing import Checkpoint
 

@@ -12,5 +12,4 @@ __all__ = ["DataExtent", "Policies", "RunLength", "no_relay", "policies_for"]
 
 def policies_for(run: Run, expected: int) -> Policies:
     """The policies of the run's strategy, for a run that expects `expected` workers."""
-    policies: Policies = run.strategy.builder()(run, expected)
-    return policies
+    return run.strategy.builder()(run, expected)

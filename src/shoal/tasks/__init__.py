@@ -17,8 +17,7 @@ def build(run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Task:
     """The task of a run, with the networks that it trains."""
     settings = run.chosen_task
     _expect(settings.needs, settings.kind, shapes)
-    task: Task = settings.builder()(settings, run, players, shapes)
-    return task
+    return settings.builder()(settings, run, players, shapes)
 
 
 def _expect(needs: str, kind: str, shapes: DataShapes) -> None:

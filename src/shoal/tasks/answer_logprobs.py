@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch, Loss, Task
+from shoal.tasks.base import IGNORED, Batch, Loss, Task
 from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of
-from shoal.tasks.language import IGNORED, READ_BESIDE
+from shoal.tasks.language import READ_BESIDE
 
 
 class PromptAnswers(NamedTuple):

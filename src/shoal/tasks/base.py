@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
+IGNORED = -100
+"""The label of a token that does not count."""
 
 
 class Loss(NamedTuple):

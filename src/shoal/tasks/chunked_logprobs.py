@@ -191,5 +191,4 @@ def room_of(parameter: Tensor) -> Tensor | None:
 
 def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs) -> Tensor:
     """The loss, such that its backward pass gives the slopes that were found with it."""
-    attached: Tensor = WithSlopes.apply(loss, hidden_ND, weight_VD, pieces)  # type: ignore[no-untyped-call]
-    return attached
+    return WithSlopes.apply(loss, hidden_ND, weight_VD, pieces)  # type: ignore[no-untyped-call]

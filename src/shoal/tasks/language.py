@@ -20,9 +20,8 @@ from shoal.config.schema import task as schema
 from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
 from shoal.tasks import penalties
-from shoal.tasks.base import Batch, Loss, Task
+from shoal.tasks.base import IGNORED, Batch, Loss, Task
 
-IGNORED = -100
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
 """Columns of a batch with texts that a model reads beside its input."""
 _LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval": ("passage_ids", "passage_from")}
@@ -167,8 +166,7 @@ class LanguageModelling(Task):
         starts_BL[:, 0] = True
         if "attention_mask" in batch:
             starts_BL |= batch["attention_mask"] & ~batch["attention_mask"].roll(1, 1)
-        places: Tensor = index_L - (index_L * starts_BL).cummax(1).values
-        return places
+        return index_L - (index_L * starts_BL).cummax(1).values
 
     def _held_out_loss(self, batch: Batch) -> Tensor:
         return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])

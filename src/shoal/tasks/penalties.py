@@ -77,8 +77,7 @@ def repetition(log_p_BLV: Tensor, marked: Marks, window: int) -> Tensor:
     place_L1 = torch.arange(length, device=seen_BLW.device).unsqueeze(-1)
     wrong_BLW = (seen_BLW != NOTHING) & (again_BLW > place_L1) & (seen_BLW != marked.labels_BL.unsqueeze(-1))
     unlikely_BLW = _Unlikelihood.apply(log_p_BLV.gather(-1, seen_BLW.clamp(min=0)))  # type: ignore[no-untyped-call]
-    total: Tensor = (unlikely_BLW * (wrong_BLW & marked.counted_BL.unsqueeze(-1))).sum()
-    return total
+    return (unlikely_BLW * (wrong_BLW & marked.counted_BL.unsqueeze(-1))).sum()
 
 
 class _Unlikelihood(torch.autograd.Function):
@@ -93,5 +92,4 @@ class _Unlikelihood(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (p,) = ctx.saved_tensors
-        slope: Tensor = gradients[0] * p / (1 - p).clamp(min=CERTAIN)
-        return slope
+        return gradients[0] * p / (1 - p).clamp(min=CERTAIN)

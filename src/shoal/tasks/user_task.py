@@ -14,14 +14,13 @@ from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
 from shoal.config.schema.task import CustomTask
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, MetricMeans, Task
+from shoal.tasks.base import IGNORED, Batch, Loss, MetricMeans, Task
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """Returns a scalar tensor, or a mapping with `loss` and further metrics."""
 Metric = Callable[[nn.Module, Any], Any]
 """Returns a number for a batch."""
 _LABELS = ("label", "labels", "target", "targets", "y")
-_IGNORED = -100
 SAMPLE = "(sample)"
 """The name of the tensor in a batch that is a single tensor. The items of a tuple are named (0), (1) and so on."""
 
@@ -67,7 +66,7 @@ class UserTask(Task):
             return len(next(iter(batch.values())))
         causal = _predicts_the_next(self.players["model"])
         counted = _labels(batch) if "labels" not in batch and causal else batch.get("labels", ids)
-        return int((counted[:, int(causal) :] != _IGNORED).sum())
+        return int((counted[:, int(causal) :] != IGNORED).sum())
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         figures = self._figures(batch)
@@ -180,7 +179,7 @@ def _predicts_the_next(model: nn.Module) -> bool:
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     """The tokens themselves, without padding."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    return ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
+    return ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
 
 
 def build(settings: CustomTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> UserTask:

@@ -26,8 +26,7 @@ def needs_keys(settings: Transport, hosts: Sequence[str] = ()) -> bool:
 
 def serve(settings: Transport, options: ListenOptions) -> Server:
     """A server as configured, which listens on `options.hosts` if the settings name no host."""
-    server: Server = settings.builder().serve(settings, options._replace(hosts=listening_hosts(settings, options.hosts)))
-    return server
+    return settings.builder().serve(settings, options._replace(hosts=listening_hosts(settings, options.hosts)))
 
 
 def connect(options: ConnectOptions) -> Client:
@@ -38,5 +37,4 @@ def connect(options: ConnectOptions) -> Client:
     if found is None:
         expected = ", ".join(f"{kind.schemes[0]}://…" for kind in Transport.kinds.values() if kind.schemes)
         raise ShoalError(f"`{address}` is not an address of a coordinator: one of {expected} is expected")
-    client: Client = found.builder().connect(options)
-    return client
+    return found.builder().connect(options)

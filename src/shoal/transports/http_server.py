@@ -104,8 +104,7 @@ class _LimitedReader:
         return line
 
     def read(self, size: int) -> bytes:
-        found: bytes = self._stream.read(size)
-        return found
+        return self._stream.read(size)
 
     def close(self) -> None:
         self._stream.close()

@@ -67,8 +67,7 @@ def scratch(size: int) -> Floats:
         return np.empty(size, np.float32)
     if not hasattr(_own, "floats"):
         _own.floats = np.empty(BLOCK, np.float32)
-    buffer: Floats = _own.floats[:size]
-    return buffer
+    return _own.floats[:size]
 
 
 def all_finite(block: Floats) -> bool:

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.config.schema.updates import Codec, NoCodec
-from shoal.protocol.messages import Contribute
+from shoal.config.schema.updates import Codec
+from shoal.protocol.messages import Contribute, Frames
 from shoal.updates import codecs
 from shoal.worker.receipts import ReceiptsFile
-from shoal.worker.session import ContributionReceipt, Frames, RunNews, SessionEvent, WorkerSession
+from shoal.worker.session import ContributionReceipt, RunNews, SessionEvent, WorkerSession
 
-_PLAIN = NoCodec()
 _GONE = "overtaken"
 """Outcome of a contribution whose part of the data another worker has taken meanwhile."""
 
@@ -38,7 +37,7 @@ class UpstreamSession:
     step = 0.0
     inner_steps = 0
 
-    def __init__(self, protocol: WorkerSession, size: int, buffers: int, receipts: ReceiptsFile, codec: Codec = _PLAIN) -> None:
+    def __init__(self, protocol: WorkerSession, size: int, buffers: int, receipts: ReceiptsFile, codec: Codec = codecs.PLAIN) -> None:
         """`buffers`: length of the statistics vector beside the weights; `codec`: the run's codec."""
         self.protocol, self.receipts, self.codec = protocol, receipts, codec
         self.weights = torch.zeros(size)
@@ -70,7 +69,7 @@ class UpstreamSession:
     def frames(self) -> list[memoryview]:
         """The upstream weights and statistics, encoded as in the journal."""
         vectors = [self.weights, self.statistics] if self.statistics.numel() else [self.weights]
-        return [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector.clone(), None)]
+        return [frame for vector in vectors for frame in codecs.encode(codecs.PLAIN, vector.clone(), None)]
 
     def _learn(self, news: RunNews) -> None:
         header, kind = news.header, news.header.get("weights", "same")
@@ -80,5 +79,5 @@ class UpstreamSession:
         extra = self.statistics.numel()
         codecs.renew(self.weights, kind, self.codec, news.frames[:-1] if extra else news.frames)
         if extra:
-            codecs.decode(_PLAIN, extra, news.frames[-1:], out=self.statistics)
+            codecs.decode(codecs.PLAIN, extra, news.frames[-1:], out=self.statistics)
         self.version = int(header["version"])

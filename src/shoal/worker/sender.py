@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import ShoalError
-from shoal.protocol.messages import Pull, header_of
-from shoal.worker.session import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Frames, SessionEndedError, SessionEvent, SessionRequest, WorkerSession
+from shoal.protocol.messages import Frames, Pull, header_of
+from shoal.worker.session import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, SessionEndedError, SessionEvent, SessionRequest, WorkerSession
 from shoal.worker.timing import LinkMeasurements
 
 JOINING_PAUSE_S = 2.0

@@ -12,15 +12,27 @@ Holds: at most one request of a worker is under way. Every request carries a num
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError, printable
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import LONGEST_REASON, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull, WorkerRequest
+from shoal.protocol.messages import (
+    LONGEST_REASON,
+    Claim,
+    Contribute,
+    Fail,
+    Frames,
+    GiveBack,
+    Heartbeat,
+    Hold,
+    Join,
+    Leave,
+    Pull,
+    WorkerRequest,
+)
 
-Frames = Sequence[bytes | memoryview]
 SLOWEST_LINK_BYTES_PER_S = 50_000
 """Bytes per second. A message that takes longer than at this rate is considered lost."""
 ANSWER_S = 10.0

@@ -15,7 +15,6 @@ from shoal.worker.session import RunNews
 from shoal.worker.step_policies import PullPolicy
 from shoal.worker.update_encoding import WorkerEngine
 
-_PLAIN = NoCodec()
 MOST_AHEAD = 3.0
 """Versions that a worker extrapolates at most. Beyond that, linear extrapolation does not hold."""
 
@@ -48,7 +47,7 @@ class WorkerWeights:
         body = news.frames[:-1] if self._buffers else news.frames
         codecs.renew(self.base[span], kind, self.codec, body)
         if self._buffers:
-            self.engine.load_buffers(codecs.decode(_PLAIN, self._buffers, news.frames[-1:]))
+            self.engine.load_buffers(codecs.decode(codecs.PLAIN, self._buffers, news.frames[-1:]))
         before, self.version = -1 if news.afresh else self.version, news.header["version"]
         pulled = self.base[span]
         if self._before is not None and before >= 0:

@@ -75,8 +75,7 @@ class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopKCoder"):
     """Factor of the left-out values from one update to the next; below 1 they fade."""
 
     def for_weights(self) -> Codec:
-        kept: Codec = Codec.kinds["none" if self.values == "float32" else self.values]()
-        return kept
+        return Codec.kinds["none" if self.values == "float32" else self.values]()
 
 
 class Aggregation(Part, noun="aggregation rule"):

@@ -32,8 +32,8 @@ from shoal.coordinator.durable.records import (
     follows,
     new_head,
 )
-from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Frames
 
 _WRITEV: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)
 _SPARE = "spare-journal"

@@ -21,10 +21,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
-from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
 from shoal.files import check_format
 from shoal.protocol.checksums import crc32
+from shoal.protocol.messages import Frames
 
 FORMAT = 1
 _NAME = b"SHOALJ"

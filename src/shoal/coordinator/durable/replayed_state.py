@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config.schema.updates import NoCodec, NoMixing
+from shoal.config.schema.updates import NoMixing
 from shoal.coordinator.durable.receipt_seal import digest_of
-from shoal.coordinator.effects import Effect, Frames, LedgerEntry, Published
+from shoal.coordinator.effects import Effect, LedgerEntry, Published
 from shoal.coordinator.round_policies import CoordinatorPolicies
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.rounds.relayed_round import RelayedRound, relay_round
@@ -45,6 +45,7 @@ from shoal.coordinator.state import HeldContribution, State, TaskPiece, ledger_l
 from shoal.coordinator.units.cut import SettledUnits
 from shoal.errors import ShoalError
 from shoal.files import check_format
+from shoal.protocol.messages import Frames
 from shoal.updates import codecs
 from shoal.updates.answer_frames import digest
 from shoal.updates.episodes import EpisodeRows
@@ -55,7 +56,6 @@ from shoal.updates.rules import aggregation
 
 FORMAT = 1
 """Format of `state_dict`, and of records in a journal."""
-_PLAIN = NoCodec()
 _NOTHING = torch.empty(0)
 _LEAST_REMEMBERED = 256
 _LEAST_MEMORIES = 16
@@ -117,7 +117,7 @@ class ReplayedState:
         vector = codecs.borrow(self.plan.updates.codec, size, body)
         if vector is None:
             vector = self._decode_into_pool(size, body)
-        buffers = codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
+        buffers = codecs.decode(codecs.PLAIN, extra, tail) if extra else _NOTHING
         return vector, buffers if self.plan.experts is None else self.plan.experts.checked(buffers)
 
     def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: ExpertIds = ()) -> tuple[Tensor, Tensor]:
@@ -307,8 +307,8 @@ class ReplayedState:
     def _whole(self, frames: Frames) -> tuple[Tensor, Tensor]:
         """Weights and buffers that were sent without a codec."""
         extra = self.learner.buffers.numel()
-        vector = codecs.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
-        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else _NOTHING
+        vector = codecs.decode(codecs.PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
+        return vector, codecs.decode(codecs.PLAIN, extra, frames[-1:]) if extra else _NOTHING
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """Records of contributions that are in no version yet: the journal after a snapshot begins with them."""

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from shoal.coordinator.driver_interfaces import CoordinatorStore
-from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Frames
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
 

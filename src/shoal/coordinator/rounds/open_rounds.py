@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.coordinator.effects import Frames
 from shoal.coordinator.state import HeldContribution, Key, key_of
+from shoal.protocol.messages import Frames
 
 
 @dataclass

@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.config.schema.updates import NoCodec
-from shoal.coordinator.effects import Frames
 from shoal.coordinator.events import UpstreamState
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.state import HeldContribution, State, mean_metrics
-from shoal.protocol.messages import Contribute
+from shoal.protocol.messages import Contribute, Frames
 from shoal.updates import codecs
 
 
@@ -48,7 +46,7 @@ def relay_round(
     """Encode the update of a round for the coordinator above. `before`: the residual that the codec left the last time."""
     codec = plan.updates.codec
     residual = codecs.residual_for(codec, update.numel()) if before is None else before.clone()
-    frames = [*codecs.encode(codec, update, residual), *(codecs.encode(NoCodec(), buffers, None) if buffers.numel() else ())]
+    frames = [*codecs.encode(codec, update, residual), *(codecs.encode(codecs.PLAIN, buffers, None) if buffers.numel() else ())]
     return RelayedRound(record, [(one.record, one.frames) for one in held], _header(held, plan, state), frames, residual)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-from shoal.coordinator.effects import Frames, Issue, Note
+from shoal.coordinator.effects import Issue, Note
 from shoal.coordinator.events import LeaseResult
 from shoal.coordinator.members.table import Member
 from shoal.coordinator.rounds.plausibility import PlausibilityChecks
@@ -19,7 +19,7 @@ from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, DataCut
 from shoal.coordinator.units.lease_table import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
 from shoal.protocol.frames import UpdateError
-from shoal.protocol.messages import Claim, Contribute, Delivered, Failed
+from shoal.protocol.messages import Claim, Contribute, Delivered, Failed, Frames
 from shoal.updates import staleness
 from shoal.updates.expert_subsets import ExpertIds
 

@@ -100,8 +100,7 @@ class _Bert(nn.Module):
         x_NLD = self.norm(self.words[ids_NL] + self.positions[: ids_NL.shape[1]] + self.kind)
         x_NLD = self.layers(x_NLD, src_key_padding_mask=~mask_NL)
         real_NL1 = mask_NL.unsqueeze(-1)
-        mean: Tensor = (x_NLD * real_NL1).sum(1) / real_NL1.sum(1)
-        return mean
+        return (x_NLD * real_NL1).sum(1) / real_NL1.sum(1)
 
 
 _NAMES = {

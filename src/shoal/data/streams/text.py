@@ -202,8 +202,7 @@ class DocumentReader(SampleReader):
             elif not self._fill():
                 raise StopIteration
         self._used += 1
-        sample: Sample = self._queue[0][1][self._used - 1]
-        return sample
+        return self._queue[0][1][self._used - 1]
 
 
 class ShuffledReader(StreamReader):

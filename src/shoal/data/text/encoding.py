@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from shoal.data.interfaces import IGNORED, Batch
 from shoal.data.text.documents import Document
 from shoal.data.text.tokenizers import Tokenizer
+from shoal.data.text.tokenizers.interface import Ids
 
-Ids = NDArray[np.int32]
 Learned = NDArray[np.bool_]
 
 

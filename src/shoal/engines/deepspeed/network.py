@@ -131,8 +131,7 @@ class ZeroNetwork:
         """A whole parameter (key None), or what the optimizer keeps for it. Parts of stage 3 are put together here, in full precision."""
         utils = self.library.utils
         if self.stage < 3:
-            whole: Tensor = utils.safe_get_full_optimizer_state(parameter, key) if key else utils.safe_get_full_fp32_param(parameter)
-            return whole
+            return utils.safe_get_full_optimizer_state(parameter, key) if key else utils.safe_get_full_fp32_param(parameter)
         self.window.show(parameter)
         part = utils.safe_get_local_optimizer_state(parameter, key) if key else utils.safe_get_local_fp32_param(parameter)
         part = part.to(self.device).contiguous()
@@ -205,10 +204,8 @@ class TaskModule(nn.Module):
     def next_logits(self, input_ids: Tensor, cache: Any, **keywords: Any) -> Tensor:
         """Logits of the token after these. Where parameters are sharded, all processes must ask together."""
         if self.whole:
-            whole: Tensor = self.model.next_logits(input_ids, cache, **keywords)
-            return whole
-        last: Tensor = self.zero(input_ids, cache=cache, **keywords)[:, -1]
-        return last
+            return self.model.next_logits(input_ids, cache, **keywords)
+        return self.zero(input_ids, cache=cache, **keywords)[:, -1]
 
     def train(self, mode: bool = True) -> TaskModule:
         self.zero.train(mode)
@@ -216,12 +213,10 @@ class TaskModule(nn.Module):
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """The modules of the network: code that switches dropout off needs to find them."""
-        modules: Iterator[nn.Module] = self.model.modules(remove_duplicate)
-        return modules
+        return self.model.modules(remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        parameters: Iterator[nn.Parameter] = self.model.parameters(recurse)
-        return parameters
+        return self.model.parameters(recurse)
 
     def __getattr__(self, name: str) -> Any:
         if self.__dict__["whole"] or name in _OPEN:

@@ -64,8 +64,7 @@ class FlatAdam(torch.optim.Optimizer):
     def norm(self) -> Tensor:
         """The norm of the whole gradient."""
         if self._kernels is not None:
-            norm: Tensor = self._kernels.norm(self.sources())
-            return norm
+            return self._kernels.norm(self.sources())
         squares = [gradient.float().square().sum() for gradient in self.sources() if gradient is not None]
         return torch.stack(squares).sum().sqrt() if squares else self.network.vector.new_zeros(())
 

@@ -25,8 +25,7 @@ for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.sta
 def merged(settings: Optimizer, player: PlayerOptimizer | None) -> Optimizer:
     """The settings of one network: its own where it has them."""
     own = {name: getattr(player, name) for name in player.fields() if getattr(player, name) is not None} if player else {}
-    result: Optimizer = settings.replace(**own)
-    return result
+    return settings.replace(**own)
 
 
 def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
@@ -114,8 +113,7 @@ def matrices_of(stack: Any, made: list[nn.Parameter] | None = None) -> list[nn.P
     """The matrices that an optimizer steps in a stack's place; none: it steps the stack itself. `made`: from now on these."""
     if made is not None:
         stack.matrices = made
-    found: list[nn.Parameter] = getattr(stack, "matrices", [])
-    return found
+    return getattr(stack, "matrices", [])
 
 
 def tables_of(network: nn.Module) -> set[int]:

@@ -239,8 +239,7 @@ class PipelineEngine(SingleEngine):
             metrics = self.task.evaluate(map(self.on_device, batches)) if self.model.ends else self._pass_on(batches)
         self.links.settle()
         self.model.train()
-        judged: dict[str, float] = json.loads(self.world.texts(json.dumps(metrics))[self._ranks[-1]])
-        return judged
+        return json.loads(self.world.texts(json.dumps(metrics))[self._ranks[-1]])
 
     @torch.no_grad()
     def _pass_on(self, batches: Iterator[Batch]) -> dict[str, float]:
@@ -361,8 +360,7 @@ class StagePasses:
         """A loss as it counts in the step; its figures are noted."""
         share = self.weighing.share(number)
         add_figures(self.metrics, figures.items(), share)
-        scaled: Tensor = self.engine.scaler.scale(value * share)
-        return scaled
+        return self.engine.scaler.scale(value * share)
 
     def _backward(self, number: int) -> None:
         given, outputs = self.under_way.pop(number)

@@ -80,8 +80,7 @@ class _RoundedProduct(torch.autograd.Function):
 def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: NumberFormat, name: str) -> Tensor:
     if not len(x_NI):  # an expert that no token was routed to
         return x_NI.new_zeros(0, len(weight_OI))
-    product: Tensor = _RoundedProduct.apply(x_NI, weight_OI, rounding, name)  # type: ignore[no-untyped-call]
-    return product
+    return _RoundedProduct.apply(x_NI, weight_OI, rounding, name)  # type: ignore[no-untyped-call]
 
 
 class EmulatedLinear(LowPrecisionLinear):

@@ -156,8 +156,7 @@ class _Product(torch.autograd.Function):
 
         ctx.save_for_backward(x_RI, turned, scales, ends_E, owners_R)
         ctx.head_room = head_room
-        y_RO: Tensor = kernels.product(*kernels.rows(x_RI, None, None, head_room), codes, scales, ends_E)
-        return y_RO
+        return kernels.product(*kernels.rows(x_RI, None, None, head_room), codes, scales, ends_E)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
@@ -184,8 +183,7 @@ class _Experts(torch.autograd.Function):
         found_RI, codes, scales = kernels.swiglu(inner_RI, gates_R, ends_E[-1:], head_room)
         ctx.save_for_backward(x_RD, gates_R, inner_RI, found_RI, up_turned, up_scales, down_turned, down_scales, ends_E, owners_R)
         ctx.head_room = head_room
-        y_RD: Tensor = kernels.product(codes, scales, down_codes, down_scales, ends_E)
-        return y_RD
+        return kernels.product(codes, scales, down_codes, down_scales, ends_E)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
@@ -205,10 +203,9 @@ class _Experts(torch.autograd.Function):
 def product(rows: ScaleHistory, name: str, x_RI: Tensor, weight: Tensor, ends_E: Tensor | None) -> Tensor:
     """`x_RI` and `weight` in bf16; `ends_E`: the row behind the last one of each expert."""
     owners_R = None if ends_E is None else _owners(ends_E, len(x_RI))
-    y_RO: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+    return _Product.apply(  # type: ignore[no-untyped-call]
         x_RI.contiguous(), weight, *_rounded(rows, name, weight), ends_E, owners_R, rows.head_room
     )
-    return y_RO
 
 
 @torch.no_grad()
@@ -277,8 +274,7 @@ def experts(rows: ScaleHistory, name: str, up_EOI: Tensor, down_EOI: Tensor) -> 
         ends_E = sizes_E.cumsum(0).int()
         factors = (*_rounded(rows, f"{name}.up", up), *_rounded(rows, f"{name}.down", down))
         given = (x_RD.contiguous(), gates_R.float().contiguous(), up, down)
-        y_RD: Tensor = _Experts.apply(*given, *factors, ends_E, _owners(ends_E, len(x_RD)), rows.head_room)  # type: ignore[no-untyped-call]
-        return y_RD
+        return _Experts.apply(*given, *factors, ends_E, _owners(ends_E, len(x_RD)), rows.head_room)  # type: ignore[no-untyped-call]
 
     return whole
 

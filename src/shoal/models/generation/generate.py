@@ -122,8 +122,7 @@ class GenerationState:
         """Logits [B, V] of the next token: run the tokens that are not in the cache yet."""
         self.length += self.unseen_BL.shape[1]
         keywords = self.reader.after(self.unseen_BL, self.mask_BS) | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
-        logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **keywords)
-        return logits_BV
+        return self.model.next_logits(self.unseen_BL, self.cache, **keywords)
 
     def append(self, next_B: Tensor, going_B: Tensor | None = None) -> None:
         """Append a token to each row. `going_B`: the unfinished rows; tokens of the others are padding."""

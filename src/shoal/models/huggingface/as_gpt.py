@@ -24,6 +24,7 @@ from shoal.models.layers.rotary import Rotary
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 
 Get = Callable[[str], Tensor]
+"""Gives a tensor by its name."""
 
 _LLAMA = {
     "layers": "inner.model.layers",

@@ -86,8 +86,7 @@ class HuggingFace(nn.Module):
         output = self.inner(input_ids=input_ids_BL, **arguments)
         if cache is not None and self.cache_name is not None:
             cache.past = getattr(output, self.cache_name)
-        logits_BLV: Tensor = output.logits
-        return logits_BLV
+        return output.logits
 
     @property
     def joins_rows(self) -> bool:
@@ -107,13 +106,11 @@ class HuggingFace(nn.Module):
             arguments["use_cache"] = False
         # Without the wrapper of peft; LoRA matrices are in the layers
         whole = self.inner.get_base_model() if self.has_adapters else self.inner
-        hidden_BLD: Tensor = whole.get_decoder()(input_ids=input_ids_BL, **arguments).last_hidden_state
-        return hidden_BLD
+        return whole.get_decoder()(input_ids=input_ids_BL, **arguments).last_hidden_state
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Context: the model without its LoRA adapters."""
-        context: AbstractContextManager[None] = self.inner.disable_adapter()
-        return context
+        return self.inner.disable_adapter()
 
     @property
     def has_adapters(self) -> bool:

@@ -34,8 +34,7 @@ def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
 
 def from_config(config: Any) -> nn.Module:
     """A model with random weights."""
-    made: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return made
+    return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _transformers() -> Any:
@@ -55,8 +54,7 @@ def _with_weights(setting: str, name: str, config: Any, token: str | None) -> nn
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ShoalError(f"{setting}: the weights of {name} lack {len(missing)} tensors of the model, such as {missing[0]}")
-    loaded: nn.Module = inner
-    return loaded
+    return inner
 
 
 def as_classifier(inner: Any, head_1D: Tensor) -> Any:

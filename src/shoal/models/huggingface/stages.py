@@ -76,8 +76,7 @@ class HuggingFaceStage(nn.Module):
     ) -> Tensor:
         """The residual stream after these layers, as `Trunk.through`."""
         if self.checkpointing and cache is None and torch.is_grad_enabled():
-            again: Tensor = checkpoint(self._through, x_BLD, None, attention_mask, use_reentrant=False)
-            return again
+            return checkpoint(self._through, x_BLD, None, attention_mask, use_reentrant=False)
         return self._through(x_BLD, cache, attention_mask)
 
     def _through(self, x_BLD: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None) -> Tensor:

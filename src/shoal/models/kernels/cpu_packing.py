@@ -37,8 +37,7 @@ class PackedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         if x.numel() == self.weight_ND.shape[1]:
             return F.linear(x, self.weight_ND, self.bias_N)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias_N, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias_N, "none", [], "")
 
 
 @torch.inference_mode()

@@ -102,5 +102,4 @@ _turned_heads.register_autograd(_slopes, setup_context=lambda ctx, inputs, outpu
 
 def turned_heads(all_BLNE: Tensor, turns_LP2: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, turned by their places, and values: [B, L, H or K, E]."""
-    found: tuple[Tensor, Tensor, Tensor] = _turned_heads(all_BLNE, turns_LP2, queries, keys)
-    return found
+    return _turned_heads(all_BLNE, turns_LP2, queries, keys)

@@ -86,5 +86,4 @@ _swiglu.register_autograd(_slopes, setup_context=lambda ctx, inputs, output: ctx
 
 def swiglu(inner_RI: Tensor, gates_R: Tensor, total: Tensor) -> Tensor:
     """silu(first half) · second half · gate, row by row."""
-    found: Tensor = _swiglu(inner_RI, gates_R.float(), total)
-    return found
+    return _swiglu(inner_RI, gates_R.float(), total)

@@ -39,8 +39,7 @@ class ContextEncoder(nn.Module):
         inputs = LayerInputs(self.rotary(0, mask_NM.shape[1]), mask_NM[:, None, None, :] | itself_MM, False, mask_NM)
         for block in self.blocks:
             x_NMD, _ = block(x_NMD, inputs)
-        encoded: Tensor = self.norm(x_NMD)
-        return encoded
+        return self.norm(x_NMD)
 
     def read_nothing(self, input_ids_BL: Tensor, embedding: nn.Embedding) -> EncodedContext:
         """An empty context: with sharded parameters every batch must run the same modules."""
@@ -86,8 +85,7 @@ class CrossAttention(nn.Module):
         position_L = torch.arange(past, past + x_BLD.shape[1], device=x_BLD.device)
         visible_BLC = F.pad(position_L[:, None] >= context.first_BC[:, None, :], (1, 0), value=True)
         attended_BHLE = F.scaled_dot_product_attention(query_BHLE, key_BHCE, value_BHCE, attn_mask=visible_BLC.unsqueeze(1))
-        attended: Tensor = self.output(attended_BHLE.transpose(1, 2).flatten(2))
-        return attended
+        return self.output(attended_BHLE.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BLD: Tensor) -> Tensor:
         return x_BLD.view(*x_BLD.shape[:2], -1, self.head_size).transpose(1, 2)

@@ -403,8 +403,7 @@ def _appended(before: EncodedContext | None, found: EncodedContext, chunks: _Chu
 
 
 def _norms(slope_BLD: Tensor) -> Tensor:
-    norms_B: Tensor = torch.linalg.vector_norm(slope_BLD.float(), dim=(1, 2))
-    return norms_B
+    return torch.linalg.vector_norm(slope_BLD.float(), dim=(1, 2))
 
 
 def _powers(length: int) -> Tensor:

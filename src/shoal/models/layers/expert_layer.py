@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
+from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.routers import HeldExperts, Routes, build_router
 from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 
-_HAS_TRITON = find_spec("triton") is not None
 _FEW_ROUTES = 4096
 """Up to this number sorting is fast anyway, and the kernel that torch.compile makes for it does not compile for bytes (torch 2.11)."""
 
@@ -167,7 +166,7 @@ class ExpertLayer(BlockPart):
 
     def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, assignment: ExpertAssignment) -> Tensor:
         """Input of the second product: activation times gate."""
-        if inner_RI.is_cuda and _HAS_TRITON and self.gated and self.activation_gate is None:
+        if inner_RI.is_cuda and HAS_TRITON and self.gated and self.activation_gate is None:
             from shoal.models.kernels.swiglu import swiglu
 
             return swiglu(inner_RI, gates_R, assignment.sizes_E.sum())
@@ -190,8 +189,7 @@ class ExpertLayer(BlockPart):
 def _entropy(scores_TE: Tensor, counted_T: Tensor) -> Tensor:
     """Normalised entropy of the router, summed over the tokens that count: 1 per token if all experts are equally likely."""
     share_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
-    entropy: Tensor = (torch.special.entr(share_TE).sum(1) * counted_T).sum() / math.log(max(2, scores_TE.shape[1]))
-    return entropy
+    return (torch.special.entr(share_TE).sum(1) * counted_T).sum() / math.log(max(2, scores_TE.shape[1]))
 
 
 class _Exchange(torch.autograd.Function):
@@ -225,8 +223,7 @@ def _zeroed(x_RD: Tensor, real_R1: Tensor | None) -> Tensor:
 def exchange(x: Tensor, assignment: ExpertAssignment, back: bool) -> Tensor:
     """The input rows of the experts from those of the tokens; `back`: the sum of each token's expert outputs."""
     index = (assignment.tokens_R, assignment.rows_TK, assignment.taken_TK, assignment.real_R1)
-    rows: Tensor = _Exchange.apply(x, *index, back)  # type: ignore[no-untyped-call]
-    return rows
+    return _Exchange.apply(x, *index, back)  # type: ignore[no-untyped-call]
 
 
 class _Pick(torch.autograd.Function):
@@ -244,8 +241,7 @@ class _Pick(torch.autograd.Function):
 
 
 def gather_gates(gates_TK: Tensor, assignment: ExpertAssignment) -> Tensor:
-    gates_R: Tensor = _Pick.apply(gates_TK, assignment.places_R, assignment.rows_TK, assignment.taken_TK)  # type: ignore[no-untyped-call]
-    return gates_R
+    return _Pick.apply(gates_TK, assignment.places_R, assignment.rows_TK, assignment.taken_TK)  # type: ignore[no-untyped-call]
 
 
 def per_row(values_EN: Tensor, sizes_E: Tensor, rows: int) -> Tensor:

@@ -19,8 +19,7 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.relu, F.gelu, F.silu, F
 def blend(x_RI: Tensor, gates_R4: Tensor) -> Tensor:
     """Σ gate · activation, in the type of `x`. The backward pass recomputes one activation after the other from `x` and the gates: saving
     all four would make them the largest tensors of the model."""
-    blended: Tensor = _Blend.apply(x_RI, gates_R4.to(x_RI.dtype))  # type: ignore[no-untyped-call]
-    return blended
+    return _Blend.apply(x_RI, gates_R4.to(x_RI.dtype))  # type: ignore[no-untyped-call]
 
 
 class _Blend(torch.autograd.Function):

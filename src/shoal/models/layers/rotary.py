@@ -6,14 +6,14 @@ Shapes: B batch, L tokens, N heads, S positions, E head size, P pairs in a head;
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from shoal.models.kernels import HAS_TRITON
+
 THETA = 10_000.0
-_HAS_TRITON = find_spec("triton") is not None
 
 
 class Rotary(nn.Module):
@@ -61,7 +61,7 @@ def turns_in_one_pass(all_BLNE: Tensor, turns_LP2: Tensor) -> bool:
     """Whether `kernels/rotary` splits and rotates these heads: on a GPU in half precision, at positions that all rows share."""
     size = all_BLNE.shape[-1]
     half = all_BLNE.is_cuda and all_BLNE.dtype in (torch.bfloat16, torch.float16) and turns_LP2.dtype == torch.float32
-    return _HAS_TRITON and half and turns_LP2.dim() == 3 and size & (size - 1) == 0
+    return HAS_TRITON and half and turns_LP2.dim() == 3 and size & (size - 1) == 0
 
 
 def _has_complex(x: Tensor) -> bool:

@@ -30,8 +30,7 @@ class ScoreModel(nn.Module):
 
     def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
         """Scores [B, L] in float32. `given`: further arguments of the trunk."""
-        scores_BL: Tensor = self.head(self.trunk.hidden(input_ids_BL, **given))
-        return scores_BL
+        return self.head(self.trunk.hidden(input_ids_BL, **given))
 
     def save(self, folder: Path) -> None:
         """Save as a sequence classifier with one label, for trunks of transformers. The model must not be used afterwards."""

@@ -196,8 +196,7 @@ class RunFolder:
 
     def provenance(self) -> dict[str, Any]:
         """Every setting with its value and its source."""
-        found: dict[str, Any] = _read(self.path / "provenance.json", PROVENANCE).get("settings", {})
-        return found
+        return _read(self.path / "provenance.json", PROVENANCE).get("settings", {})
 
     def samples(self) -> list[StepFile]:
         """The samples of the model, in the order of their steps."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from shoal import data
 from shoal.config import Run
 from shoal.config.schema.rlhf import Rlhf
+from shoal.data.interfaces import State
 from shoal.data.splits import held_out_numbers
 from shoal.engines import Engine, World
 from shoal.engines.learners.answers import AnswerFeed
@@ -35,11 +36,10 @@ from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.tasks import Batch, advantages
 from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_text, as_used
+from shoal.tasks.base import IGNORED
 from shoal.tasks.dpo import SIDES
-from shoal.tasks.language import IGNORED
 from shoal.tasks.policy_gradient import PolicyGradient
 
-State = dict[str, Any]
 _HELD_OUT = 64
 """Largest number of prompts in an evaluation."""
 _HELD_OUT_FROM = 2**62

@@ -9,13 +9,13 @@ from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace
 from shoal.data import local_fingerprint
+from shoal.data.interfaces import Progress
 from shoal.engines import World, choose_device, cuda_graph, enter
 from shoal.engines.pipeline.engine import PipelineEngine
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.runs.build_run import (
-    Progress,
     RunParts,
     assemble,
     evaluation_batches,

@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.config.data_shapes import DataShapes
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.models.huggingface.as_gpt import gpt_conversion
+from shoal.models.huggingface.as_gpt import Get, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.stages import without_weights
-
-Get = Callable[[str], Tensor]
-"""Gives a tensor by its name."""
 
 
 def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:

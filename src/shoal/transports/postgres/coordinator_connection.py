@@ -88,8 +88,7 @@ class CoordinatorDatabaseConnection:
         ).fetchone()
         if row is None:
             raise CoordinatorReplaced(f"{_TAKEN_OVER} {self.connection.name}: this one stops")
-        number: str = row[0]
-        return number
+        return row[0]
 
     def raise_if_replaced(self) -> None:
         """Raise CoordinatorReplaced if another coordinator has taken over: one that writes nothing would not notice otherwise."""

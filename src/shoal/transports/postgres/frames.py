@@ -73,8 +73,7 @@ def release(connection: Connection, blobs: Sequence[uuid.UUID]) -> int:
         (list(blobs), list(blobs)),
     ).fetchone()
     assert row is not None
-    freed: int = row[0]
-    return freed
+    return row[0]
 
 
 def sizes(frames: Sequence[Frame]) -> list[int]:

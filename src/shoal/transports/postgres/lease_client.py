@@ -137,13 +137,11 @@ class LeaseClient:
 
     def read_piece(self, number: int) -> bytes | None:
         """A piece of the data set, if the coordinator put it into the database."""
-        found: bytes | None = self._ask("SELECT shoal.read_piece(%b::int4)", (number,))[0][0]
-        return found
+        return self._ask("SELECT shoal.read_piece(%b::int4)", (number,))[0][0]
 
     def why_no_work(self) -> str | None:
         """Why this student gets no work, and for how long; None if it may have some."""
-        reason: str | None = self._ask("SELECT shoal.why_no_work()", ())[0][0]
-        return reason
+        return self._ask("SELECT shoal.why_no_work()", ())[0][0]
 
     def weights(self, have: int) -> PublishedWeights | None:
         """Weights newer than the version `have`: the difference to the next one, else the newest in full; None if there are none."""
@@ -164,8 +162,7 @@ class LeaseClient:
                     (self._secret, unit.id, unit.lease, unit.iteration, packed, ids, blobs.sizes(content), not is_valid),
                 ).fetchone()
             assert row is not None
-            outcome: str = row[0]
-            return outcome
+            return row[0]
 
         with self._working:
             return self._connection.run(submit, self.patience_s)

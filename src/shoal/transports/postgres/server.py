@@ -134,8 +134,7 @@ class PostgresServer(RequestTables):
 
     def iteration(self) -> int | None:
         """The iteration whose units are on the board; None if there never were any."""
-        newest: int | None = self.fetch("SELECT max(iteration) FROM shoal.iterations")[0][0]
-        return newest
+        return self.fetch("SELECT max(iteration) FROM shoal.iterations")[0][0]
 
     def is_from_leases(self, request: Request) -> bool:
         """Whether a request is a unit's result or failure: those have no peer that waits for an answer."""

@@ -10,7 +10,7 @@ Checksums cover what is written, and each record names that of the one before it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,13 +22,12 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.files import check_format
 from shoal.protocol.checksums import crc32
-from shoal.transports.interface import Frame
+from shoal.protocol.messages import Frames
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.reconnecting import Connection
 from shoal.transports.postgres.server import PostgresServer
 from shoal.updates.state_packing import Checkpoint, packed, unpacked
 
-Frames = Sequence[Frame]
 _SNAPSHOT_FORMAT = 1
 
 
@@ -134,8 +133,7 @@ class PostgresLedger:
 
     @property
     def length(self) -> int:
-        length: int = self._server.fetch("SELECT coalesce(max(line), 0) FROM shoal.ledger")[0][0]
-        return length
+        return self._server.fetch("SELECT coalesce(max(line), 0) FROM shoal.ledger")[0][0]
 
     def cut(self, length: int) -> None:
         """Cut the ledger back to its length at a snapshot; the records since then write the rest again."""

@@ -22,6 +22,7 @@ from shoal.protocol.frames import Frame, Frames, UpdateError, frame_of
 from shoal.updates.codecs import sparse_packing
 
 __all__ = [
+    "PLAIN",
     "UpdateError",
     "apply_changes",
     "borrow",
@@ -34,6 +35,9 @@ __all__ = [
     "residual_for",
 ]
 
+PLAIN = NoCodec()
+"""For what always travels as 32-bit numbers, such as buffers and full weights."""
+
 
 def residual_for(codec: Codec, size: int) -> Tensor | None:
     """A zero residual for error feedback; None where the codec is lossless or error feedback is off."""
@@ -45,8 +49,7 @@ def encode(codec: Codec, vector: Tensor, residual: Tensor | None) -> Frames:
 
     Without a codec the frame shares the vector's memory: send it before the vector changes.
     """
-    frames: Frames = codec.coder.encode(vector.detach().numpy(), None if residual is None else residual.numpy())
-    return frames
+    return codec.coder.encode(vector.detach().numpy(), None if residual is None else residual.numpy())
 
 
 def decode(codec: Codec, size: int, frames: Sequence[Frame], out: Tensor | None = None) -> Tensor:
@@ -70,8 +73,7 @@ def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor
 
 def encoded_bytes(codec: Codec, size: int) -> int:
     """Largest size of an encoded vector, in bytes."""
-    most: int = codec.coder.most_bytes(size)
-    return most
+    return codec.coder.most_bytes(size)
 
 
 def encode_changes(old: Tensor, new: Tensor) -> Frames | None:
@@ -93,7 +95,7 @@ def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
 def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame], own: bool = False) -> None:
     """Update weights in place from published frames: `full` weights, exact `changes`, or an encoded `difference`. `own`: as above."""
     if kind == "full":
-        decode(NoCodec(), weights.numel(), frames, out=weights)
+        decode(PLAIN, weights.numel(), frames, out=weights)
     elif kind == "changes":
         apply_changes(weights, frames)
     else:

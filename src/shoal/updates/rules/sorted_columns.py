@@ -41,8 +41,7 @@ def by_sorted_columns(stack_ND: Tensor, combine: Callable[[Floats], Floats], row
 def mean_of(block_WN: Floats) -> Floats:
     """The mean of each line: a product with ones, many times faster than sums of a few numbers each."""
     count = block_WN.shape[1]
-    means: Floats = block_WN @ np.full(count, 1 / count, np.float32)
-    return means
+    return block_WN @ np.full(count, 1 / count, np.float32)
 
 
 def nearest_the_median(block_WN: Floats, kept: int) -> Floats:

@@ -21,7 +21,7 @@ from shoal.runs.rlhf.rewards.http import ask
 from shoal.runs.rlhf.rewards.interface import Answer, Score, filled
 from shoal.runs.trained_model import open_run
 from shoal.tasks.answer_logprobs import PromptAnswers, as_used, log_probs
-from shoal.tasks.language import IGNORED
+from shoal.tasks.base import IGNORED
 
 _WORDS = (" yes", " no")
 _AT_ONCE = 8
