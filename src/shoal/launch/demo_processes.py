@@ -57,7 +57,7 @@ class DemoProcesses:
         forkserver.prepare()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in [*self.workers.values(), self.coordinator]:
             if process is not None:
                 self._end(process)

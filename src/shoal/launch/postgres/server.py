@@ -87,7 +87,7 @@ class EmbeddedPostgres:
         self.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
