@@ -18,7 +18,20 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError, printable
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import LONGEST_REASON, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull, WorkerRequest
+from shoal.protocol.messages import (
+    LONGEST_REASON,
+    Claim,
+    Contribute,
+    Fail,
+    GiveBack,
+    Heartbeat,
+    Hold,
+    Join,
+    Leave,
+    Pull,
+    SeatAssigned,
+    WorkerRequest,
+)
 
 Frames = Sequence[bytes | memoryview]
 SLOWEST_LINK_BYTES_PER_S = 50_000
@@ -57,14 +70,6 @@ class RetryPause(NamedTuple):
     pause_s: float
     message: str
     """A line for the user; empty: none."""
-
-
-class SeatAssigned(NamedTuple):
-    """The place in the data that the coordinator assigned. What was computed from another place cannot be used."""
-
-    seat: int
-    epoch: int
-    position: int
 
 
 class LeasedUnit(NamedTuple):
