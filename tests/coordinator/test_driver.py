@@ -23,13 +23,13 @@ from shoal.coordinator.effects import Published
 from shoal.coordinator.events import WorkerExited
 from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataCut
-from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
+from shoal.protocol.messages import PROTOCOL, Message, Request, SeatAssigned, header_of
 from shoal.runs.folder.file_store import FileStore
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates import codecs
 from shoal.worker.receipts import ReceiptsFile
-from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
+from shoal.worker.session import ContributionReceipt, LeasedUnit, WorkerSession
 from tests.support.small_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 STRATEGIES = {

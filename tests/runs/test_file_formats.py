@@ -17,6 +17,7 @@ from shoal.data.text.tokenizers.own import CharacterTokenizer
 from shoal.errors import ShoalError
 from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.up_file import running_process, written_while_up
+from shoal.protocol.messages import SeatAssigned
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.folder.run_reader import DATA, PROVENANCE, STATUS, SUMMARY, RunFolder, read_summary
@@ -26,8 +27,7 @@ from shoal.runs.owner import OwnerFile, write_owner_file
 from shoal.runs.training.initial_weights import passage_index_of
 from shoal.serve import gguf
 from shoal.transports.keys import new_keys
-from shoal.worker.session import SeatAssigned
-from shoal.worker.worker_state import RoundStart
+from shoal.updates.worker_state import RoundStart
 
 
 class Kind(NamedTuple):

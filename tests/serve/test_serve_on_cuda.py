@@ -47,7 +47,7 @@ def test_our_own_layers_compute_a_model_of_hugging_face_on_a_gpu(kind: str) -> N
             parameter.mul_(3.0)
     own = gpt_conversion(model)
     assert own is not None
-    made = own.whole(WeightStore(model.state_dict()).get).cuda()
+    made = own.convert(WeightStore(model.state_dict()).get).cuda()
     assert written(made.double()) == written(model.double())
 
 

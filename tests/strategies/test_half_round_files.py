@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shoal.engines import SingleEngine
+from shoal.protocol.messages import SeatAssigned
 from shoal.runs.build_run import assemble
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.updates.state_packing import packed
-from shoal.worker.session import SeatAssigned
-from shoal.worker.worker_state import PartialRound, RoundStart
+from shoal.updates.worker_state import PartialRound, RoundStart
 from tests.strategies.test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
 from tests.support.layered_settings import loaded, merged
 

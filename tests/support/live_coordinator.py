@@ -20,13 +20,13 @@ from shoal.coordinator.effects import Published
 from shoal.coordinator.run_plan import MemberLimits, RunPlan
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import PROTOCOL, Gone, Join, header_of
+from shoal.protocol.messages import PROTOCOL, Gone, Join, SeatAssigned, header_of
 from shoal.runs.folder.file_store import FileStore
 from shoal.transports import Message
 from shoal.transports.keys import new_token
 from shoal.transports.zeromq import ZmqClient
 from shoal.updates import codecs
-from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
+from shoal.worker.session import ContributionReceipt, LeasedUnit, WorkerSession
 from tests.support.servers import zmq_server
 from tests.support.small_cluster import Numbers, contribution, strategy_of
 

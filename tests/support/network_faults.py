@@ -18,10 +18,10 @@ from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
 from shoal.coordinator.events import Event, RequestReceived, RunConcluded, ServingStarted, Tick
 from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S
 from shoal.coordinator.run_plan import RunPlan
-from shoal.protocol.messages import PROTOCOL, Leave, WorkerRequest
+from shoal.protocol.messages import PROTOCOL, Leave, SeatAssigned, WorkerRequest
 from shoal.strategies import Policies
 from shoal.updates import codecs
-from shoal.worker.session import ContributionReceipt, LeasedUnit, SeatAssigned, WorkerSession
+from shoal.worker.session import ContributionReceipt, LeasedUnit, WorkerSession
 from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 SIZE = 2

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.protocol.messages import Contribute, Frames
+from shoal.protocol.messages import Contribute, Frames, SeatAssigned
 from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
-from shoal.worker.session import ContributionReceipt, RunNews, SeatAssigned
+from shoal.worker.session import ContributionReceipt, RunNews
 from shoal.worker.timing import LinkMeasurements
 from tests.support.scripted_coordinator import WELCOME, Line, courier_of, scripted, weights
 

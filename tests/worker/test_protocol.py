@@ -8,8 +8,8 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.protocol.identities import is_proved
-from shoal.protocol.messages import PROTOCOL, Claim, Contribute, Fail, GiveBack, Join, Leave, Pull
-from shoal.worker.session import ANSWER_S, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned, SessionEndedError, WorkerSession
+from shoal.protocol.messages import PROTOCOL, Claim, Contribute, Fail, GiveBack, Join, Leave, Pull, SeatAssigned
+from shoal.worker.session import ANSWER_S, ContributionReceipt, LeasedUnit, RunNews, SessionEndedError, WorkerSession
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 10, "seat": 2, "epoch": 1, "position": 4, "last_seq": 6, "version": 3}
 STANDS = {"version": 3, "step": 3.0, "most_lag": 9.0, "done": False}

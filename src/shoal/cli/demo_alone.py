@@ -13,8 +13,8 @@ from pathlib import Path
 from shoal.cli.demo_scenes import require
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.demo_processes import ENDS_WITH_PARENT
 from shoal.launch.local import last_line
+from shoal.launch.processes import ENDS_WITH_PARENT
 from shoal.launch.waiting import wait_or_kill
 
 _REWARD = '''\

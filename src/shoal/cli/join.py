@@ -26,7 +26,7 @@ from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import download, print_log
 from shoal.config.environment import database_password, join_token
 from shoal.config.load import ConfigFile, parse_override, resolve
-from shoal.config.ranks import rank_place, uses_several_processes
+from shoal.config.ranks import rank_place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Invitation
@@ -113,7 +113,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
             return _attend(arguments, reached, stops)
         check_trust(joined, arguments.factory)
         here = place_in_engine(joined.run)
-        if here is None and uses_several_processes(joined.run):
+        if here is None and joined.run.engine.several_processes:
             joined.leave()
             arguments.name, crew = joined.name, EngineProcesses.of(joined.run, "join", print_log)
             assert crew is not None

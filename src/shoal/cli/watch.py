@@ -25,7 +25,6 @@ def run(argv: list[str]) -> int:
         "--public", action="store_true", help="let other machines watch, with a token that is printed; it does not allow them to join"
     )
     parser.add_argument("--token-file", metavar="FILE", help="a file with your own token (at least 16 letters)")
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     check_dashboard()
     from shoal.dashboard.server import DashboardServer
@@ -37,7 +36,7 @@ def run(argv: list[str]) -> int:
     ports = [PORT, 0] if arguments.port is None else [arguments.port]
     server = DashboardServer(folders, host, ports, token, arguments.public)
     print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.owner_secret)}", flush=True)
-    server.run(arguments.parent)
+    server.run()
     return 0
 
 

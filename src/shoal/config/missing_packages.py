@@ -1,6 +1,7 @@
 """Optional packages that a run needs and this machine lacks.
 
-`shoal train` refuses to start without them; `shoal config check` only warns, since the run may be for another machine.
+`shoal train` refuses to start without them; `shoal config check` only warns, since the run may be for another machine. `shoal plan` plans
+for other machines and does not look for them.
 """
 
 from __future__ import annotations

@@ -81,11 +81,6 @@ def process_count(environ: Mapping[str, str]) -> int | None:
     return here.size if here is not None else None
 
 
-def uses_several_processes(run: Run) -> bool:
-    """Whether a worker of this run has several processes."""
-    return run.engine.several_processes
-
-
 def batch_share(run: Run, rank: int, size: int) -> tuple[int, int]:
     """(part, parts): the part of every batch that a process reads."""
     return (0, 1) if run.engine.reads_whole_batches else (rank, size)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,11 +18,10 @@ from shoal.web.uvicorn_limits import bounded_server
 
 GUARDED = ("/api", "/metrics")
 _SHORTEST_TOKEN = 16
-_PARENT_EVERY_S = 1.0
 
 
 class DashboardServer:
-    """Shows runs on one port, until `stop`, a signal, or the end of the process that started it."""
+    """Shows runs on one port, until `stop` or a signal."""
 
     def __init__(self, folders: Sequence[RunFolder], host: str, ports: Sequence[int], token: str | None, public: bool) -> None:
         """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
@@ -39,19 +35,11 @@ class DashboardServer:
         self.port: int = self.socket.getsockname()[1]
         self.server = bounded_server(app)
 
-    def run(self, parent: int | None = None) -> None:
-        """Serve. `parent`: end when this process is gone."""
-        if parent is not None:
-            threading.Thread(target=self._end_with, args=(parent,), name="parent", daemon=True).start()
+    def run(self) -> None:
         try:
             self.server.run([self.socket])
         finally:
             self.socket.close()
-
-    def _end_with(self, parent: int) -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_EVERY_S)
-        self.stop()
 
     def stop(self) -> None:
         self.server.should_exit = True

@@ -20,25 +20,22 @@ from shoal.engines.base import Engine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.tasks import Batch, StepResult
+from shoal.updates.worker_state import PartialRound, RoundStart, WorkerCheckpoint
 
 _STRIDE_S = 1.0
 
 
-class IslandCheckpoint(Protocol):
-    """Checkpoint of the state of all processes together."""
+class IslandCheckpoint(WorkerCheckpoint, Protocol):
+    """Checkpoint of the state of all processes together: what a worker of one process needs, and what the processes must agree about."""
 
     def due(self, version: int) -> bool: ...
-    def save(self, version: int, residual: Tensor | None) -> None: ...
-    def restore(self, version: int, residual: Tensor | None) -> None: ...
-    def steps_until_save(self, step: int) -> int: ...
-    def save_partial_round(self, half: Any, residual: Tensor | None) -> None: ...
-    def find_partial_round(self, begins: Any) -> Any: ...
+    def save_partial_round(self, partial: PartialRound | None, residual: Tensor | None) -> None:
+        """`partial` is None in all processes but the first."""
+
     @property
     def partial_round_step(self) -> int: ...
     def has_partial_round(self, step: int) -> bool: ...
-    def resume_partial_round(self, residual: Tensor | None, within: bool) -> None: ...
-    def delete_partial_round(self) -> None: ...
-    def tell(self, text: str) -> None: ...
+    def tell(self, text: str, /) -> None: ...
 
 
 class IslandCommand(IntEnum):
@@ -281,18 +278,18 @@ class Island(IslandProcess):
     def steps_until_save(self, step: int) -> int:
         return self.checkpoints.steps_until_save(step)
 
-    def save_partial_round(self, half: Any, residual: Tensor | None) -> None:
+    def save_partial_round(self, partial: PartialRound, residual: Tensor | None) -> None:
         self._send(IslandCommand.SAVE_PARTIAL_ROUND)
-        self.checkpoints.save_partial_round(half, residual)
+        self.checkpoints.save_partial_round(partial, residual)
 
-    def find_partial_round(self, begins: Any) -> Any:
+    def find_partial_round(self, begins: RoundStart) -> PartialRound | None:
         """The saved part of a round, if every process has its part of it."""
-        half = self.checkpoints.find_partial_round(begins)
-        if half is None:
+        partial = self.checkpoints.find_partial_round(begins)
+        if partial is None:
             return None
         self._send(IslandCommand.FIND_PARTIAL_ROUND, self.checkpoints.partial_round_step)
         if not self.crew.any(False):
-            return half
+            return partial
         self.checkpoints.tell("half a round was kept, but not by all processes of this worker: it is deleted, and the round is begun again")
         self.delete_partial_round()
         return None

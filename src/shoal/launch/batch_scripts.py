@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from shoal.config import Run
-from shoal.config.ranks import uses_several_processes
 from shoal.errors import ShoalError
 from shoal.transports.keys import key_text, new_keys, new_token
 
@@ -57,7 +56,7 @@ def _goes_on(folder: Path, config: Path) -> list[str]:
 
 
 def _alone_on_slurm(run: Run, nodes: int) -> list[str]:
-    if not uses_several_processes(run):
+    if not run.engine.several_processes:
         raise ShoalError("one process on one machine trains (strategy.kind local, engine.kind single): that needs no launcher")
     each = run.launch.devices_per_node or "gpu"
     return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.launch.processes import ENDS_WITH_PARENT
 from shoal.launch.waiting import wait_or_kill
 
 _PARTING_S = 5.0
@@ -26,8 +26,8 @@ def check_dashboard() -> None:
 @contextmanager
 def dashboard(folder: Path) -> Iterator[str]:
     """Serve a run's folder to browsers. Yields the sentence that says where."""
-    command = [sys.executable, "-m", "shoal", "watch", str(folder), "--parent", str(os.getpid())]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, "-m", ENDS_WITH_PARENT, "watch", str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().strip() or "warning: the dashboard did not start"

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.local import last_line, shared_cores
+from shoal.launch.processes import ENDS_WITH_PARENT
 from shoal.launch.waiting import wait_or_kill
 from shoal.runs.invitation import Invitation
 from shoal.transports.database_address import is_address
 from shoal.transports.database_address import parse as parse_database
 
-ENDS_WITH_PARENT = "shoal.cli.ends_with_parent"
-"""Runs a command that ends with this process, however this process ends."""
 _LOOK_S = 0.05
 _START_S = 120.0
 _STOP_S = 30.0

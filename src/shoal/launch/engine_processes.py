@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.load import Override
-from shoal.config.ranks import RankPlace, rank_environment, rank_place, uses_several_processes
+from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, last_line, pause_s, shared_cores
@@ -59,7 +59,7 @@ class EngineProcesses(NamedTuple):
         """
         import torch
 
-        if not uses_several_processes(run):
+        if not run.engine.several_processes:
             return None
         nodes, wanted, device = run.launch.nodes or 1, run.launch.devices_per_node or _stages(run), run.training.device
         if nodes > 1:
@@ -87,7 +87,7 @@ def _stages(run: Run) -> int | None:
 def settings_from_start(run: Run, here: RankPlace | None, workers: int) -> list[Override]:
     """Settings that follow from the processes that were started, where they are not given: the length of a run depends on them."""
     given, facts = run.launch.devices_per_node, dict[str, int]()
-    if uses_several_processes(run) and given is None:
+    if run.engine.several_processes and given is None:
         crew = EngineProcesses.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
         facts = {"launch.devices_per_node": here.local_size if here is not None else crew.size if crew is not None else 1}
     if run.engine.kind == "collectives" and here is not None and run.launch.nodes is None:
@@ -100,7 +100,7 @@ def place_in_engine(run: Run) -> RankPlace | None:
     here = rank_place()
     if here is None:
         return None
-    if not uses_several_processes(run):
+    if not run.engine.several_processes:
         if here.size > 1:
             raise ShoalError(f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to one of several")
         return None

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.config.derived_values import USER_KINDS
 from shoal.config.dialects import in_words_of
-from shoal.config.ranks import uses_several_processes
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
@@ -211,7 +210,7 @@ class _Coordination(NamedTuple):
     def _threads(self, folder: Path) -> WorkerThreads:
         from shoal.launch.threads import WorkerThreads
 
-        if uses_several_processes(self.plan.run):
+        if self.plan.run.engine.several_processes:
             kind = self.plan.run.engine.kind
             raise ShoalError(f"transport.kind in-process: workers are threads of this process, and the engine {kind} is several")
         if any(self.workers.values()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shoal.config.load import LoadedConfig, Override
 from shoal.config.missing_packages import package_problems
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place, uses_several_processes
+from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.engine_processes import place_in_engine, settings_from_start
@@ -133,7 +133,7 @@ def _refuse_other_processes(loaded: LoadedConfig, live: tuple[str, ...]) -> None
     run, settings = loaded.run, loaded.settings
     explicit = settings.given("transport.kind") and run.transport.kind != "in-process"
     reason = "torchrun has started several" if rank_place() else f"transport.kind is {run.transport.kind}" if explicit else ""
-    reason = reason or (f"the engine {run.engine.kind} is several" if uses_several_processes(run) else "")
+    reason = reason or (f"the engine {run.engine.kind} is several" if run.engine.several_processes else "")
     if reason:
         raise ShoalError(
             f"{' and '.join(f'{name}=' for name in live)} cannot be handed to other processes, and {reason}. For worker processes name "
@@ -143,7 +143,7 @@ def _refuse_other_processes(loaded: LoadedConfig, live: tuple[str, ...]) -> None
 
 def _plan_alone(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     here = place_in_engine(loaded.run)
-    if here is None and uses_several_processes(loaded.run):
+    if here is None and loaded.run.engine.several_processes:
         if options.live:
             _refuse_other_processes(loaded, options.live)
         return StartPlan(StartMode.RANKS, loaded, options)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Run
-from shoal.config.ranks import RankPlace, rank_environment, uses_several_processes, without_rank_variables
+from shoal.config.ranks import RankPlace, rank_environment, without_rank_variables
 from shoal.config.schema.cluster import Zmq
 from shoal.engines import Rendezvous
 from shoal.errors import ShoalError
@@ -175,7 +175,7 @@ class TorchrunGroup:
 
     def _worker(self, invitation: Invitation, folder: Path) -> LocalWorkers:
         """The worker process of this machine. The processes of an island are not started again here: torchrun starts them all together."""
-        invited, gpus, several = invitation._asdict(), gpus_for(self.run), uses_several_processes(self.run)
+        invited, gpus, several = invitation._asdict(), gpus_for(self.run), self.run.engine.several_processes
         trusted, modules = factory_arguments(self.run)
         environ = dict(modules or os.environ)
         if several:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import ShoalError
 from shoal.files import JsonFormat
+from shoal.launch.processes import start_time, still_runs
 from shoal.launch.waiting import wait_until
 
 _FILE = "up.json"
@@ -18,19 +18,12 @@ _FORMAT = JsonFormat("process file", 1, ("pid", "began"), private=True)
 _LOOK_S = 0.1
 
 
-def _began(pid: int) -> str:
-    """When a process began, as the system tells it; nothing: there is no such process. A later one with the same number began later."""
-    done = subprocess.run(["ps", "-o", "lstart=", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    words = done.stdout.split()
-    return "" if not words or words[-1].startswith("Z") else " ".join(words[:-1])
-
-
 @contextmanager
 def written_while_up(folder: Path) -> Iterator[None]:
     """Note that this process keeps the run up, while it does."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _FILE
-    _FORMAT.write(path, {"pid": os.getpid(), "began": _began(os.getpid())})
+    _FORMAT.write(path, {"pid": os.getpid(), "began": start_time(os.getpid())})
     try:
         yield
     finally:
@@ -40,7 +33,7 @@ def written_while_up(folder: Path) -> Iterator[None]:
 def running_process(folder: Path) -> int | None:
     """The process that keeps the run in a folder up; None where there is none. Raises ShoalError where up.json cannot be read."""
     saved = _FORMAT.read(folder / _FILE)
-    return int(saved["pid"]) if saved and saved["began"] and _began(saved["pid"]) == saved["began"] else None
+    return int(saved["pid"]) if saved and still_runs(saved["pid"], saved["began"]) else None
 
 
 def take_down(folder: Path, patience_s: float) -> bool:

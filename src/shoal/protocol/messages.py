@@ -152,6 +152,14 @@ class Contribute(NamedTuple):
     """The leased unit of the data that the update is made of; -1: batches of the worker's own seat."""
 
 
+class SeatAssigned(NamedTuple):
+    """The place in the data that the coordinator assigned. What was computed from another place cannot be used."""
+
+    seat: int
+    epoch: int
+    position: int
+
+
 class Claim(NamedTuple):
     """Request for a unit of the data. The reply also brings the weights that the unit is for."""
 

@@ -31,6 +31,7 @@ from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
 from shoal.strategies import Policies
+from shoal.updates.worker_state import WorkerCheckpoint
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.sender import ConnectionLostError, HeartbeatThread, Sender
 from shoal.worker.session import SessionEndedError, WorkerSession
@@ -161,9 +162,9 @@ class JoinedWorker:
         share = WorkerParts.of(parts, self.welcome.header, self.options, self.sender.report)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
-        keeper: Any = share.checkpoints
+        checkpoint: WorkerCheckpoint = share.checkpoints
         if meeting is not None:
-            engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.checkpoints, batch_part(share.parts)[1])
+            engine = checkpoint = self.island = Island(share.parts.engine, share.feed_for, share.checkpoints, batch_part(share.parts)[1])
             feed_for = self.island.open_feed
         strategy = share.strategy
         return Worker(
@@ -175,7 +176,7 @@ class JoinedWorker:
             accumulation=self.run.training.gradient_accumulation_steps,
             ranks=1 if meeting is None else batch_share(self.run, 0, meeting.here.size)[1],
             receipts=ReceiptsFile(self.options.receipts),
-            checkpoint=keeper,
+            checkpoint=checkpoint,
             slowdown=self.options.slowdown,
         )
 

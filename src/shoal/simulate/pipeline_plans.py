@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, get_args
 from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.machines import MachineKind
-from shoal.config.missing_packages import package_problems
-from shoal.config.problems import errors
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
@@ -150,8 +148,6 @@ def _plan(found: MetaModel, tried: _Tried, variant: Variant) -> PipelinePlan:
     candidate = PipelineCandidate(names, shares, hosts, tried.engine, found.run.training.batch_size or 1)
     loaded = variant(candidate.settings())
     run = loaded.run  # raises ConfigError for settings that contradict each other
-    if refused := errors(package_problems(loaded, packages="warning")):
-        raise ShoalError(refused[0].message)
     each = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
     steps = run_length.alone(run, feed_for_seat(run, found.parts.data).batches_per_epoch, 1)
     price = sum(kind.price_per_hour for _, kind in tried.chosen)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.machines import MachineKind
-from shoal.config.missing_packages import package_problems
 from shoal.config.problems import errors
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
@@ -175,8 +174,6 @@ class _Planner:
         if len(machines) != workers:
             loaded = self._variant(candidate.settings(len(machines)))
             run = loaded.run
-        if refused := errors(package_problems(loaded, packages="warning")):
-            raise ShoalError(refused[0].message)
         agreed = found.agreed(run, len(machines))
         span_s = _span_s(found, agreed, loaded, machines, contributions)
         report = VirtualRun(scenario_of(run, agreed, learns=False), weather_of(machines), span_s / 3600, self._seed).run()

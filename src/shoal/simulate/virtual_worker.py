@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from shoal.protocol.messages import EMPTY, PROTOCOL, Message
+from shoal.protocol.messages import EMPTY, PROTOCOL, Message, SeatAssigned
 from shoal.simulate.coordinator_service import CoordinatorService
 from shoal.simulate.event_queue import EventQueue
 from shoal.simulate.links import Cores, Link
@@ -25,7 +25,6 @@ from shoal.worker.session import (
     ContributionReceipt,
     LeasedUnit,
     RunNews,
-    SeatAssigned,
     SessionEndedError,
     SessionEvent,
     WorkerSession,

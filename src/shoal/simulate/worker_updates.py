@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
-from shoal.protocol.messages import Contribute, Frames
+from shoal.protocol.messages import Contribute, Frames, SeatAssigned
 from shoal.runs.build_run import RunParts, feed_for_seat
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, players_for, task_for
 from shoal.runs.worker_run import unit_pieces
@@ -21,10 +21,10 @@ from shoal.simulate.batched_workers import BatchedEngine, BatchedSteps, Prefetch
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
-from shoal.worker.session import LeasedUnit, RunNews, SeatAssigned
+from shoal.updates.worker_state import NoWorkerCheckpoint
+from shoal.worker.session import LeasedUnit, RunNews
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
-from shoal.worker.worker_state import NoWorkerCheckpoint
 
 STAND_IN = 10_000
 """Largest number of values in a simulated update; the links count the bytes of the real model."""

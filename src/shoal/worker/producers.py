@@ -18,14 +18,15 @@ from shoal.errors import ShoalError, out_of_memory
 from shoal.models.generation.batch_sampling import sample, tokens_to_send
 from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import make_side_texts
+from shoal.protocol.messages import SeatAssigned
 from shoal.tasks import Batch, MetricMeans, StepResult
 from shoal.updates.answer_frames import pack
 from shoal.updates.contribution_policy import ContributionPolicy
 from shoal.updates.fragments import Span
-from shoal.worker.session import LeasedUnit, RunNews, SeatAssigned
+from shoal.updates.worker_state import PartialRound, RoundStart, WorkerCheckpoint
+from shoal.worker.session import LeasedUnit, RunNews
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
-from shoal.worker.worker_state import PartialRound, RoundStart, WorkerCheckpoint
 
 _ALL = slice(None)
 

@@ -30,6 +30,7 @@ from shoal.protocol.messages import (
     Join,
     Leave,
     Pull,
+    SeatAssigned,
     WorkerRequest,
 )
 
@@ -69,14 +70,6 @@ class RetryPause(NamedTuple):
     pause_s: float
     message: str
     """A line for the user; empty: none."""
-
-
-class SeatAssigned(NamedTuple):
-    """The place in the data that the coordinator assigned. What was computed from another place cannot be used."""
-
-    seat: int
-    epoch: int
-    position: int
 
 
 class LeasedUnit(NamedTuple):

@@ -14,17 +14,17 @@ from typing import NamedTuple
 from shoal.config.schema.updates import Updates
 from shoal.data import Feed
 from shoal.errors import ShoalError
-from shoal.protocol.messages import Contribute
+from shoal.protocol.messages import Contribute, SeatAssigned
 from shoal.updates.fragments import Span
+from shoal.updates.worker_state import NoWorkerCheckpoint, WorkerCheckpoint
 from shoal.worker.producers import ProducedContribution, WorkerContribution
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.sender import Sender
-from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SeatAssigned, SessionEvent
+from shoal.worker.session import COMPUTING, STUCK, ContributionReceipt, LeasedUnit, RunNews, SessionEvent
 from shoal.worker.step_policies import FeedPolicy, PullPolicy
 from shoal.worker.timing import WorkerTimes
 from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
-from shoal.worker.worker_state import NoWorkerCheckpoint, WorkerCheckpoint
 
 _WORTH_OVERLAPPING = 0.1
 """Overlap is used only if an answer takes at least this share of a step's time: fresh weights are worth a short wait."""

@@ -1,7 +1,7 @@
 """Units of the data on lease: which are offered next, and what happens to their results.
 
-Either the coordinator keeps the leases itself (`lease_table.py`), or a database does: then the coordinator offers units there (`Issue`) and gets
-their results as events (`LeaseResult`). Holds: a unit is settled once, by a result that is learned from or by being given up.
+Either the coordinator keeps the leases itself (`lease_table.py`), or a database does: then the coordinator offers units there (`Issue`)
+and gets their results as events (`LeaseResult`). Holds: a unit is settled once, by a result that is learned from or by being given up.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.files import JsonFormat
-from shoal.launch.postgres.programs import psutil_module
+from shoal.launch.processes import start_time, still_runs
 from shoal.transports.addresses import is_loopback, resolve
 from shoal.transports.database_address import Access
 
@@ -23,7 +23,7 @@ class ConnectionFile(NamedTuple):
     database: str
     user: str
     password: str
-    owner: tuple[int, float] | None = None
+    owner: tuple[int, float | None] | None = None
     """The process that runs the server, and when that process began."""
     inner_port: int = 0
     """Where a front that speaks TLS listens at `host` and `port`: the port of the server itself, on this machine only."""
@@ -46,21 +46,12 @@ class ConnectionFile(NamedTuple):
 _FORMAT = JsonFormat("database connection file", 1, ConnectionFile._fields, private=True)
 
 
-def own_process() -> tuple[int, float]:
+def own_process() -> tuple[int, float | None]:
     """The number of this process and when it began: a later process with the same number is not mistaken for it."""
-    return os.getpid(), psutil_module().Process().create_time()
+    return os.getpid(), start_time(os.getpid())
 
 
 def refuse_a_second_owner(folder: Path, known: ConnectionFile | None) -> None:
     """One process runs a folder's server at a time."""
-    if known is None or known.owner is None:
-        return
-    psutil = psutil_module()
-    pid, began = known.owner
-    try:
-        process = psutil.Process(pid)
-        alive = abs(process.create_time() - began) < 2.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        alive = False
-    if alive:
-        raise ShoalError(f"the database in {folder} belongs to process {pid}, which still runs: end that run first")
+    if known is not None and known.owner is not None and still_runs(*known.owner):
+        raise ShoalError(f"the database in {folder} belongs to process {known.owner[0]}, which still runs: end that run first")

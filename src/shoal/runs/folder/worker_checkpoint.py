@@ -17,10 +17,10 @@ from torch import Tensor
 from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.files import check_format
+from shoal.protocol.messages import SeatAssigned
 from shoal.runs.folder.checkpoint import Checkpoints, newest_readable, random_states, read_checkpoint, restore_random_states
 from shoal.updates.state_packing import Checkpoint
-from shoal.worker.session import SeatAssigned
-from shoal.worker.worker_state import PartialRound, RoundStart
+from shoal.updates.worker_state import PartialRound, RoundStart
 
 HALF = "half-round"
 _FORMAT = 1
@@ -96,10 +96,10 @@ class WorkerCheckpoints:
         every = self.occasions.every_steps
         return every - step % every if every and self.halves is not None else sys.maxsize
 
-    def save_partial_round(self, half: PartialRound | None, residual: Tensor | None) -> None:
-        """Save the state after this step, and replace the one before. `half`: the progress of the round, known to the first process."""
+    def save_partial_round(self, partial: PartialRound | None, residual: Tensor | None) -> None:
+        """Save the state after this step, and replace the one before. `partial`: the progress of the round, known to the first process."""
         assert self.halves is not None
-        whole = {"half": None if half is None else half._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
+        whole = {"half": None if partial is None else partial._asdict(), "shape": self.occasions.shape, "gathered": self.engine.gathered()}
         self._write(self.halves, self.engine.step_count, self._state(residual) | whole)
 
     def find_partial_round(self, begins: RoundStart) -> PartialRound | None:

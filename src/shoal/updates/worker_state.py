@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from shoal.worker.session import SeatAssigned
+from shoal.protocol.messages import SeatAssigned
 
 
 class RoundStart(NamedTuple):
