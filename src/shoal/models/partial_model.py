@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.split_model import ModelEnds, ModelStage, make_ends, make_stage
-from shoal.models.trunk import SideChannel, Trunk
+from shoal.models.transformer import SideChannel, Trunk
 
 
 class StageTransport:

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
+from shoal.reporters.background_push import Pusher, Snapshot
 from shoal.reporters.hub_repository import PushError, Repository
 from shoal.reporters.model_card import facts_of, write_card
-from shoal.reporters.pusher import Pusher, Snapshot
 from shoal.runs.folder import plugin_record
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 

@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache, mask_arguments
 from shoal.models.stages import without_weights
-from shoal.models.trunk import SideChannel
+from shoal.models.transformer import SideChannel
 
 _WIDTHS = {
     "hidden_size": 32,

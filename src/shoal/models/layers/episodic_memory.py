@@ -28,7 +28,7 @@ from shoal.errors import ShoalError
 from shoal.models.compile_rules import not_compiled
 from shoal.models.generation.kv_cache import KeyValueCache
 from shoal.models.step_state import StepState
-from shoal.models.trunk import NEVER, EncodedContext, LayerInputs
+from shoal.models.transformer import NEVER, EncodedContext, LayerInputs
 
 IGNORED = -100
 _EMPTY = -1.0

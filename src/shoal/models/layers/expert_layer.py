@@ -19,7 +19,7 @@ from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.routers import HeldExperts, Routes, build_router
-from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
+from shoal.models.transformer import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 
 _HAS_TRITON = find_spec("triton") is not None
 _FEW_ROUTES = 4096

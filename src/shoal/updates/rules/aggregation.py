@@ -16,7 +16,7 @@ from shoal.config.derived_values import default_byzantine, quorum
 from shoal.config.schema import updates as schema
 from shoal.errors import ShoalError
 from shoal.updates.parallel_blocks import BLOCK, Floats, in_blocks, scratch
-from shoal.updates.rules.gram import squared_distances
+from shoal.updates.rules.gram_matrix import squared_distances
 from shoal.updates.rules.mixing import Contributions
 from shoal.updates.rules.sorted_columns import by_sorted_columns, mean_of, nearest_the_median
 

@@ -1,4 +1,4 @@
-"""What all transformers of Shoal's own share: embeddings, blocks, the last normalisation, the output matrix and the KV cache.
+"""The base class of Shoal's own transformers: embeddings, blocks, the last normalisation, the output matrix and the KV cache.
 
 A block adds the outputs of two parts to the residual stream: an attention and a feed-forward, which each model chooses layer by layer. A
 part reads further inputs from `LayerInputs`. It returns its side outputs instead of storing them, so that activation checkpointing, which
