@@ -30,8 +30,8 @@ def loader_here(loader: Loader | None) -> Loader:
     """The settings of loading on this machine. Pinned memory makes copies to a GPU faster, and is not used without one."""
     if loader is None:
         return Loader(pin_memory=False)
-    here: Loader = loader.replace(pin_memory=loader.pin_memory and torch.cuda.is_available())
-    return here
+    local: Loader = loader.replace(pin_memory=loader.pin_memory and torch.cuda.is_available())
+    return local
 
 
 def pinned(batch: Batch, loader: Loader) -> Batch:

@@ -26,7 +26,7 @@ from shoal.transports.database_address import parse as parse_database
 
 ENDS_WITH_PARENT = "shoal.cli.ends_with_parent"
 """Runs a command that ends with this process, however this process ends."""
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _START_S = 120.0
 _STOP_S = 30.0
 
@@ -86,7 +86,7 @@ class DemoProcesses:
             assert self.coordinator is not None
             if self.coordinator.poll() is not None:
                 raise ShoalError(f"the coordinator does not start: {last_line(self.log)} (see {self.log})")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         raise ShoalError(f"the coordinator does not listen after {_START_S:.0f} s (see {self.log})")
 
     def join(self, name: str, more: Sequence[str] = ()) -> None:

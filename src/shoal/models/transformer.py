@@ -289,8 +289,8 @@ class Trunk(nn.Module):
         if self.position_embedding is not None:
             # With padding on the left, positions count from the first real token. The module is called in both cases: processes that shard
             # its weights must gather them in the same order, whether or not their rows are padded
-            places = torch.arange(past, length, device=x_BLD.device) if attention_mask is None else _positions(attention_mask)[:, past:]
-            x_BLD = x_BLD + self.position_embedding(places)
+            positions = torch.arange(past, length, device=x_BLD.device) if attention_mask is None else _positions(attention_mask)[:, past:]
+            x_BLD = x_BLD + self.position_embedding(positions)
         if torch.is_autocast_enabled(x_BLD.device.type):
             # The residual stream is read and written more than anything else: half the bytes
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))

@@ -55,8 +55,8 @@ class HubUploads(Reporter):
         pusher.finish(LAST_PUSH_S)
         self._report()
         if pusher.trouble:
-            there = f"what is there is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
-            self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {there}")
+            uploaded = f"the newest upload is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
+            self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {uploaded}")
         elif pusher.pushes:
             times = "once" if pusher.pushes == 1 else f"{pusher.pushes} times"
             self.recorder.message(f"uploaded {times} to {self.repository.url}, last at step {pusher.pushed_step}")

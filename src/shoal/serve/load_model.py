@@ -1,4 +1,4 @@
-"""What is served: a finished run, a folder of Hugging Face, or what a configuration names."""
+"""Loads the model to serve: from a finished run, a folder of Hugging Face, or a configuration."""
 
 from __future__ import annotations
 

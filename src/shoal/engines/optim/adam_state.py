@@ -21,7 +21,7 @@ BLOCK = 2048
 """Numbers that share a scale in fp8, and that one program of the kernel steps."""
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _LARGEST, _SMALLEST_NORMAL, _SMALLEST = 240.0, 2.0**-6, 2.0**-9
-"""Of e4m3. A block's scale brings its largest number to between 128 and 256, and 256 would need another scale."""
+"""Of e4m3. A block's scale maps its largest number to between 128 and 256, and 256 would need another scale."""
 
 
 class AdamRates(NamedTuple):
