@@ -37,7 +37,7 @@ _COMMANDS = ("pause", "resume", "stop", "evict", "readmit")
 
 
 class Dashboard:
-    """The routes' handlers, and what they share."""
+    """The routes' handlers, and the state that they share."""
 
     def __init__(self, runs: Sequence[WatchedRun], shows_invitation: bool, ending: Callable[[], bool], owner_secret: str) -> None:
         self.watched, self.shows_invitation, self.ending, self.owner_secret = runs, shows_invitation, ending, owner_secret.encode()

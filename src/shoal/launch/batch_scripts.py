@@ -1,4 +1,4 @@
-"""What `shoal up` writes for schedulers that start everything themselves: a batch script for Slurm, manifests for Kubernetes.
+"""The files that `shoal up` writes for cluster schedulers: a batch script for Slurm, manifests for Kubernetes.
 
 Neither needs a terminal. A job that was requeued, or a pod that was moved, resumes the run.
 """

@@ -1,4 +1,4 @@
-"""What works on this machine, what would not, and what to do about it: the checks of `shoal doctor`."""
+"""The checks of `shoal doctor`: the state of this machine, its problems and their remedies."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class SshWorkers(LocalWorkers):
         super().__init__(folder, invitation._asdict(), workers)
         self.settings, self.hosts, self.notify = run.launch.ssh, run.cluster.hosts, notify
         self.remote_folders = {name: f"{_HOME_FOLDER}/{secrets.token_hex(6)}" for name in workers}
-        """Where each keeps what it needs while the run lasts; several may share a home folder."""
+        """The folder of each worker's files during the run; several machines may share a home folder."""
         self.pythons: dict[str, str] = {}
 
     def start(self) -> None:

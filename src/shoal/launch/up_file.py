@@ -1,4 +1,4 @@
-"""Which process keeps a fleet up: up.json in the run's folder, from `shoal up` until its end, so that `shoal down` finds it."""
+"""The id of the process of `shoal up`: up.json in the run's folder, from `shoal up` until its end, so that `shoal down` finds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own folder: TensorBoard, W&B, pictures, the run's database, the hub."""
+"""Destinations of metrics besides the run's own folder: TensorBoard, W&B, pictures, the run's database, the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of the servers. All have one head and one style sheet (`style/`); each page is a folder with a body, a style sheet and scripts."""
+"""Pages of the servers. All share one head and one style sheet (`style/`); each page is a folder with a body, a style sheet and scripts."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def rounded_to_bf16(x: Tensor, chance: Tensor) -> Tensor:
 
 
 def rounded_to_fp8(x_NB: Tensor, chance_NB: Tensor, *, at_least: bool) -> tuple[Tensor, Tensor]:
-    """Numbers that e4m3 holds, and what they are to be multiplied with, [N, 1]. `at_least`: what is not 0 does not become 0."""
+    """Numbers in e4m3, and their scales, [N, 1]. `at_least`: what is not 0 does not become 0."""
     exponents_N1 = ((x_NB.abs().amax(1, keepdim=True).view(torch.int32) >> 23) - 7).clamp(min=1)
     scales_N1, inverse_N1 = (exponents_N1 << 23).view(torch.float32), ((254 - exponents_N1) << 23).view(torch.float32)
     size, chance = x_NB.abs() * inverse_N1, (chance_NB & 0xFFFFF).int()

@@ -128,7 +128,7 @@ def running_server(data: Path) -> int | None:
 
 
 def processes_above(data: Path, most_bytes: int) -> list[int]:
-    """Processes of the server that use more memory of their own than this, what they share aside."""
+    """Processes of the server whose private memory exceeds this, shared memory not counted."""
     psutil, server, found = psutil_module(), running_server(data), []
     try:
         children = psutil.Process(server).children() if server is not None else []

@@ -1,4 +1,4 @@
-"""What both sides' sockets have in common: limits, signs of life, and messages in pieces that are not copied on their way out."""
+"""Shared by the sockets of both sides: limits, heartbeats, and messages in pieces that are not copied on their way out."""
 
 from __future__ import annotations
 
