@@ -18,7 +18,7 @@ class CappedMean(Aggregation):
 
 
 @builds(CappedMean)
-def capped_mean(rule: CappedMean, there: Contributions) -> Tensor:
-    lengths_N = there.rows.norm(dim=1)
+def capped_mean(rule: CappedMean, contributions: Contributions) -> Tensor:
+    lengths_N = contributions.rows.norm(dim=1)
     most = rule.slack * lengths_N.median()
-    return (there.rows * (most / lengths_N.clamp(min=1e-12)).clamp(max=1)[:, None]).mean(0)
+    return (contributions.rows * (most / lengths_N.clamp(min=1e-12)).clamp(max=1)[:, None]).mean(0)

@@ -38,10 +38,10 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def check_format(place: PurePath | str, kind: str, found: object, expected: int, remedy: str = "use the version that wrote it") -> None:
+def check_format(source: PurePath | str, kind: str, found: object, expected: int, remedy: str = "use the version that wrote it") -> None:
     """Raises ShoalError where a format number that was read from a file is not the one that this version of Shoal reads."""
     if found != expected:
-        has = f"{place} has no {kind} format number" if found is None else f"{place} has {kind} format {str(found)[:20]}"
+        has = f"{source} has no {kind} format number" if found is None else f"{source} has {kind} format {str(found)[:20]}"
         raise ShoalError(f"{has}, and this version of Shoal reads format {expected}: {remedy}")
 
 

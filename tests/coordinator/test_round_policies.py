@@ -347,22 +347,22 @@ def test_a_coordinator_that_comes_back_gives_its_workers_the_time_to_do_so_too()
     assert not cluster.coordinator.finished
 
 
-def test_a_rule_that_withstands_nothing_with_the_workers_there_are_says_so_once() -> None:
+def test_a_rule_that_gives_no_protection_with_few_workers_warns_once() -> None:
     updates = Updates(aggregation=TrimmedMean())
     cluster, (a, b) = cluster_of(comparing(3, updates), "ab", updates=updates)
     for _ in range(3):
         cluster.step(a)
         cluster.step(b)
-    weak = "warning: trimmed-mean withstands nothing with contributions of 2 workers: it takes 3; this is a mean"
+    weak = "warning: with contributions of 2 workers, trimmed-mean gives no protection: it needs 3; this is a mean"
     assert cluster.coordinator.state.version == 3
-    assert [note for note in cluster.notes if "withstands" in note] == [weak]
+    assert [note for note in cluster.notes if "gives no protection" in note] == [weak]
     c = cluster.join("c")
     for worker in (a, b, c):
         cluster.step(worker)
     cluster.leave(c)
     cluster.step(a)
     cluster.step(b)
-    assert [note for note in cluster.notes if "withstands" in note] == [weak, weak], "and again, when one has left"
+    assert [note for note in cluster.notes if "gives no protection" in note] == [weak, weak], "and again, when one has left"
 
 
 def test_a_barrier_with_a_rule_waits_beyond_its_deadline() -> None:

@@ -109,8 +109,8 @@ def test_a_worker_alone_is_not_kept_from_its_units() -> None:
     while fail(cluster, eve):
         failed += 1
     assert failed > 5 * 2, "each unit on offer twice"
-    (told,) = [note for note in cluster.notes if "nobody who is here has managed one yet: I do not feel like it" in note]
-    assert "Such units wait 4000 s for somebody who can do them" in told
+    (told,) = [note for note in cluster.notes if "no connected worker has completed one yet: I do not feel like it" in note]
+    assert "Such units wait 4000 s for a worker that can do them" in told
     for _ in range(PATIENCE_LEASES - 1):
         cluster.pass_time(1000.0)
         assert fail(cluster, eve), "it may have been a passing problem"

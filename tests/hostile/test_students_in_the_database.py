@@ -200,9 +200,7 @@ def test_a_student_whose_role_made_room_gets_a_new_one_and_hears_of_it(database:
     dismiss(database, first)
     told: list[str] = []
     again = own_access(parse(database.conninfo("class")), "mia", tmp_path, PATIENCE_S, told.append)
-    assert told == [
-        "the class does not know `student-mia` any more, which may have made room for another student: this is `student-mia` now"
-    ]
+    assert told == ["the class does not know `student-mia` any more: it may have been dropped for another. The new role is `student-mia`"]
     connected(again).close()
 
 

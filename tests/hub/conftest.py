@@ -24,7 +24,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr("shoal.reporters.pusher.FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr("shoal.reporters.background_push.FIRST_WAIT_S", 0.05)
     monkeypatch.setattr("shoal.reporters.hub.LAST_PUSH_S", HANG_S)
     monkeypatch.setattr(hub_answers, "__defaults__", (HANG_S,))
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))  # its own retries

@@ -15,8 +15,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 
 from shoal.cli.main import main
+from shoal.reporters.background_push import Pusher
 from shoal.reporters.hub_repository import PushError
-from shoal.reporters.pusher import Pusher
 from tests.support.eventually import eventually
 from tests.support.fake_hub import FakeHub, Fault
 from tests.support.processes import HANG_S, run_python
@@ -354,7 +354,7 @@ def test_a_newer_state_takes_the_place_of_the_one_that_waits() -> None:
 
 
 def test_what_failed_is_tried_again_with_the_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.reporters.pusher.FIRST_WAIT_S", 2.0 * HANG_S)
+    monkeypatch.setattr("shoal.reporters.background_push.FIRST_WAIT_S", 2.0 * HANG_S)
     tried: list[int] = []
 
     def send(state: State) -> None:

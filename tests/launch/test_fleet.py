@@ -27,12 +27,12 @@ def test_who_is_started_again_hears_of_the_new_start_whoever_comes_first(tmp_pat
 
     heard = []
     for start in range(3):
-        asked = process(1).meeting.word("hello 0 1")
-        before = asked and process(1).meeting.word(f"answer {asked}")
+        asked = process(1).rendezvous.get("hello 0 1")
+        before = asked and process(1).rendezvous.get(f"answer {asked}")
         first = process(0)
         first.announce(Invitation(f"zmq://127.0.0.1:{5000 + start}", "token", None), tmp_path)
         until = time.monotonic() + 300
-        while asked and first.meeting.word(f"answer {asked}") == before and time.monotonic() < until:
+        while asked and first.rendezvous.get(f"answer {asked}") == before and time.monotonic() < until:
             time.sleep(0.01)  # the new one sees what the old one asked, before anybody new does
         other = process(1)
         number = other.ask()

@@ -59,7 +59,7 @@ def test_workers_that_need_live_objects_are_threads() -> None:
 @pytest.mark.parametrize(
     ("settings", "asked", "words"),
     [
-        ({}, {"invite": True}, "nobody to coordinate"),
+        ({}, {"invite": True}, "no workers to coordinate"),
         (DILOCO, {}, "how many workers"),
         (DILOCO | {"transport": {"kind": "in-process"}}, {"invite": True}, "other machines do not reach"),
         (DILOCO | {"transport": {"kind": "postgres"}}, {"invite": True, "hosts": ("a", "b")}, "listens at one address"),

@@ -19,7 +19,7 @@ from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.layers.mixture_of_heads import MixtureOfHeads as RoutedHeads
 from shoal.models.moe import Moe
-from shoal.models.trunk import LayerInputs
+from shoal.models.transformer import LayerInputs
 
 SMALL = schema.Moe(hidden_size=32, num_layers=3, num_heads=4, intermediate_size=24, max_seq_len=32).replace(
     experts=Experts(count=4, capacity_factor=None)

@@ -19,7 +19,7 @@ from shoal.models.layers.expert_layer import ExpertLayer, grouped_linear
 from shoal.models.mixtral import as_mixtral
 from shoal.models.moe import Moe
 from shoal.models.routers import Routes, build_router
-from shoal.models.trunk import LayerInputs
+from shoal.models.transformer import LayerInputs
 from shoal.tasks.language import LanguageModelling
 
 ROUTERS = ["switch", "gshard", "hash", "stochastic", "sigmoid-bias"]

@@ -14,7 +14,7 @@ from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
 from shoal.models.split_model import layer_count, make_ends, make_stage
 from shoal.models.stages import load_tensors, required_tensors, without_weights
-from shoal.models.trunk import SideChannel
+from shoal.models.transformer import SideChannel
 
 VOCABULARY = 40
 BOUNDS = ([0, 4], [0, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4])

@@ -59,10 +59,10 @@ class Drifting(Aggregation):
 
 
 @builds(Drifting)
-def drifting(rule: Drifting, there: Contributions) -> Tensor:
-    mean = there.rows.mean(0)
-    there.memory = mean if there.memory is None else torch.lerp(there.memory.to(mean), mean, rule.pace)
-    return there.memory.clone()
+def drifting(rule: Drifting, contributions: Contributions) -> Tensor:
+    mean = contributions.rows.mean(0)
+    contributions.memory = mean if contributions.memory is None else torch.lerp(contributions.memory.to(mean), mean, rule.pace)
+    return contributions.memory.clone()
 
 
 class Rounded(Codec):

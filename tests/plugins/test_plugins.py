@@ -53,8 +53,8 @@ class Own(Aggregation):
 
 
 @builds(Own)
-def own(rule, there):
-    return there.rows.mean(0)
+def own(rule, contributions):
+    return contributions.rows.mean(0)
 """
 
 
@@ -418,7 +418,7 @@ def test_a_run_without_plugins_needs_none(folder: Path) -> None:
 
 def test_a_coordinators_words_about_plugins_are_not_trusted() -> None:
     for needed in ({"x; rm -rf .": "0" * 64}, {"mine.py": "not a digest"}):
-        with pytest.raises(ShoalError, match="in an impossible way"):
+        with pytest.raises(ShoalError, match="has an invalid plugin entry"):
             plugins.require_same(needed, "this run")
 
 

@@ -167,9 +167,9 @@ def test_the_newest_run_is_meant_where_none_is_named(tmp_path: Path) -> None:
 def test_a_tail_gives_whole_lines_once_and_begins_again_with_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     tail = Tail(path)
-    assert list(tail.look()) == []
+    assert list(tail.new_lines()) == []
     path.write_bytes(b'{"a":1}\n{"b"')
-    assert list(tail.look()) == [b'{"a":1}']
+    assert list(tail.new_lines()) == [b'{"a":1}']
     with path.open("ab") as file:
         file.write(b":2}\nnonsense\n")
     assert list(tail.values()) == [{"b": 2}]

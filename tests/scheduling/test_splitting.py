@@ -15,11 +15,11 @@ MACHINE = st.builds(MachineSpec, st.floats(0.1, 4), st.sampled_from([float("inf"
 
 
 def slowest(bounds: list[int], costs: list[float], machines: list[MachineSpec], before: float, after: float) -> float:
-    """The time of the slowest machine; infinite where one has no room for its layers. Layers are as large as they are costly."""
+    """The time of the slowest machine; infinite where one has too little memory for its layers. Layers are as large as they are costly."""
     found = 0.0
     for (first, last), machine in zip(pairwise(bounds), machines, strict=True):
         extra = (before if first == 0 and last > 0 else 0.0) + (after if last == len(costs) and first < last else 0.0)
-        fits = sum(costs[first:last]) <= machine.room
+        fits = sum(costs[first:last]) <= machine.capacity
         found = max(found, machine.fixed_s + (sum(costs[first:last]) + extra) / machine.speed if fits else float("inf"))
     return found
 

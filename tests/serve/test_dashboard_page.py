@@ -147,7 +147,7 @@ def test_an_engineer_sees_every_card_and_sorts_the_workers_by_keyboard(browser: 
     with opened(browser, home) as page:
         page.locator("#name").wait_for()
         page.locator("body").press("e")
-        for title in ("Figures", "Workers", "What each worker did", "Load of the experts", "Whom the rule left out", "Audit while it runs"):
+        for title in ("Figures", "Workers", "What each worker did", "Load of the experts", "Left out by the rule", "Audit while it runs"):
             sync_api.expect(page.get_by_role("region", name=title)).to_be_visible()
         rows = page.get_by_role("region", name="Workers").locator("tbody tr")
         sync_api.expect(rows.first).to_contain_text("ann")

@@ -47,17 +47,17 @@ def client(folder: RunFolder, token: str | None = None, public: bool = False) ->
 def test_a_reader_hears_everything_once_and_then_what_is_new(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run")
     run = WatchedRun(folder)
-    run.look()
+    run.refresh()
     first, place = run.since(StreamPosition())
     assert (first["reset"], len(first["records"])) == (True, 20)
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "split": "eval", "loss": 0.1, "wall_s": 11.0}\n')
-    run.look()
+    run.refresh()
     then, place = run.since(place)
     assert (then["reset"], [one["step"] for one in then["records"]]) == (False, [21])
     (folder.path / "metrics.jsonl").unlink()
     (folder.path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n')
-    run.look()
+    run.refresh()
     again, _ = run.since(place)
     assert (again["reset"], len(again["records"])) == (True, 1)
 
@@ -69,7 +69,7 @@ def test_a_hundred_thousand_records_are_thinned_and_evaluations_kept(tmp_path: P
     (folder.path / "metrics.jsonl").write_bytes(b"".join(lines))
     run = WatchedRun(folder)
     for _ in range(3):
-        run.look()
+        run.refresh()
     told, _ = run.since(StreamPosition())
     steps = [one["step"] for one in told["records"]]
     assert 1500 <= len(steps) <= 4000

@@ -216,14 +216,14 @@ def test_noise_that_protects_nobody_is_told_at_the_start_in_the_user_s_words(
     loop, _ = prepare(loaded(settings), run_dir=str(tmp_path / "run"), resume=False, reporters=[shown], workers=2, transport=InProcess())
     loop.server.close()
     told = capsys.readouterr().err
-    assert ("which protects nobody" in told) == warned
+    assert ("too much to protect the data" in told) == warned
     assert not warned or "raise updates.privacy.noise_multiplier" in told
 
 
 def test_what_privacy_has_spent_is_on_the_terminal_and_in_status() -> None:
     assert figures({"loss": 1.0, "epsilon": 3.25}) == "loss 1  epsilon 3.25"
     view = SimpleNamespace(facts={"members": []}, figures={"epsilon": 1046.0}, workers=[], picture=None, coordinator_seen_at=None)
-    assert dict(class_table.lines(view))["privacy"] == "ε = 1046 spent so far, which protects nobody"
+    assert dict(class_table.lines(view))["privacy"] == "ε = 1046 spent so far, too much to protect the data"
     view.figures["epsilon"] = 2.5
     assert dict(class_table.lines(view))["privacy"] == "ε = 2.5 spent so far"
 

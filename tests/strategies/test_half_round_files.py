@@ -69,7 +69,7 @@ def test_a_half_round_of_anything_else_is_deleted_with_a_word(tmp_path: Path, ch
     engine, told = engine_of(0), list[str]()
     keepsakes_of(engine, tmp_path, told).save_partial_round(HALF, None)
     assert keepsakes_of(engine, tmp_path, told, shape).find_partial_round(BEGAN._replace(**change)) is None
-    assert told == [f"the half round that this worker kept (3 of 4 steps of round 3) is of no use any more: {why}; it is deleted"]
+    assert told == [f"the partial round that this worker saved (3 of 4 steps of round 3) cannot be resumed: {why}; it is deleted"]
     assert not (tmp_path / "half-round").exists()
 
 

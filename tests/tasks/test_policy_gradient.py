@@ -332,7 +332,7 @@ def test_the_output_matrix_has_its_gradient_whatever_the_number_of_batches(
     found = []
     for taken in (True, False):
         if not taken:
-            monkeypatch.setattr("shoal.tasks.policy_gradient.room_of", lambda parameter: None)
+            monkeypatch.setattr("shoal.tasks.policy_gradient.gradient_buffer_of", lambda parameter: None)
         feed, batch = task_and_batch(value="head")
         engine = SingleEngine(RUN, feed.task, torch.device("cpu"), 10)
         network, matrix = engine.networks["model"], feed.task.players["model"].output_weight

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import ShoalError
 from shoal.updates.rules import aggregation
-from shoal.updates.rules.gram import gram, squared_distances
+from shoal.updates.rules.gram_matrix import gram, squared_distances
 from tests.support.rules import bulyan, geometric_median, krum, multi_krum
 
 Doubles = NDArray[np.float64]

@@ -240,7 +240,7 @@ def test_what_cannot_be_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "secrets.json").write_text("{}")
     for arguments, words in (
-        (("coordinate", "local.yaml"), "nobody to coordinate"),
+        (("coordinate", "local.yaml"), "no workers to coordinate"),
         (("train", "local.yaml", "--netem", "satellite"), "--workers"),
         (("train", "config.yaml"), "how many workers"),
         (("train", "config.yaml", "--workers", "2", "--slowdown", "nobody=2", "--run-dir", "slow"), "no worker `nobody`"),

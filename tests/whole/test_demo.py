@@ -32,14 +32,14 @@ def test_every_scene_has_good_settings_together_and_alone(name: str) -> None:
 @pytest.mark.parametrize("name", SCENES)
 def test_only_those_who_have_joined_are_killed(name: str) -> None:
     here = {worker.name for worker in SCENES[name].workers}
-    shares = [happening.share for happening in SCENES[name].happenings]
+    shares = [event.share for event in SCENES[name].events]
     assert shares == sorted(shares)
-    for happening in SCENES[name].happenings:
-        if happening.what == "kill":
-            here.remove(happening.who)
-        elif happening.what == "join":
-            assert happening.who not in here
-            here.add(happening.who)
+    for event in SCENES[name].events:
+        if event.what == "kill":
+            here.remove(event.who)
+        elif event.what == "join":
+            assert event.who not in here
+            here.add(event.who)
     assert here
 
 

@@ -213,7 +213,7 @@ def test_a_half_round_that_is_damaged_is_named_and_the_round_is_begun_again(proc
     (weights,) = processes.folder.glob("state-w1/half-round/step-00000030/weights.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     said = finished(joined(processes, command, "w1"))
-    assert "step-00000030 is damaged: weights.safetensors does not match its checksum; it is deleted, and the round is begun again" in said
+    assert "step-00000030 is damaged: weights.safetensors does not match its checksum; it is deleted, and the round starts again" in said
     assert "in the middle" not in said
     finished(coordinator)
     assert steps_of(processes, "w1") == 33 + 60 - 20
@@ -227,7 +227,7 @@ def test_a_half_round_of_other_settings_or_another_round_is_of_no_use(processes:
     (processes.folder / "w1.wish").write_text("die 57")
     other = joined(processes, command, "w1", "--set", "training.device=auto")
     said, _ = other.communicate(timeout=HANG_S)
-    useless = "the half round that this worker kept (10 of 20 steps of round 2) is of no use any more: "
+    useless = "the partial round that this worker saved (10 of 20 steps of round 2) cannot be resumed: "
     assert f"{useless}settings have changed; it is deleted" in said
     shutil.rmtree(processes.folder / "state-w1" / "half-round")
     shutil.copytree(processes.folder / "kept", processes.folder / "state-w1" / "half-round")

@@ -1,1 +1,1 @@
-"""The command line: one thin file for each command. Only this room prints or exits."""
+"""The command line: one thin file for each command. Only this folder prints or exits."""

@@ -61,7 +61,7 @@ def _regenerate(folder: Path, settings: Any, most: int) -> list[str]:
     found: list[str] = []
     evidence, _ = _from_files(folder, settings, [], [], found)
     regenerated = regenerate(folder, (line for _, line in evidence.ledger), most)
-    for line in regenerated.told():
+    for line in regenerated.format_lines():
         print(line)
     return regenerated.violations()
 

@@ -126,7 +126,7 @@ def grant(argv: list[str]) -> int:
         known = arguments.name in schema.describe(connection)["roles"]
         password = arguments.password or (None if known else secrets.token_urlsafe(12))
         schema.grant(connection, arguments.name, password, arguments.kind)
-    _tell_granted(arguments, place, password)
+    _print_granted(arguments, place, password)
     return 0
 
 
@@ -143,7 +143,7 @@ def revoke(argv: list[str]) -> int:
     return 0
 
 
-def _tell_granted(arguments: argparse.Namespace, place: DatabaseLocation, password: str | None) -> None:
+def _print_granted(arguments: argparse.Namespace, place: DatabaseLocation, password: str | None) -> None:
     kept = "" if password else "; the password stays as it is (--password changes it)"
     print(f"`{arguments.name}` may {KINDS[arguments.kind]}{kept}")
     theirs = Access(place.host, place.port or place.access.port, place.access.database, arguments.name, password, place.options)

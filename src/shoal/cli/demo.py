@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SECONDS = 20.0
 _NAMES = [*SCENES, "rlhf", "chat"]
-_LOOK_S, _TELL_S = 0.1, 2.5
+_POLL_INTERVAL_S, _PRINT_INTERVAL_S = 0.1, 2.5
 _BEGIN_S = 60.0
 """Time limit for the first update; on a slow machine workers take a while to load."""
 _USUAL_START_S, _LEAST_S = 20.0, 10.0
@@ -73,13 +73,13 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
     began = time.monotonic()
     settings = [word for setting in (*scene.settings, *scene.together) for word in ("--set", setting)]
     with DemoProcesses(folder, [*scene.files, *settings], len(scene.workers)) as stage:
-        _say(began, "a coordinator starts (shoal coordinate)")
+        _print_at(began, "a coordinator starts (shoal coordinate)")
         stage.open()
         for worker in scene.workers:
             stage.join(worker.name, worker.arguments)
-        _say(began, f"{_listed([worker.name for worker in scene.workers])} join it (shoal join …)")
-        seen = _play(scene, stage, seconds, began)
-        _say(began, "time is up: the coordinator saves and ends, and the workers leave")
+        _print_at(began, f"{_listed([worker.name for worker in scene.workers])} join it (shoal join …)")
+        seen = _run_scene(scene, stage, seconds, began)
+        _print_at(began, "time is up: the coordinator saves and ends, and the workers leave")
         stage.stop()
     print("\nWas anything lost or counted twice? shoal audit checks the records of the coordinator and of every worker:")
     from shoal.cli import audit
@@ -94,22 +94,22 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
     print(f"\nyour own: {scene.next}\nthe page: {scene.page}", flush=True)
 
 
-def _play(scene: Scene, stage: DemoProcesses, seconds: float, began: float) -> DemoProgress:
+def _run_scene(scene: Scene, stage: DemoProcesses, seconds: float, began: float) -> DemoProgress:
     """Wait until the time is up and trigger the scene's events; returns the run's progress."""
     _first_update(stage)
-    start, reported, waiting = time.monotonic(), 0.0, list(scene.happenings)
+    start, reported, waiting = time.monotonic(), 0.0, list(scene.events)
     seconds = max(_LEAST_S, seconds - max(0.0, start - began - _USUAL_START_S))
     back = 0
     while (elapsed := time.monotonic() - start) < seconds or waiting or (elapsed < seconds + _AFTER_S and not _goes_on(stage, back)):
         if waiting and elapsed >= waiting[0].share * seconds:
             _trigger(waiting.pop(0), scene, stage, began)
             reported, back = time.monotonic(), stage.seen().version
-        elif time.monotonic() - reported > _TELL_S:
-            _tell_progress(stage.seen(), began)
+        elif time.monotonic() - reported > _PRINT_INTERVAL_S:
+            _print_progress(stage.seen(), began)
             reported = time.monotonic()
         if stage.ended():
             break
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
     return stage.seen()
 
 
@@ -123,12 +123,12 @@ def _first_update(stage: DemoProcesses) -> None:
     while not stage.seen().version and not stage.ended():
         if time.monotonic() > until:
             raise ShoalError(f"no update has come in {_BEGIN_S:.0f} s: see {stage.log} and {stage.run / 'workers'}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _trigger(event: DemoEvent, scene: Scene, stage: DemoProcesses, began: float) -> None:
-    _tell_progress(stage.seen(), began)
-    _say(began, f"» {event.story}")
+    _print_progress(stage.seen(), began)
+    _print_at(began, f"» {event.story}")
     if event.what == "kill":
         stage.kill(event.who)
     elif event.what == "join":
@@ -137,15 +137,15 @@ def _trigger(event: DemoEvent, scene: Scene, stage: DemoProcesses, began: float)
     else:
         stage.crash()
         stage.open(resume=True)
-        _say(began, "  it is back with the weights that it last confirmed; the workers reconnect")
+        _print_at(began, "  it is back with the weights that it last confirmed; the workers reconnect")
 
 
-def _tell_progress(seen: DemoProgress, began: float) -> None:
+def _print_progress(seen: DemoProgress, began: float) -> None:
     figures = "   ".join(f"{name} {value:.3g}" for name, value in seen.figures.items())
-    _say(began, f"  version {seen.version:>5}   {seen.samples:>7,} samples   {figures}".rstrip())
+    _print_at(began, f"  version {seen.version:>5}   {seen.samples:>7,} samples   {figures}".rstrip())
 
 
-def _say(began: float, text: str) -> None:
+def _print_at(began: float, text: str) -> None:
     print(f"{time.monotonic() - began:5.1f} s  {text}", flush=True)
 
 

@@ -52,7 +52,7 @@ _LEARNING = (
     *("rlhf.ppo.steps=100000", "rlhf.ppo.rollout_size=32", "rlhf.ppo.mini_batch_size=16", "rlhf.ppo.epochs=1", "rlhf.kl.coefficient=0.01"),
     *("rlhf.kl.adaptive=false", "logging.every_steps=1"),
 )
-_START_S, _SAVE_S, _LOOK_S, _TELL_S = 150.0, 30.0, 0.1, 2.5
+_START_S, _SAVE_S, _POLL_INTERVAL_S, _PRINT_INTERVAL_S = 150.0, 30.0, 0.1, 2.5
 _QUESTION = "Why do fish swim in a shoal? Answer in two sentences."
 
 
@@ -86,13 +86,13 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
     try:
         until = time.monotonic() + _START_S
         while not (sign.exists() and _scores(sign)) and process.poll() is None and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         until = reported = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < until:
-            if abs(time.monotonic() - reported) > _TELL_S:
+            if abs(time.monotonic() - reported) > _PRINT_INTERVAL_S:
                 reported = time.monotonic()
-                _tell(_scores(sign) if sign.exists() else [])
-            time.sleep(_LOOK_S)
+                _print_scores(_scores(sign) if sign.exists() else [])
+            time.sleep(_POLL_INTERVAL_S)
         process.send_signal(signal.SIGINT)
         wait_or_kill(process, _SAVE_S)
     finally:
@@ -102,7 +102,7 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
         raise ShoalError(f"the training failed: {last_line(log)} (see {log})")
 
 
-def _tell(scores: list[float]) -> None:
+def _print_scores(scores: list[float]) -> None:
     """Print the mean of the last scores."""
     last = scores[-5:]
     mean = sum(last) / max(1, len(last))
@@ -149,7 +149,7 @@ def _address(log: Path, process: forkserver.ChildProcess) -> str:
     while time.monotonic() < until and process.poll() is None:
         if found := re.search(r"answers at (http://\S+)/v1", log.read_text(encoding="utf-8")):
             return found.group(1)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
     raise ShoalError(f"the server did not start: {last_line(log)} (see {log})")
 
 

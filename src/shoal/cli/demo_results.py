@@ -72,13 +72,13 @@ def _show_loads(folder: Path) -> None:
 
 
 def _show_poem(folder: Path) -> None:
-    """Let it recite, and count the letters that it knows: each is asked for after the poem's own letters before it."""
+    """Generate the poem from its first line, and count the leading letters that are correct."""
     trained, poem = open_run(str(folder), warn), zen()
     print(f"\nThe Zen of Python, as they know it by now. It is given {_LINE!r}, and says what comes next:\n\n{_LINE}", end="")
     surest = trained.run.serving.decoding.replace(active="greedy")
     said = "".join(generate_text(trained, _LINE, max_new_tokens=_RECITED, seed=1, decoding=surest))
     print(said)
-    there = poem[poem.index(_LINE) + len(_LINE) :]
-    right = next((place for place, (one, other) in enumerate(zip(said, there, strict=False)) if one != other), len(said))
+    original = poem[poem.index(_LINE) + len(_LINE) :]
+    right = next((place for place, (one, other) in enumerate(zip(said, original, strict=False)) if one != other), len(said))
     unknown = "It does not know the poem yet: let it learn for longer (--seconds 60)."
     print(f"\nIts first {right} letters are the poem's." if right else f"\n{unknown}")

@@ -35,7 +35,7 @@ class Scene(NamedTuple):
     together: tuple[str, ...]
     """Settings of strategy and cluster, which the comparison with one process leaves out."""
     workers: tuple[DemoWorker, ...]
-    happenings: tuple[DemoEvent, ...]
+    events: tuple[DemoEvent, ...]
     shows: Literal["digits", "text", "poem", "drawing"]
     page: str
     next: str
@@ -71,7 +71,7 @@ SCENES = {
         settings=_DIGITS,
         together=(*_QUICK, "strategy.kind=syncps", "strategy.round_timeout_s=2", "cluster.num_workers=3"),
         workers=(DemoWorker("ada"), DemoWorker("ben"), DemoWorker("eve")),
-        happenings=(
+        events=(
             DemoEvent(0.15, "kill", "ben", "ben is killed (kill -9), in the middle of a round: the others go on"),
             DemoEvent(0.35, "join", "fay", "fay joins late, and takes the share of the data that ben left"),
             DemoEvent(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
@@ -91,7 +91,7 @@ SCENES = {
         ),
         together=("strategy.units_per_update=3", "coordinator.heartbeat_interval_s=0.5"),
         workers=(DemoWorker("mia"), DemoWorker("noah"), DemoWorker("emma")),
-        happenings=(
+        events=(
             DemoEvent(0.2, "kill", "noah", "noah closes the lid in the middle of a unit: another student gets it"),
             DemoEvent(0.35, "join", "liam", "liam comes late, and takes the next unit"),
             DemoEvent(0.6, "crash", "", "the coordinator is killed (kill -9), its database with it, and started again with --resume"),
@@ -109,7 +109,7 @@ SCENES = {
         settings=(*_DIGITS, "evaluation.strategy=epoch", "model.input_dim=64"),
         together=_QUICK,
         workers=(DemoWorker("pi5", ("--slowdown", "4")), DemoWorker("win"), DemoWorker("macbook")),
-        happenings=(
+        events=(
             DemoEvent(0.2, "kill", "win", "win is switched off (kill -9)"),
             DemoEvent(0.4, "join", "win", "win is switched on again, and goes on where it was"),
             DemoEvent(0.6, "crash", "", "the server is killed (kill -9), and started again with --resume"),
@@ -133,7 +133,7 @@ SCENES = {
             DemoWorker("edge-device", ("--netem", "cellular", "--slowdown", "2")),
             DemoWorker("volunteer-node", ("--netem", "good")),
         ),
-        happenings=(
+        events=(
             DemoEvent(0.25, "kill", "volunteer-node", "volunteer-node takes its machine back (kill -9): its task goes to another"),
             DemoEvent(0.45, "join", "late-volunteer", "late-volunteer joins, which no file names"),
             DemoEvent(0.65, "crash", "", "the controller is killed (kill -9), and started again with --resume"),
@@ -153,7 +153,7 @@ SCENES = {
             *("engine.kind=fsdp", "launch.devices_per_node=2", "cluster.num_workers=2"),
         ),
         workers=(DemoWorker("paris", ("--netem", "50mbit")), DemoWorker("oslo", ("--netem", "50mbit"))),
-        happenings=(
+        events=(
             DemoEvent(0.3, "kill", "oslo", "the island oslo loses its power (kill -9)"),
             DemoEvent(0.45, "join", "oslo", "oslo comes back with what it kept: its optimizer and its place at the data"),
             DemoEvent(0.65, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
@@ -173,7 +173,7 @@ SCENES = {
         ),
         together=(*_QUICK, "strategy.kind=syncps", "strategy.round_timeout_s=5", "cluster.num_workers=2"),
         workers=(DemoWorker("left"), DemoWorker("right")),
-        happenings=(
+        events=(
             DemoEvent(0.2, "kill", "right", "right is killed (kill -9)"),
             DemoEvent(0.35, "join", "right", "right is back"),
             DemoEvent(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),

@@ -1,4 +1,4 @@
-"""`shoal doctor`: checks whether this machine can train, and says what to do."""
+"""`shoal doctor`: checks whether this machine can train, and prints remedies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     elif bad:
         print(f"\n{len(bad)} of these must be fixed before a run can start here")
     else:
-        print("\nthis machine can train; what is marked with a dot is only needed for some runs")
+        print("\nthis machine can train; checks that are marked with a dot matter only for some runs")
     return 1 if bad else 0
 
 

@@ -24,11 +24,11 @@ def start_ranks(run: Run, argv: list[str]) -> int:
     """Start the engine's processes on this machine and wait for them."""
     from shoal.launch.engine_processes import EngineProcesses, LocalRanks, RankLost
 
-    crew = EngineProcesses.of(run, "train", _tell)
-    assert crew is not None
+    processes = EngineProcesses.of(run, "train", _tell)
+    assert processes is not None
     own = _without(argv, "--workers")
-    counted = ["--set", f"launch.devices_per_node={crew.size}"] if own != argv else []  # these processes are the workers
-    ranks = LocalRanks(crew, ["train", *own, *counted])
+    counted = ["--set", f"launch.devices_per_node={processes.size}"] if own != argv else []  # these processes are the workers
+    ranks = LocalRanks(processes, ["train", *own, *counted])
     try:
         with handling_signals(lambda number, frame: ranks.stop(signal.SIGTERM)):
             return ranks.run()
@@ -88,6 +88,6 @@ def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
 
 
 def ignore_signals() -> None:
-    """For a process that stops when the first of its worker says so."""
+    """Ignore signals: this process stops on a command from the first process of its worker."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.runs.trained_model import TrainedModel
 
-WAYS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
+METHODS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
 """Decoding methods: the choices of `serving.decoding.active`."""
 _COMPARED = 3
 """Answers of each run that `--compare` shows."""
@@ -47,7 +47,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", default="", help="beginning of the text")
     parser.add_argument("--context", default="", help="context text for a model with cross-attention")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
-    parser.add_argument("--decoding", choices=WAYS, help="how a token is chosen (default: the run's setting)")
+    parser.add_argument("--decoding", choices=METHODS, help="how a token is chosen (default: the run's setting)")
     parser.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="save generated images as a PNG file (GAN)")

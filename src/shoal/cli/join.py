@@ -55,8 +55,8 @@ def run(argv: list[str]) -> int:
         return _hold_layers(arguments)
     here = rank_place()
     if here is None:
-        return _take_part(arguments, argv)
-    work = (lambda: _follow(arguments, here)) if here.rank else (lambda: _take_part(arguments, argv))
+        return _join_and_work(arguments, argv)
+    work = (lambda: _run_follower(arguments, here)) if here.rank else (lambda: _join_and_work(arguments, argv))
     return as_rank(here, work, watch=here.rank > 0 and arguments.stdin)
 
 
@@ -88,18 +88,18 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
+def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; start the others if needed."""
     from shoal.launch.engine_processes import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import JoinedWorker
     from shoal.worker.session import SessionEndedError
 
-    invitation, crew = _invitation(arguments)
+    invitation, processes = _invitation(arguments)
     stops: list[Callable[[], None]] = []
     _leave_when_asked(arguments.stdin, stops)
-    if crew is not None:
-        return _lead(crew, arguments, argv, invitation, stops)
+    if processes is not None:
+        return _run_processes(processes, arguments, argv, invitation, stops)
     weather, reached = None, invitation
     if arguments.netem:
         weather, address = _through_weather(invitation.address, arguments.netem, arguments.name or "")
@@ -110,14 +110,14 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         except SessionEndedError as refusal:
             if refusal.reason != STAGES:
                 raise
-            return _attend(arguments, reached, stops)
+            return _join_pipeline(arguments, reached, stops)
         check_trust(joined, arguments.factory)
         here = place_in_engine(joined.run)
         if here is None and joined.run.engine.several_processes:
             joined.leave()
-            arguments.name, crew = joined.name, EngineProcesses.of(joined.run, "join", print_log)
-            assert crew is not None
-            return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
+            arguments.name, processes = joined.name, EngineProcesses.of(joined.run, "join", print_log)
+            assert processes is not None
+            return _run_processes(processes, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
         stops.append(joined.stop)
         print_log(f"joined as {joined.name}")
         joined.prepare(download, here)
@@ -130,7 +130,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
+def _join_pipeline(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Train a pipeline stage."""
     from shoal.launch.pipeline_rendezvous import PipelineMember
 
@@ -169,8 +169,8 @@ def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
         raise
 
 
-def _lead(
-    crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
+def _run_processes(
+    processes: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
 ) -> int:
     """Start the processes of a worker and restart them when they fail; their state is kept meanwhile, in --state or a temporary folder."""
     from shoal.launch.engine_processes import LocalIsland, LocalRanks
@@ -179,12 +179,14 @@ def _lead(
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
         command, secret = ["join", *argv, *kept, "--stdin", "--name", arguments.name], json.dumps(invitation._asdict())
-        started = LocalIsland(lambda: LocalRanks(crew, command, secret), print_log, lambda: report_gone(_options_of(arguments, invitation)))
+        started = LocalIsland(
+            lambda: LocalRanks(processes, command, secret), print_log, lambda: report_gone(_options_of(arguments, invitation))
+        )
         stops.append(started.stop)
         return started.run()
 
 
-def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
+def _run_follower(arguments: argparse.Namespace, here: RankPlace) -> int:
     """Work as one of several processes; the first one has joined and decides when to stop."""
     from shoal.runs.worker_run import follow_first_process
 
@@ -216,21 +218,23 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProces
         raise ShoalError("--stdin: no invitation came")
     from shoal.launch.engine_processes import EngineProcesses
 
-    crew = given.get("crew")
-    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(*crew) if crew else None
+    processes = given.get("crew")
+    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(
+        *processes
+    ) if processes else None
 
 
 def typed(arguments: argparse.Namespace) -> Invitation:
     """The coordinator's address and token from the options."""
     if arguments.address and is_address(arguments.address):
         access = parse_address(arguments.address)
-        password = access.password or _token(arguments) or database_password() or _asked_for(f"the token or password of `{access.user}`")
+        password = access.password or _token(arguments) or database_password() or _prompt_for(f"the token or password of `{access.user}`")
         return Invitation(access._replace(password=password).address, "", None)
     if arguments.address and Path(arguments.address).is_file():
         return Invitation(_configured(arguments.address), "", None)
-    token = _token(arguments) or (_asked_for("the join token") if arguments.address else None)
+    token = _token(arguments) or (_prompt_for("the join token") if arguments.address else None)
     if not arguments.address or not token:
-        raise ShoalError("to join takes an address and a token: `shoal coordinate` prints the whole command")
+        raise ShoalError("joining needs an address and a token: `shoal coordinate` prints the whole command")
     from shoal.transports.keys import key_from_text
 
     return Invitation(arguments.address, token, key_from_text(arguments.key) if arguments.key else None)
@@ -246,7 +250,7 @@ def _token(arguments: argparse.Namespace) -> str | None:
         raise ShoalError(f"--token-file: {arguments.token_file} cannot be read: {error}") from None
 
 
-def _asked_for(what: str) -> str | None:
+def _prompt_for(what: str) -> str | None:
     """A secret typed at the terminal; None without a terminal."""
     if not sys.stdin.isatty():
         return None

@@ -94,12 +94,14 @@ def _who_joins(host: str) -> str:
     return "workers on this machine join" if addresses.is_loopback(host) else "workers join"
 
 
-def _show_other_addresses(here: Address) -> None:
+def _show_other_addresses(shown: Address) -> None:
     """Print further addresses of this machine, since workers may reach only some of them."""
     others = [
-        str(here._replace(host=host)) for host in addresses.local_addresses() if host != here.host and (":" in host) == (":" in here.host)
+        str(shown._replace(host=host))
+        for host in addresses.local_addresses()
+        if host != shown.host and (":" in host) == (":" in shown.host)
     ]
-    if addresses.is_loopback(here.host):
+    if addresses.is_loopback(shown.host):
         print("this machine has no address in a network: once it has one, workers on other machines join with that address")
     elif others:
         print(f"this machine has other addresses, too; for workers that do not reach the one above: {', '.join(others)}")
@@ -131,15 +133,15 @@ def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
         _show_class(started, parse_database(invitation.address), functions)
         return
     rest = _secrets_of(invitation) + functions
-    here = addresses.parse(invitation.address)
-    write_join_command(started.loop.directory.path, f"shoal join {here} {rest}")
-    print(f"{_who_joins(here.host)} with:\n  shoal join {here} {rest}")
+    address = addresses.parse(invitation.address)
+    write_join_command(started.loop.directory.path, f"shoal join {address} {rest}")
+    print(f"{_who_joins(address.host)} with:\n  shoal join {address} {rest}")
     if not hosts and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
-        _show_other_addresses(here)
+        _show_other_addresses(address)
     for name in cluster.workers:
         host = cluster.hosts.get(name)
         if host is not None and (host.server_address or host.server_port):
-            own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
+            own = address._replace(host=host.server_address or address.host, port=host.server_port or address.port)
             print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
     sys.stdout.flush()
 
@@ -156,16 +158,16 @@ def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     if not addresses.is_loopback(host):
         print("what the stages send each other is not encrypted: use a network that you trust")
     own = "a stage, too" if run.placed else "the first stage"
-    print(f"this machine has {own}; it begins when {expected} more are here", flush=True)
+    print(f"this machine has {own}; it begins when {expected} more machines have joined", flush=True)
 
 
 def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
     """Print the command with which machines join to hold layers of a served model."""
     rest = f"--node {_secrets_of(invitation)}"
-    here = addresses.parse(invitation.address)
-    print(f"the layers are spread over {count + 1} machines, this one counted. The others join with:\n  shoal join {here} {rest}")
+    address = addresses.parse(invitation.address)
+    print(f"the layers are spread over {count + 1} machines, this one counted. The others join with:\n  shoal join {address} {rest}")
     for name in run.cluster.workers:
-        print(f"{name} joins with:\n  shoal join {here} --name {name} {rest}")
+        print(f"{name} joins with:\n  shoal join {address} --name {name} {rest}")
     sys.stdout.flush()
 
 

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="show all candidates, also those that cannot run")
     arguments, overrides = parse(parser, argv)
     if bool(arguments.machines) == (arguments.measure is not None):
-        raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
+        raise ShoalError("name the machines to plan for: --machines FILE, or --measure for machines like this one")
     if arguments.samples is not None and arguments.samples < 1:
         raise ShoalError("--samples must be more than 0")
     from shoal.simulate.meta_model import build_meta_model, data_of
@@ -73,7 +73,7 @@ def _planned(found: MetaModel, kinds: dict[str, MachineKind], arguments: argpars
         return load(arguments, [*overrides, *further])
 
     print(f"data: {found.parts.data.info.name}")
-    too_small = _tell_of_memory(found, with_sharded_engine(found.run, devices_of(kinds)), kinds)
+    too_small = _print_memory(found, with_sharded_engine(found.run, devices_of(kinds)), kinds)
     try:
         return plan(found, kinds, variant, _progress, arguments.seed)
     except ShoalError:
@@ -124,7 +124,7 @@ def _is_positive(row: Mapping[str, Any], name: str) -> bool:
 
 
 def _machine_of(row: Mapping[str, Any], batch: int) -> MachineKind:
-    """A worker's machine. What its signs of life do not tell of its link is taken to be as in one room."""
+    """A worker's machine. Missing measurements of its link count as a local network."""
     link: dict[str, Any] = {name: float(f"{row[name]:.3g}") for name in ("bandwidth_mbps", "latency_ms") if _is_positive(row, name)}
     return MachineKind(steps_per_s=float(f"{row['samples'] / row['computing_s'] / batch:.3g}"), **link)
 
@@ -144,9 +144,9 @@ def _memory_gb(device: Any) -> float | None:
 # --- what fits ----------------------------------------------------------------------------------------
 
 
-def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> str:
+def _print_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -> str:
     """Print the memory that training needs and the machines that are too small; returns advice if all are, even with the smallest batch."""
-    from shoal.simulate.meta_model import machines_that_fit, ways_to_fit
+    from shoal.simulate.meta_model import changes_that_fit, machines_that_fit
     from shoal.simulate.pipeline_plans import machines_needed
 
     needs, batch = found.memory(run), run.training.batch_size
@@ -156,14 +156,14 @@ def _tell_of_memory(found: MetaModel, run: Run, kinds: dict[str, MachineKind]) -
     parts = ", ".join(f"{name} {_gigabytes(size / 1e9)}" for name, size in needs._asdict().items())
     print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {parts}")
     least = run.replace(training=run.training.replace(batch_size=1))
-    there = machines_that_fit(found, run, kinds)
+    fitting = machines_that_fit(found, run, kinds)
     lines = []
-    for name in [name for name in kinds if name not in there]:
+    for name in [name for name in kinds if name not in fitting]:
         memory_gb = kinds[name].memory_gb or 0.0
-        ways = ways_to_fit(found, run, memory_gb)
+        changes = changes_that_fit(found, run, memory_gb)
         if needed := machines_needed(found, run, memory_gb):
-            ways.append("engine.kind=pipeline over {} such machines, with engine.micro_batches={}".format(*needed))
-        lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(ways)}")
+            changes.append("engine.kind=pipeline over {} such machines, with engine.micro_batches={}".format(*needed))
+        lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(changes)}")
     print("".join(f"{line}\n" for line in lines))
     return "" if machines_that_fit(found, least, kinds) else "\n".join(lines)
 

@@ -29,14 +29,14 @@ def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: l
         if arguments.phase not in (None, phase.name):
             continue
         if is_done(folder):
-            _tell(f"phase {number}, {phase.name}: done already, in {folder}", speaks)
+            _print(f"phase {number}, {phase.name}: done already, in {folder}", speaks)
             continue
-        _tell(f"phase {number}, {phase.name}: {phase.why}", speaks)
+        _print(f"phase {number}, {phase.name}: {phase.why}", speaks)
         code = _train(phase, arguments, overrides, folder, [*argv, "--run-dir", str(root)])
         if not is_done(folder):
             return code
     if speaks and is_done(root / "policy"):
-        _tell_how_to_compare(plan, root)
+        _print_comparison(plan, root)
     return code
 
 
@@ -48,12 +48,12 @@ def _check_phase(asked: str | None, names: Sequence[str]) -> None:
         raise ShoalError(f"torchrun's processes train one phase: start them for each of {', '.join(names)}, with --run-dir and --phase")
 
 
-def _tell(text: str, speaks: bool) -> None:
+def _print(text: str, speaks: bool) -> None:
     if speaks:
         sys.stderr.write(f"{text}\n")
 
 
-def _tell_how_to_compare(plan: StartPlan, root: Path) -> None:
+def _print_comparison(plan: StartPlan, root: Path) -> None:
     """Print the command that compares base and policy."""
     assert plan.run.rlhf is not None
     before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), plan.run.rlhf.policy)

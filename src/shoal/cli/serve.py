@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.serve.load_model import ServedModel
     from shoal.serve.nodes.distributed_model import DistributedModel
 
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
 """Interval for checking whether a local node process has ended."""
 
 
@@ -90,8 +90,8 @@ def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], co
         workers = LocalWorkers(Path(folder), invitation, {name: ["--node"] for name in names})
         ending = threading.Event()
 
-        def look() -> None:
-            while not ending.wait(_LOOK_S):
+        def poll() -> None:
+            while not ending.wait(_POLL_INTERVAL_S):
                 try:
                     workers.look_after(print_log, lambda name: stages.node_server.remove(name, "its process ended"))
                 except ShoalError as problem:
@@ -99,7 +99,7 @@ def _local_nodes(stages: DistributedModel, invitation: dict[str, str | None], co
                     return
 
         workers.start()
-        watch = threading.Thread(target=look, name="shoal-nodes", daemon=True)
+        watch = threading.Thread(target=poll, name="shoal-nodes", daemon=True)
         watch.start()
         try:
             yield

@@ -63,7 +63,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if (value := getattr(arguments, name)) is not None and not value > 0:
             raise ShoalError(f"--{name.replace('_', '-')} must be more than 0")
     if arguments.step_s is not None and arguments.flops is not None:
-        raise ShoalError("--step-s says what a batch takes, and so does --flops: give one of them")
+        raise ShoalError("--step-s and --flops both set the time per batch: give one of them")
     if not 0 <= arguments.false_workers <= 1:
         raise ShoalError("--false-workers is a share between 0 and 1")
 
@@ -73,7 +73,7 @@ def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
     from shoal.simulate.pipeline_simulation import pipelined
 
     if arguments.plots or arguments.loss is not None:
-        raise ShoalError("of a pipeline there are no curves over time, and no loss: leave --plots and --loss out")
+        raise ShoalError("a simulated pipeline has no curves over time and no loss: leave --plots and --loss out")
     report = pipelined(run, _asked(arguments))
     figures = {"samples_per_s": report.samples_per_s, "step_s": report.step.seconds, "bytes_per_step": report.step.bytes}
     if arguments.json:

@@ -28,15 +28,15 @@ def run(argv: list[str]) -> int:
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run's folder, or a copy of its owner.json (default: the newest in runs)")
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="refresh interval (default: 1)")
     arguments = parser.parse_args(argv)
-    look, where = _looker([arguments.run] if arguments.run else [])
+    read_status, where = _status_source([arguments.run] if arguments.run else [])
     if not sys.stdout.isatty():
         raise ShoalError(f"`shoal top` needs a terminal; `shoal status {where}` prints once")
     from rich.live import Live
 
     try:
-        with Live(drawn(look()), screen=True, auto_refresh=False) as live:
+        with Live(drawn(read_status()), screen=True, auto_refresh=False) as live:
             while True:
-                status = look()
+                status = read_status()
                 live.update(drawn(status, live.console.height), refresh=True)
                 if status["state"] not in UNFINISHED_STATES:
                     break
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     return status_command.run([where])
 
 
-def _looker(given: list[str]) -> tuple[Callable[[], dict[str, Any]], str]:
+def _status_source(given: list[str]) -> tuple[Callable[[], dict[str, Any]], str]:
     """A function that reads the run's status, and the run's name."""
     if (owner := owner_file(given)) is not None:
         known = read_owner_file(owner)
@@ -68,11 +68,11 @@ def drawn(status: dict[str, Any], height: int = 40) -> RenderableType:
     for name, text in lines(status):
         head.add_row(Text(name, style="dim"), Text(text))  # a worker's own text is no markup
     columns, *rows = member_rows(status)
-    room = max(3, height - _HEAD - _EVENTS)
+    max_rows = max(3, height - _HEAD - _EVENTS)
     table = Table(*columns, box=None, pad_edge=False)
-    for row in rows[:room]:
+    for row in rows[:max_rows]:
         table.add_row(*(Text(cell, overflow="ellipsis") for cell in row))
-    left_out = len(rows) - len(rows[:room]) + int(status["members_left_out"])
+    left_out = len(rows) - len(rows[:max_rows]) + int(status["members_left_out"])
     more = Text(f"and {left_out} more workers" if left_out else "", style="dim")
     bar = ProgressBar(total=1.0, completed=float(status["progress"] or 0.0), width=60)
     events = [Text(line, overflow="ellipsis", no_wrap=True) for line in event_lines(status["events"], _EVENTS)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WHAT = """Start a coordinator here and all its workers as launch.kind says (local, ssh, ray), and return; or write files for Slurm or
 Kubernetes. `shoal down RUN` ends the run."""
 _LOG = "up.log"
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _OPEN_S = 600.0
 """Time limit for the coordinator to start listening; it may download data first."""
 
@@ -135,11 +135,11 @@ def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) 
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
     until = time.monotonic() + _OPEN_S
     while b"shoal join " not in (said := log.read_bytes()[spoken:]) and process.poll() is None and time.monotonic() < until:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
     if process.poll() not in (None, 0):
         sys.stderr.write(said.decode(errors="replace"))
         return process.poll() or 1
     where = os.path.relpath(folder)
-    print(f"{plan.workers} workers are being started ({plan.run.launch.kind}); what they say is in {where}/workers")
+    print(f"{plan.workers} workers are being started ({plan.run.launch.kind}); their logs are in {where}/workers")
     print(f"see it:       shoal status {where}\nwhat it says: {where}/{_LOG}\nend it:       shoal down {where}")
     return 0

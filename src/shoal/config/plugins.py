@@ -174,10 +174,10 @@ def _spec_of(module: str) -> ModuleSpec | None:
 
 def _not_found(given: str) -> str:
     installed = _entry_points()
-    there = f" (installed are {', '.join(installed)})" if installed else ""
+    names = f" (installed are {', '.join(installed)})" if installed else ""
     help = did_you_mean(given, installed, "; did you mean `{}`?")
     file = f"; is it the file {given}.py?" if Path(f"{given}.py").is_file() else ""
-    return f"there is no plugin `{given}`: name a file that ends in .py, a module, or an installed plugin{there}{help or file}"
+    return f"there is no plugin `{given}`: name a file that ends in .py, a module, or an installed plugin{names}{help or file}"
 
 
 # --- which plugins a run needs ------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def require_same(needed: Mapping[str, str], what: str) -> None:
     """Raise ShoalError unless every needed plugin was loaded here in the same version. `what` names the run in messages."""
     for name, digest in needed.items():
         if not _NAME.fullmatch(str(name)) or not _DIGEST.fullmatch(str(digest)):
-            raise ShoalError(f"{what} names a plugin in an impossible way: {name!r}, {digest!r}")
+            raise ShoalError(f"{what} has an invalid plugin entry: {name!r}, {digest!r}")
     missing = {name: digest for name, digest in needed.items() if name not in LOADED}
     if missing:
         named = ", ".join(f"{name} (SHA-256 {digest[:16]}…)" for name, digest in missing.items())

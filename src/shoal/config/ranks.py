@@ -55,21 +55,23 @@ class RankPlace(NamedTuple):
 
 def rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     """This process's rank; None if it is not one of several. Raises ShoalError for an incomplete environment."""
-    there = os.environ if environ is None else environ
-    if "RANK" not in there or "WORLD_SIZE" not in there:
+    environment = os.environ if environ is None else environ
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     try:
-        numbers = [int(there[name]) for name in _NAMES]
-        restart, port = int(there.get("TORCHELASTIC_RESTART_COUNT", "0")), int(there.get("MASTER_PORT", "0"))
-        stage = int(there[STAGE]) if STAGE in there else None
+        numbers = [int(environment[name]) for name in _NAMES]
+        restart, port = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")), int(environment.get("MASTER_PORT", "0"))
+        stage = int(environment[STAGE]) if STAGE in environment else None
     except (KeyError, ValueError) as error:
         raise ShoalError(f"the environment has RANK and WORLD_SIZE, and is not as torchrun leaves it: {error}") from None
-    file, address = there.get(RENDEZVOUS, ""), there.get("MASTER_ADDR", "")
+    file, address = environment.get(RENDEZVOUS, ""), environment.get("MASTER_ADDR", "")
     if not file and not (address and port):
         raise ShoalError("the environment has RANK and WORLD_SIZE, but no MASTER_ADDR and MASTER_PORT: start with torchrun")
     rank, size, local_rank, local_size = numbers
-    hosted = there.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankPlace(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""), APART in there, stage)
+    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankPlace(
+        rank, size, local_rank, local_size, file, address, port, hosted, restart, environment.get(GROUP, ""), APART in environment, stage
+    )
 
 
 def process_count(environ: Mapping[str, str]) -> int | None:

@@ -1,4 +1,4 @@
-"""The coordinator: a pure state machine that turns what workers send into new weights, and what makes it durable."""
+"""The coordinator: a pure state machine that turns contributions into new weights, its driver, and its durable state."""
 
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.round_policies import Barrier, Bounded, Discounted, Every, Everything, UnitQuorum

@@ -60,7 +60,7 @@ class Note(NamedTuple):
 
 
 class StopRun(NamedTuple):
-    """End the run: it cannot go on."""
+    """End the run: it cannot continue."""
 
     reason: str
 

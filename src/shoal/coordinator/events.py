@@ -11,7 +11,7 @@ class RequestReceived(NamedTuple):
     """A worker sent a request."""
 
     caller: Any
-    """Whom to reply to; opaque to the coordinator."""
+    """The request to reply to; opaque to the coordinator."""
     asked: WorkerRequest
     frames: Frames = ()
     session: str = ""

@@ -44,7 +44,7 @@ from shoal.protocol.messages import Claim, Contribute, Fail, GiveBack, Gone, Hea
 from shoal.updates.expert_subsets import ExpertIds, format_expert_ids, size_of
 
 _STUCK = "stuck"
-"""Heartbeat state of a worker without progress for many leases; its heartbeat thread goes on whatever happens."""
+"""Heartbeat state of a worker without progress for many leases; its heartbeat thread keeps running regardless."""
 
 
 class Coordinator:

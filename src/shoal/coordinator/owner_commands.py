@@ -63,7 +63,7 @@ class OwnerCommands:
         """Keep a worker out by its name and its key, or let it in again. Contributions that were accepted from it stay."""
         known = turn.state.seats if out else turn.state.evicted
         if name not in known and not (self.plan.leased_elsewhere and out):
-            listed = ", ".join(sorted(self.members.by_name if out else turn.state.evicted)[:_MOST_LISTED]) or "nobody"
+            listed = ", ".join(sorted(self.members.by_name if out else turn.state.evicted)[:_MOST_LISTED]) or "no workers"
             return turn.refuse(caller, "unknown-worker", f"there is no worker {name} to {'keep out' if out else 'let in'}; {listed}")
         turn.record({"kind": "evicted", "worker": name, "out": out})
         self.lifecycle.remove_by_name(turn, name, "is shown out by the owner")

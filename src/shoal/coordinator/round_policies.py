@@ -104,11 +104,11 @@ class Every:
         weights help less and less, and a round that waits for others must not fill the memory."""
         return MOST_OF_ONE if self.different or self.waits_for_all else self.contributions
 
-    def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
+    def due(self, open_round: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
         """Whether the round closes now. `needed`: different workers that the rule needs; `no_more`: no unit of the data is left."""
         if self.different:
-            return there.workers >= max(needed, min(self.contributions, max(1, active)))
-        return len(there.held) >= self.contributions and there.workers >= needed
+            return open_round.workers >= max(needed, min(self.contributions, max(1, active)))
+        return len(open_round.held) >= self.contributions and open_round.workers >= needed
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class UnitQuorum(Every):
     def first_workers(self, expected: int) -> int:
         return 1
 
-    def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
-        return (len(there.held) >= self.contributions or no_more) and there.workers >= needed
+    def due(self, open_round: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
+        return (len(open_round.held) >= self.contributions or no_more) and open_round.workers >= needed
 
 
 @dataclass(frozen=True)
@@ -157,18 +157,18 @@ class Barrier(Every):
     def may_send_next(self, sent: int, version: int) -> bool:
         return sent + 1 < version + self.window
 
-    def due(self, there: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
-        if there.workers < needed:
+    def due(self, open_round: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
+        if open_round.workers < needed:
             return False  # several contributions of one worker do not make several workers
-        assert there.opened_at is not None
-        return now >= there.opened_at + self.deadline_s or there.present == active or self._has_quorum(there, active, now)
+        assert open_round.opened_at is not None
+        return now >= open_round.opened_at + self.deadline_s or open_round.present == active or self._has_quorum(open_round, active, now)
 
-    def _has_quorum(self, there: Round, active: int, now: float) -> bool:
-        """Whether the quorum is there, and the others had their grace period."""
-        if self.quorum is None or len(there.held) < min(self.quorum, max(1, active)):
+    def _has_quorum(self, open_round: Round, active: int, now: float) -> bool:
+        """Whether the quorum is reached, and the other workers had their grace period."""
+        if self.quorum is None or len(open_round.held) < min(self.quorum, max(1, active)):
             return False
-        there.quorum_at = now if there.quorum_at is None else there.quorum_at
-        return now >= there.quorum_at + self.grace_s
+        open_round.quorum_at = now if open_round.quorum_at is None else open_round.quorum_at
+        return now >= open_round.quorum_at + self.grace_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the coordinator is given when it is built: the run's plan, its limits, and the learner that holds the weights."""
+"""Arguments of the coordinator's constructor: the run's plan, its limits, and the learner that holds the weights."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RelayPlace(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """What the coordinator must know of the run."""
+    """The facts about the run that the coordinator needs."""
 
     updates: Updates
     seed: int

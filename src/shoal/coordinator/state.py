@@ -30,7 +30,7 @@ class TaskPiece(NamedTuple):
 
 
 class HeldReply(NamedTuple):
-    """The reply to an accepted contribution, held back until its worker may go on."""
+    """The reply to an accepted contribution, held back until its worker may continue."""
 
     worker: Member
     caller: Any

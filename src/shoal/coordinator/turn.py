@@ -43,12 +43,12 @@ class Turn:
         self.effects += effects
 
     def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None:
-        """Have a record written to the journal, and apply it. Nothing changes the state in another way."""
+        """Write a record to the journal, and apply it. The state changes only by records."""
         self.effects.append(Persist(record, frames))
         self.effects += self.replayed.apply(record, frames, decoded)
 
     def stop(self, completion: RunCompletion, why: str) -> None:
-        """End the run, which cannot go on."""
+        """End the run, which cannot continue."""
         completion.stopped = why
         self.effects.append(StopRun(why))
         self.release_held = True
@@ -82,7 +82,7 @@ class RunCompletion:
 
 
 class CoordinatorContext(NamedTuple):
-    """What most components of a coordinator work with."""
+    """Collaborators that most components of a coordinator need."""
 
     plan: RunPlan
     policies: CoordinatorPolicies

@@ -26,7 +26,7 @@ from shoal.runs.owner import read_owner_file, send_command
 from shoal.transports.metrics_page import CONTENT_TYPE
 from shoal.web.pages import show_page
 
-_LOOK_EVERY_S = 1.0
+_REFRESH_INTERVAL_S = 1.0
 _ALIVE_EVERY_S = 15.0
 """Interval of keep-alive comments in a stream without news, so that both sides notice a lost connection."""
 _MOST_STREAMS = 200
@@ -37,21 +37,21 @@ _COMMANDS = ("pause", "resume", "stop", "evict", "readmit")
 
 
 class Dashboard:
-    """The routes' handlers, and what they share."""
+    """The routes' handlers, and the state that they share."""
 
     def __init__(self, runs: Sequence[WatchedRun], shows_invitation: bool, ending: Callable[[], bool], owner_secret: str) -> None:
         self.watched, self.shows_invitation, self.ending, self.owner_secret = runs, shows_invitation, ending, owner_secret.encode()
         self.streams = 0
-        self._looked_at = float("-inf")
-        self._looking = asyncio.Lock()
+        self._refreshed_at = float("-inf")
+        self._refreshing = asyncio.Lock()
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         """Read the folders, at most once a second for all viewers together."""
-        async with self._looking:
-            if time.monotonic() - self._looked_at >= 0.9 * _LOOK_EVERY_S:
+        async with self._refreshing:
+            if time.monotonic() - self._refreshed_at >= 0.9 * _REFRESH_INTERVAL_S:
                 for run in self.watched:
-                    await asyncio.to_thread(run.look)
-                self._looked_at = time.monotonic()
+                    await asyncio.to_thread(run.refresh)
+                self._refreshed_at = time.monotonic()
 
     def run(self, number: int) -> WatchedRun:
         if not 0 <= number < len(self.watched):
@@ -70,7 +70,7 @@ class Dashboard:
         sent_at = time.monotonic()
         try:
             while not self.ending():
-                await self._look()
+                await self._refresh()
                 for number, run in enumerate(self.watched):
                     news, positions[number] = await asyncio.to_thread(run.since, positions[number])
                     text = json.dumps({"run": number, "of": len(self.watched)} | news, separators=(",", ":"))
@@ -80,16 +80,16 @@ class Dashboard:
                 if time.monotonic() - sent_at > _ALIVE_EVERY_S:
                     sent_at = time.monotonic()
                     yield ": still here\n\n"
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(_REFRESH_INTERVAL_S)
         finally:
             self.streams -= 1
 
     async def runs(self) -> Response:
-        await self._look()
+        await self._refresh()
         return JSONResponse([{"name": run.folder.name, "state": run.status["state"]} for run in self.watched])
 
     async def status(self, number: int) -> Response:
-        await self._look()
+        await self._refresh()
         return JSONResponse(self.run(number).status)
 
     async def settings(self, number: int) -> Response:
@@ -108,7 +108,7 @@ class Dashboard:
         return JSONResponse({"line": line, "token": found.get("token", ""), "code": qr_rows(line)})
 
     async def metrics(self) -> Response:
-        await self._look()
+        await self._refresh()
         text = exposition(run_metrics({run.folder.name: run.status for run in self.watched}))
         return PlainTextResponse(text, headers={"content-type": CONTENT_TYPE})
 
@@ -165,7 +165,7 @@ def qr_rows(text: str) -> list[str]:
 def make_dashboard_app(
     runs: Sequence[WatchedRun], *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, owner_secret: str = ""
 ) -> FastAPI:
-    """All routes; streams end once `ending` says so. FastAPI's own documentation pages are off: they load scripts from elsewhere.
+    """All routes; streams end once `ending` is true. FastAPI's own documentation pages are off: they load scripts from elsewhere.
     `owner_secret`: what the owner's browser sends with a command; empty: the page accepts no commands."""
     board, app = Dashboard(runs, shows_invitation, ending, owner_secret), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 

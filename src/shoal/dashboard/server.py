@@ -1,4 +1,4 @@
-"""The process that shows a dashboard: its port, and who may look."""
+"""The process that serves a dashboard: its port and its access tokens."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class Series:
         self.lines: list[dict[str, Any]] = []
         self.generation, self._every, self._seen = 0, 1, 0
 
-    def look(self) -> None:
-        """Read on. Of a long file only a piece is read at once."""
+    def refresh(self) -> None:
+        """Read the new lines, at most a piece of a long file per call."""
         before = self.tail.began
         for line in self.tail.values():
             if self.tail.began != before:  # the file was replaced by another one
@@ -60,13 +60,13 @@ class WatchedRun:
         self._ledger, self.digest = Tail(folder.state_path / "ledger.jsonl"), LedgerDigest()
         self.status: dict[str, Any] = folder.status()
 
-    def look(self) -> None:
-        """See what has come since the last look. Long files are read in pieces, and are whole after a few looks."""
+    def refresh(self) -> None:
+        """Read what was written since the last call. Long files are read in pieces, over several calls."""
         with self._lock:
             for series in self.series.values():
-                series.look()
+                series.refresh()
             began = self._ledger.began
-            for line in self._ledger.look():
+            for line in self._ledger.new_lines():
                 if self._ledger.began != began:
                     began, self.digest = self._ledger.began, LedgerDigest()
                 self.digest.add(line)

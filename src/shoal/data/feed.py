@@ -93,10 +93,10 @@ class ShardFeed(Feed):
             self._convert(state)
 
     def _check_stream(self, state: State) -> None:
-        here = {"shard": list(self._shard), "workers": self._source.workers}
+        current = {"shard": list(self._shard), "workers": self._source.workers}
         for name, setting in (("shard", "shard (index, count)"), ("workers", "data.loader.num_workers")):
-            if state[name] != here[name]:
-                raise ShoalError(f"a stream resumes only with the same settings: {setting} was {state[name]}, and is now {here[name]}")
+            if state[name] != current[name]:
+                raise ShoalError(f"a stream resumes only with the same settings: {setting} was {state[name]}, and is now {current[name]}")
 
     def _convert(self, state: State) -> None:
         """Convert a position of another batch size or number of shards. All shards together have consumed the beginning of the order."""

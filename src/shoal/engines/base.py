@@ -113,7 +113,7 @@ class Engine(ABC):
         return network.to(self.device)
 
     @property
-    def crew(self) -> World:
+    def worker_world(self) -> World:
         """The processes that make up a worker: those that step together, unless each steps by itself."""
         return self.world
 

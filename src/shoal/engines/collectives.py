@@ -22,29 +22,29 @@ from shoal.tasks import Batch, StepResult, Task
 
 
 class CollectivesEngine(SingleEngine):
-    """Engine with its own batches, gradients and optimizer in each process: `world` is this process alone, `crew` are all processes."""
+    """Engine with its own batches, gradients and optimizer in each process: `world` is this process, `worker_world` all processes."""
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         super().__init__(run, task, device, total_steps, learns=True)
-        self._crew = world
+        self._worker_world = world
         self._weight = 0
         """Samples or tokens that this process has learned from since the mean was last taken."""
         self._figures: dict[str, Tensor] = {}
 
     @property
-    def crew(self) -> World:
-        return self._crew
+    def worker_world(self) -> World:
+        return self._worker_world
 
     def step(self, batches: list[Batch]) -> StepResult:
         """A process without a share of the last small batch takes no step; the others wait only for its figures."""
-        there = [batch for batch in batches if length(batch)]
-        if there:
-            result = super().step(there)
+        samples = [batch for batch in batches if length(batch)]
+        if samples:
+            result = super().step(samples)
         elif self._figures:
             self.step_count += 1
             result = StepResult({name: torch.zeros_like(value) for name, value in self._figures.items()}, 0, 0)
         else:
-            raise ShoalError(f"there are fewer samples than processes ({self.crew.size}): take more data, or fewer workers")
+            raise ShoalError(f"there are fewer samples than processes ({self.worker_world.size}): take more data, or fewer workers")
         self._figures, self._weight = result.metrics, self._weight + result.weight
         return result
 
@@ -61,9 +61,9 @@ class CollectivesEngine(SingleEngine):
         iterate to the end; their own weights do not change."""
         self._agree_on_statistics()
         for one in self.kept:
-            one.share_movement(lambda values: self.crew.add_up(values) / self.crew.size)
-        (total,) = self.crew.begin_sum([self._weight]).wait()
-        mean = self.vector * (self._weight / total if total else 1 / self.crew.size)
+            one.share_movement(lambda values: self.worker_world.add_up(values) / self.worker_world.size)
+        (total,) = self.worker_world.begin_sum([self._weight]).wait()
+        mean = self.vector * (self._weight / total if total else 1 / self.worker_world.size)
         self._weight = 0
         dist.all_reduce(mean)
         at = 0

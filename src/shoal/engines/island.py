@@ -65,12 +65,12 @@ class IslandProcess:
     """Operations that every process of an island carries out."""
 
     def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], checkpoints: IslandCheckpoint) -> None:
-        self.engine, self.crew = engine, engine.crew
+        self.engine, self.worker_world = engine, engine.worker_world
         self.feed_for, self.checkpoints = feed_for, checkpoints
 
     def counted(self, result: StepResult) -> StepResult:
         """The metrics of all processes together."""
-        return StepResult(self.crew.total(result.metrics), result.weight, result.samples)
+        return StepResult(self.worker_world.total(result.metrics), result.weight, result.samples)
 
     def take_own_steps(self, feed: Iterator[Batch], accumulation: int, count: int) -> StepResult:
         """Let each process take steps by itself. Returns the metrics of all processes together."""
@@ -80,8 +80,8 @@ class IslandProcess:
             for name, value in result.metrics.items():
                 sums[name] = sums.get(name, 0.0) + value * result.weight
             weight, samples = weight + result.weight, samples + result.samples
-        whole, of_samples = map(int, self.crew.begin_sum([weight, samples]).wait())
-        return StepResult({name: value / whole for name, value in self.crew.total(sums).items()}, whole, of_samples)
+        whole, of_samples = map(int, self.worker_world.begin_sum([weight, samples]).wait())
+        return StepResult({name: value / whole for name, value in self.worker_world.total(sums).items()}, whole, of_samples)
 
     def load(self, vector: Tensor | None) -> None:
         """Load all networks' weights, which the first process passes and the others receive."""
@@ -92,12 +92,12 @@ class IslandProcess:
         at = 0
         for layout in self.engine.layouts.values():
             for slot in layout.slots:
-                there = torch.empty(slot.size) if vector is None else vector[at : at + slot.size]
-                yield self.crew.broadcast(there).view(slot.shape)
+                values = torch.empty(slot.size) if vector is None else vector[at : at + slot.size]
+                yield self.worker_world.broadcast(values).view(slot.shape)
                 at += slot.size
 
     def load_buffers(self, values: Tensor) -> None:
-        self.engine.load_buffers(self.crew.broadcast(values))
+        self.engine.load_buffers(self.worker_world.broadcast(values))
 
 
 class IslandFollower(IslandProcess):
@@ -107,12 +107,12 @@ class IslandFollower(IslandProcess):
 
     def work(self) -> None:
         """Carry out the first process's commands until it sends the command to leave."""
-        while (order := self.crew.broadcast_numbers([0.0] * 4))[0] != IslandCommand.LEAVE:
-            self._obey(*order)
+        while (command := self.worker_world.broadcast_numbers([0.0] * 4))[0] != IslandCommand.LEAVE:
+            self._execute(*command)
         if self.feed is not None:
             self.feed.close()
 
-    def _obey(self, order: float, first: float, second: float, third: float) -> None:
+    def _execute(self, command: float, first: float, second: float, third: float) -> None:
         engine, checkpoints, number = self.engine, self.checkpoints, int(first)
         actions: dict[IslandCommand, Callable[[], object]] = {
             IslandCommand.OPEN_FEED: lambda: self._open_feed(number, int(second), int(third)),
@@ -129,13 +129,13 @@ class IslandFollower(IslandProcess):
             IslandCommand.SAVE: lambda: checkpoints.save(number, None),
             IslandCommand.RESTORE: lambda: checkpoints.restore(number, None),
             IslandCommand.SAVE_PARTIAL_ROUND: lambda: checkpoints.save_partial_round(None, None),
-            IslandCommand.FIND_PARTIAL_ROUND: lambda: self.crew.any(not checkpoints.has_partial_round(number)),
+            IslandCommand.FIND_PARTIAL_ROUND: lambda: self.worker_world.any(not checkpoints.has_partial_round(number)),
             IslandCommand.RESUME_PARTIAL_ROUND: lambda: checkpoints.resume_partial_round(None, bool(number)),
             IslandCommand.DELETE_PARTIAL_ROUND: checkpoints.delete_partial_round,
         }
-        if order in (IslandCommand.STEP, IslandCommand.TAKE_STEPS):
+        if command in (IslandCommand.STEP, IslandCommand.TAKE_STEPS):
             engine.step_count = int(third)
-        actions[IslandCommand(int(order))]()
+        actions[IslandCommand(int(command))]()
 
     def _open_feed(self, seat: int, epoch: int, position: int) -> None:
         if self.feed is not None:
@@ -168,7 +168,7 @@ class Island(IslandProcess):
         """Steps that the processes take before they synchronise."""
 
     def _send(self, order: IslandCommand, *numbers: float) -> None:
-        self.crew.broadcast_numbers([float(order), *numbers, *[0.0] * (3 - len(numbers))])
+        self.worker_world.broadcast_numbers([float(order), *numbers, *[0.0] * (3 - len(numbers))])
 
     def leave(self) -> None:
         self._send(IslandCommand.LEAVE)
@@ -197,7 +197,7 @@ class Island(IslandProcess):
 
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:
         """One step in engines that step together; otherwise steps for about one second, after which the processes synchronise."""
-        if self.crew is self.engine.world:
+        if self.worker_world is self.engine.world:
             return self.step([next(feed) for _ in range(accumulation)]), 1
         count, started = min(most, self._stride), time.monotonic()
         self._send(IslandCommand.TAKE_STEPS, accumulation, count, self.step_count)
@@ -288,9 +288,11 @@ class Island(IslandProcess):
         if partial is None:
             return None
         self._send(IslandCommand.FIND_PARTIAL_ROUND, self.checkpoints.partial_round_step)
-        if not self.crew.any(False):
+        if not self.worker_world.any(False):
             return partial
-        self.checkpoints.tell("half a round was kept, but not by all processes of this worker: it is deleted, and the round is begun again")
+        self.checkpoints.tell(
+            "a partial round was saved, but not by all processes of this worker: it is deleted, and the round starts again"
+        )
         self.delete_partial_round()
         return None
 

@@ -232,7 +232,7 @@ class SingleEngine(Engine):
         flat = torch.cat([buffer.detach().float().flatten() for buffer in self.statistics])
         dist.all_reduce(flat)
         for buffer, value in zip(self.statistics, torch.split(flat, [one.numel() for one in self.statistics]), strict=True):
-            buffer.copy_((value / self.crew.size).view_as(buffer))
+            buffer.copy_((value / self.worker_world.size).view_as(buffer))
 
     def weights(self) -> dict[str, Tensor]:
         trained = {f"{player}.{name}": view for player, one in self.networks.items() for name, view in one.layout.views(one.vector)}
@@ -280,36 +280,36 @@ def rounded_names(network: nn.Module) -> Iterator[str]:
     """
     if not hasattr(network, "output_weight"):
         return
-    for place, module in network.named_modules():
+    for prefix, module in network.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and not getattr(module, "full_precision", False):
-            yield from (f"{place}.{name}" for name, _ in module.named_parameters(recurse=False))
-        yield from (f"{place}.{name}" for name in getattr(module, "per_expert", ()))
+            yield from (f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False))
+        yield from (f"{prefix}.{name}" for name in getattr(module, "per_expert", ()))
 
 
 def _read_later(value: Tensor) -> Callable[[], float]:
     """A number that is read without waiting for what the GPU is given to do after this call."""
     if not value.is_cuda:
         return lambda: float(value)
-    here = torch.empty((), dtype=value.dtype, pin_memory=True)
-    here.copy_(value, non_blocking=True)
+    host_copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host_copy.copy_(value, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
 
     def read() -> float:
         done.synchronize()
-        return float(here)
+        return float(host_copy)
 
     return read
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """The device that is asked for, or the best there is; of several GPUs each process has its own."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The device that is asked for, or the best one that is available; of several GPUs each process has its own."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if wanted == "auto":
-        wanted = next(name for name, found in there.items() if found)
-    if not there[wanted]:
+        wanted = next(name for name, found in available.items() if found)
+    if not available[wanted]:
         raise ShoalError(
-            f"training.device: there is no {wanted} here; there is {', '.join(name for name, found in there.items() if found)}"
+            f"training.device: there is no {wanted} here; there is {', '.join(name for name, found in available.items() if found)}"
         )
     if wanted != "cuda" or not local_rank:
         return torch.device(wanted)

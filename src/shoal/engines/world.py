@@ -44,7 +44,7 @@ class World:
         return self.rank == 0
 
     def begin_sum(self, numbers: list[float]) -> PendingSum:
-        """Begin to sum numbers over all processes, while this process goes on computing."""
+        """Begin to sum numbers over all processes, while this process continues to compute."""
         if self.size == 1:
             return PendingSum(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -154,23 +154,23 @@ class PendingSum:
 
 
 class Rendezvous:
-    """The store where the processes of an engine meet. The first process may leave messages in it for the others before they begin."""
+    """The key-value store by which an engine's processes find each other. The first process may leave messages in it for the others."""
 
     def __init__(self, here: RankPlace) -> None:
         self.here = here
         self.store = self._found(lambda: _store(here))
 
-    def say(self, name: str, word: str | bytes) -> None:
+    def put(self, name: str, value: str | bytes) -> None:
         """Store a message under a name."""
         self.store.set_timeout(timedelta(seconds=_MEET_S))
-        self._found(lambda: self.store.set(name, word))  # type: ignore[arg-type]
+        self._found(lambda: self.store.set(name, value))  # type: ignore[arg-type]
 
-    def hear(self, name: str, patience_s: float) -> bytes:
+    def wait_for(self, name: str, patience_s: float) -> bytes:
         """Wait for the message under a name and return it. Raises ShoalError."""
         self.store.set_timeout(timedelta(seconds=patience_s))
         return self._found(lambda: self.store.get(name))
 
-    def word(self, name: str) -> str | None:
+    def get(self, name: str) -> str | None:
         """The message under a name, or None if there is none yet. Raises ShoalError."""
         return self._found(lambda: self.store.get(name).decode() if self.store.check([name]) else None)
 
@@ -186,9 +186,9 @@ class Rendezvous:
         talk = dist.new_group(backend="gloo", timeout=_SILENCE) if on_gpu else dist.group.WORLD
         return World(self.here.rank, self.here.size, talk, self.here)
 
-    def _found(self, look: Callable[[], Result]) -> Result:
+    def _found(self, operation: Callable[[], Result]) -> Result:
         try:
-            return look()
+            return operation()
         except (RuntimeError, ValueError, OSError) as error:
             raise ShoalError(f"process {self.here.rank} of {self.here.size} did not find the others: {error}") from None
 

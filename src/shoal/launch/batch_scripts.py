@@ -1,4 +1,4 @@
-"""What `shoal up` writes for schedulers that start everything themselves: a batch script for Slurm, manifests for Kubernetes.
+"""The files that `shoal up` writes for cluster schedulers: a batch script for Slurm, manifests for Kubernetes.
 
 Neither needs a terminal. A job that was requeued, or a pod that was moved, resumes the run.
 """
@@ -50,7 +50,7 @@ def _gpus(run: Run) -> int:
 
 
 def _goes_on(folder: Path, config: Path) -> list[str]:
-    """Shell lines that begin a run, or go on with it where the job was started before."""
+    """Shell lines that start a run, or resume it where the job was started before."""
     run, file = shlex.quote(str(folder / "run")), shlex.quote(str(config))
     return [f"run={run}", f'if [ -e "$run/config.yaml" ]; then begin="--resume"; else begin={file}; fi']
 

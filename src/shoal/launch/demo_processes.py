@@ -25,7 +25,7 @@ from shoal.runs.invitation import Invitation
 from shoal.transports.database_address import is_address
 from shoal.transports.database_address import parse as parse_database
 
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _START_S = 120.0
 _STOP_S = 30.0
 
@@ -85,7 +85,7 @@ class DemoProcesses:
             assert self.coordinator is not None
             if self.coordinator.poll() is not None:
                 raise ShoalError(f"the coordinator does not start: {last_line(self.log)} (see {self.log})")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         raise ShoalError(f"the coordinator does not listen after {_START_S:.0f} s (see {self.log})")
 
     def join(self, name: str, more: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What works on this machine, what would not, and what to do about it: the checks of `shoal doctor`."""
+"""The checks of `shoal doctor`: the state of this machine, its problems and their remedies."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _LEAST_FREE = 5 << 30
 _OLDEST = 1_700_000_000
 """No clock is right that shows a time before this program was written."""
 _PORTS = {"a coordinator": 65432, "the dashboard": 8650}
-_NOT_TOLD = {"dev", "all", "class"}
-"""Extras that repeat others, and the one for who works on Shoal itself."""
+_NOT_LISTED = {"dev", "all", "class"}
+"""Extras that repeat others, and the one for developers of Shoal."""
 _REQUIREMENT = re.compile(r"""^([A-Za-z0-9._-]+).*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     state: str
-    told: str
+    detail: str
     advice: str = ""
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Look at everything, each by itself: what goes wrong with one is a finding, too."""
+    """Run all checks. An exception in a check is a finding, too."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _torch, lambda: _disk(folder), _clock, _network, _database, _extras)
     for check in checks:
         try:
             yield from check()
         except Exception as problem:
-            yield Finding(getattr(check, "__name__", "check").strip("_"), BAD, f"could not be looked at: {problem!r}"[:300])
+            yield Finding(getattr(check, "__name__", "check").strip("_"), BAD, f"could not be checked: {problem!r}"[:300])
 
 
-def _judged(what: str, fault: str, told: str, advice: str) -> Finding:
+def _finding(what: str, fault: str, detail: str, advice: str) -> Finding:
     """A finding that is good, with no advice, where `fault` is empty."""
-    return Finding(what, fault or GOOD, told, advice if fault else "")
+    return Finding(what, fault or GOOD, detail, advice if fault else "")
 
 
 def _python() -> Iterator[Finding]:
-    told = f"{sys.version.split()[0]} on {sys.platform}, {os.cpu_count()} cores"
-    yield _judged("python", BAD if sys.version_info < (3, 11) else "", told, "install Python 3.11 or newer")
+    detail = f"{sys.version.split()[0]} on {sys.platform}, {os.cpu_count()} cores"
+    yield _finding("python", BAD if sys.version_info < (3, 11) else "", detail, "install Python 3.11 or newer")
 
 
 def _torch() -> Iterator[Finding]:
@@ -73,8 +73,8 @@ def _gpus(torch: Any) -> Iterator[Finding]:
         return
     for number in range(torch.cuda.device_count()):
         free, whole = torch.cuda.mem_get_info(number)
-        told = f"{torch.cuda.get_device_name(number)}, {free >> 30} of {whole >> 30} GiB free"
-        yield _judged(f"gpu {number}", DOUBTFUL if free < whole // 2 else "", told, "another program uses it: see nvidia-smi")
+        detail = f"{torch.cuda.get_device_name(number)}, {free >> 30} of {whole >> 30} GiB free"
+        yield _finding(f"gpu {number}", DOUBTFUL if free < whole // 2 else "", detail, "another program uses it: see nvidia-smi")
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         yield Finding("nccl", GOOD, "is there")
     else:
@@ -86,16 +86,16 @@ def _disk(folder: Path) -> Iterator[Finding]:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
-        yield Finding("disk", BAD, f"{folder} cannot be written", "go to another folder, or set output_dir")
+        yield Finding("disk", BAD, f"{folder} cannot be written", "change to another folder, or set output_dir")
         return
     advice = "checkpoints may fill it: set checkpoint.keep_last, or another output_dir"
-    yield _judged("disk", DOUBTFUL if free < _LEAST_FREE else "", f"{free / (1 << 30):.1f} GiB free in {folder}", advice)
+    yield _finding("disk", DOUBTFUL if free < _LEAST_FREE else "", f"{free / (1 << 30):.1f} GiB free in {folder}", advice)
 
 
 def _clock() -> Iterator[Finding]:
     """Only a clock that is absurdly wrong matters: to certificates, and to people who read times. Leases and rounds use no wall clock."""
     shown = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    yield _judged("clock", BAD if time.time() < _OLDEST else "", shown, "set the clock: certificates would seem not to be valid yet")
+    yield _finding("clock", BAD if time.time() < _OLDEST else "", shown, "set the clock: certificates would seem not to be valid yet")
 
 
 def _network() -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def _network() -> Iterator[Finding]:
             yield Finding(f"port {port}", BAD, str(problem))
             continue
         advice = f"another program listens there: take another port for {what} (--set transport.port=…, --port)"
-        yield _judged(f"port {port}", "" if free else DOUBTFUL, f"{'free' if free else 'taken'}, for {what}", advice)
+        yield _finding(f"port {port}", "" if free else DOUBTFUL, f"{'free' if free else 'taken'}, for {what}", advice)
 
 
 def _database() -> Iterator[Finding]:
@@ -126,7 +126,7 @@ def _database() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    """What is installed of each extra that people ask for, as the package itself lists them."""
+    """The installed packages of each extra, as the package's metadata lists them."""
     try:
         listed = importlib.metadata.requires("shoal") or []
     except importlib.metadata.PackageNotFoundError:
@@ -136,7 +136,7 @@ def _extras() -> Iterator[Finding]:
     for line in listed:
         if found := _REQUIREMENT.match(line):
             wanted.setdefault(found[2], []).append(found[1])
-    for extra in sorted(wanted.keys() - _NOT_TOLD):
+    for extra in sorted(wanted.keys() - _NOT_LISTED):
         missing = [name for name in wanted[extra] if not any(importlib.metadata.distributions(name=name))]
-        told = f"without {', '.join(missing)}" if missing else ", ".join(wanted[extra])
-        yield _judged(f"shoal[{extra}]", DOUBTFUL if missing else "", told, f"pip install 'shoal[{extra}]'")
+        detail = f"without {', '.join(missing)}" if missing else ", ".join(wanted[extra])
+        yield _finding(f"shoal[{extra}]", DOUBTFUL if missing else "", detail, f"pip install 'shoal[{extra}]'")

@@ -26,7 +26,7 @@ from shoal.scheduling.task_stages import stage_shares
 
 LOST = 75
 """The exit code of a process that ended because another one did."""
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _PATIENCE_S = 5.0
 _FOR_ALL = ("torch.distributed.checkpoint",)
 _LIBRARIES = {"fsdp": ("shoal.engines.fsdp", "torch._dynamo")}
@@ -37,7 +37,7 @@ ENDED = (0, 2, 130)
 
 
 class RankLost(ShoalError):
-    """One of the processes was killed, or ended in a way that it could not explain."""
+    """One of the processes was killed, or ended without an error message."""
 
     def __init__(self, what: str, killed: bool) -> None:
         super().__init__(what)
@@ -67,12 +67,12 @@ class EngineProcesses(NamedTuple):
                 f"launch.nodes is {nodes}: start on each machine with `torchrun --nnodes {nodes} --nproc-per-node {wanted or 'gpu'} "
                 f"--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m shoal {command} …`"
             )
-        there = torch.cuda.device_count() if device in ("auto", "cuda") else 0
-        share = max(1, there // workers)
-        if wanted is not None and there and wanted > share:
+        gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+        share = max(1, gpus // workers)
+        if wanted is not None and gpus and wanted > share:
             shared = f" for {workers} workers" if workers > 1 else ""
-            raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here{shared}")
-        if wanted is None and not there:
+            raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {gpus} GPUs here{shared}")
+        if wanted is None and not gpus:
             notify(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
         return cls(wanted or share, device == "cpu", run.engine.kind)
 
@@ -88,8 +88,8 @@ def settings_from_start(run: Run, here: RankPlace | None, workers: int) -> list[
     """Settings that follow from the processes that were started, where they are not given: the length of a run depends on them."""
     given, facts = run.launch.devices_per_node, dict[str, int]()
     if run.engine.several_processes and given is None:
-        crew = EngineProcesses.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
-        facts = {"launch.devices_per_node": here.local_size if here is not None else crew.size if crew is not None else 1}
+        processes = EngineProcesses.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
+        facts = {"launch.devices_per_node": here.local_size if here is not None else processes.size if processes is not None else 1}
     if run.engine.kind == "collectives" and here is not None and run.launch.nodes is None:
         facts["launch.nodes"] = here.nodes  # all machines are one worker, unless the settings say otherwise
     return [Override(path, str(value), "--workers" if here is None else "torchrun") for path, value in facts.items()]
@@ -116,9 +116,9 @@ def place_in_engine(run: Run) -> RankPlace | None:
 class LocalRanks:
     """Processes of `shoal`, each with a rank."""
 
-    def __init__(self, crew: EngineProcesses, arguments: Sequence[str], secret: str = "") -> None:
+    def __init__(self, planned: EngineProcesses, arguments: Sequence[str], secret: str = "") -> None:
         """`secret`: a line for the first process alone, on its standard input."""
-        (self.count, self.on_cpu, engine), self.arguments, self.secret = crew, list(arguments), secret
+        (self.count, self.on_cpu, engine), self.arguments, self.secret = planned, list(arguments), secret
         self.libraries = (*_FOR_ALL, *_LIBRARIES.get(engine, ())) if self.on_cpu else ()
         self.processes: list[forkserver.ChildProcess] = []
 
@@ -131,7 +131,7 @@ class LocalRanks:
                 while all(process.poll() in (None, 0) for process in self.processes):
                     if all(process.poll() == 0 for process in self.processes):
                         return 0
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_INTERVAL_S)
                 return self._failed(Path(folder))
             finally:
                 self._end()
@@ -158,7 +158,7 @@ class LocalRanks:
 
     def _failed(self, folder: Path) -> int:
         """A process has failed: wait until the others notice, end them, and find the one that failed first."""
-        wait_until(self._have_ended, _PATIENCE_S, _LOOK_S)
+        wait_until(self._have_ended, _PATIENCE_S, _POLL_INTERVAL_S)
         codes = [process.poll() for process in self.processes]
         guilty = [rank for rank, code in enumerate(codes) if code not in (None, 0, LOST)]
         rank = guilty[0] if guilty else next(rank for rank, code in enumerate(codes) if code)
@@ -177,14 +177,14 @@ class LocalRanks:
     def _end(self) -> None:
         for process in self.processes:
             process.stdin.close()
-        wait_until(self._have_ended, _PATIENCE_S, _LOOK_S)
+        wait_until(self._have_ended, _PATIENCE_S, _POLL_INTERVAL_S)
         for process in self.processes:
             process.kill()
             process.wait()
 
 
 class LocalIsland:
-    """The processes of one worker. When one of them dies the others end, and all are started again. The run goes on meanwhile."""
+    """The processes of one worker. When one of them dies the others end, and all are started again. The run continues meanwhile."""
 
     def __init__(self, make: Callable[[], LocalRanks], notify: Callable[[str], None], gone: Callable[[], None] = lambda: None) -> None:
         """`gone` is called when the processes have ended and are to be started again."""

@@ -42,7 +42,7 @@ _LOADED = (
     "shoal.launch.start",
     "shoal.reporters.progress",
 )
-_LOOK_S = 0.01
+_POLL_INTERVAL_S = 0.01
 _MOST_BYTES = 1 << 20
 
 
@@ -116,7 +116,7 @@ class ForkedProcess:
         while (code := self.poll()) is None:
             if until is not None and time.monotonic() >= until:
                 raise subprocess.TimeoutExpired(["shoal"], timeout or 0.0)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return code
 
     def kill(self) -> None:

@@ -131,9 +131,9 @@ class LocalWorkers:
         return forkserver.start(["-m", "shoal", *self.command(worker, str(self.folder))], stdout=log, stderr=log, env=environ)
 
     def command(self, worker: LocalWorker, kept: str) -> list[str]:
-        """What a worker's process is told; `kept`: the folder for what it keeps."""
+        """The command line of a worker's process; `kept`: the folder for its receipts and state."""
         keeps = ["--receipts", f"{kept}/{worker.name}.jsonl", "--state", f"{kept}/{worker.name}"]
-        plugins = as_arguments()  # those that this process was told to use
+        plugins = as_arguments()  # those of this process
         return ["join", "--stdin", "--name", worker.name, *keeps, *worker.arguments, *plugins]
 
     def invitation_of(self, worker: LocalWorker) -> dict[str, Any]:

@@ -44,7 +44,7 @@ _ASK_S, _SILENT_S = 1.0, 6.0
 """How often a waiting machine asks, and the silence after which it counts as gone."""
 _GRACE_S = 30.0
 """How long the others wait for a lost machine before they continue without it."""
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 _GOODBYE_S = 5.0
 _LARGEST = 8 << 20
 _MOST_WAITING = 1000
@@ -99,8 +99,8 @@ class PipelineRendezvous:
 
     def present(self, now: float) -> list[WaitingMachine]:
         """The waiting machines: those that the settings list, in that order, then the others in the order of arrival."""
-        there = [one for one in self.members.values() if one.is_there(now)]
-        return sorted(there, key=lambda one: self.listed.index(one.name) if one.name in self.listed else len(self.listed))
+        waiting = [one for one in self.members.values() if one.is_there(now)]
+        return sorted(waiting, key=lambda one: self.listed.index(one.name) if one.name in self.listed else len(self.listed))
 
     def begin(self, now: float) -> bool:
         """Assign ranks, if all machines are present, or if a lost one has not returned in time. Return whether they begin."""
@@ -147,13 +147,13 @@ class StagePlacer:
 
     def choose(self, present: Sequence[WaitingMachine]) -> Mapping[str, int]:
         """The stage of each machine that has one. Those that have none are spares."""
-        there = {self.here: (HERE, self.here)}
-        for one in present:
-            alike = sum(name == one.name for _, name in there.values())
-            there[one.name if not alike else f"{one.name} ({alike + 1})"] = (one.instance, one.name)
-        names = {shown: name for shown, (_, name) in there.items()}
+        machines = {self.here: (HERE, self.here)}
+        for machine in present:
+            alike = sum(name == machine.name for _, name in machines.values())
+            machines[machine.name if not alike else f"{machine.name} ({alike + 1})"] = (machine.instance, machine.name)
+        names = {shown: name for shown, (_, name) in machines.items()}
         found = stage_placement.place_stages(self.run, self.stages, names, must_have=self.here)
-        return {there[found[stage.id]][0]: number for number, stage in enumerate(self.stages)}
+        return {machines[found[stage.id]][0]: number for number, stage in enumerate(self.stages)}
 
 
 class PipelineHost:
@@ -174,15 +174,15 @@ class PipelineHost:
         self.process: forkserver.ChildProcess | None = None
         self.port, self.group = 0, secrets.token_hex(8)
         self.over, self.failed = False, ""
-        self._told: list[str] = []
-        self._told_missing = set[str]()
+        self._shown_names: list[str] = []
+        self._reported_missing = set[str]()
 
     def work(self) -> int:
         """Until the run is over; the exit code of the first stage. Raises ShoalError."""
         try:
-            while (code := self._look()) is None:
+            while (code := self._poll()) is None:
                 pass
-            self._say_goodbye()
+            self._answer_end()
         finally:
             self._end()
             self.server.close()
@@ -198,9 +198,9 @@ class PipelineHost:
         else:
             self.over = True
 
-    def _look(self) -> int | None:
+    def _poll(self) -> int | None:
         """Answer the machines, begin as soon as possible, and watch the process. Returns its exit code when the run is over."""
-        for request in self.server.poll(_LOOK_S):
+        for request in self.server.poll(_POLL_INTERVAL_S):
             self.server.reply(request, Message(self._answer(request)))
         if self.over or self.failed:
             return 130
@@ -208,8 +208,8 @@ class PipelineHost:
             self._show_who_waits()
             if self.gathering.begin(time.monotonic()):
                 self._start()
-            elif (missing := self.gathering.missing) and missing not in self._told_missing:
-                self._told_missing.add(missing)
+            elif (missing := self.gathering.missing) and missing not in self._reported_missing:
+                self._reported_missing.add(missing)
                 self.tell(f"{missing}; waiting for a machine that can have it")
             return None
         if (code := self.process.poll()) is None:
@@ -235,9 +235,9 @@ class PipelineHost:
 
     def _show_who_waits(self) -> None:
         names = [one.name for one in self.gathering.present(time.monotonic())]
-        if names != self._told and len(names) < self.gathering.expected:
+        if names != self._shown_names and len(names) < self.gathering.expected:
             self.tell(f"{len(names)} of {self.gathering.expected} machines are here{': ' if names else ''}{', '.join(names)}")
-        self._told = names
+        self._shown_names = names
 
     def _answer(self, request: Request) -> dict[str, Any]:
         header = request.message.header
@@ -263,12 +263,12 @@ class PipelineHost:
         place["stage"] = self.gathering.stages[instance]
         return {"kind": "place", "config": self.text, "digest": digest, "plugins": needed_by(self.run)} | place
 
-    def _say_goodbye(self) -> None:
+    def _answer_end(self) -> None:
         """Answer that the run is over, until all machines have asked or the time is up."""
         self.over, until = True, time.monotonic() + _GOODBYE_S
         asked: set[str] = set()
         while time.monotonic() < until and not asked >= set(self.gathering.places):
-            for request in self.server.poll(_LOOK_S):
+            for request in self.server.poll(_POLL_INTERVAL_S):
                 asked.add(str(request.message.header.get("instance")))
                 self.server.reply(request, Message(self._answer(request)))
 
@@ -306,7 +306,7 @@ class PipelineMember:
         self.stopping = False
 
     def stop(self) -> None:
-        """Leave. The others notice, and go on without this machine after a while."""
+        """Leave. The other machines notice, and continue without this one after a while."""
         self.stopping = True
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
@@ -333,7 +333,7 @@ class PipelineMember:
         heard_at = time.monotonic()
         while not self.stopping:
             try:
-                answer = self._say(ASK)
+                answer = self._call(ASK)
                 heard_at = time.monotonic()
             except ConnectionLostError as problem:
                 if time.monotonic() - heard_at > self.patience_s:
@@ -348,7 +348,7 @@ class PipelineMember:
             time.sleep(_ASK_S)
         return None
 
-    def _say(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _call(self, kind: str, **more: Any) -> dict[str, Any]:
         header = {"kind": kind, "name": self.name, "instance": self.instance, "last": self.last, "protocol": PROTOCOL}
         return self.line.call(header | more, (), _SILENT_S).header
 
@@ -363,7 +363,7 @@ class PipelineMember:
             if code == 2:
                 raise ShoalError(said)
         except ShoalError as problem:
-            self._say(FAILED, reason=str(problem))
+            self._call(FAILED, reason=str(problem))
             raise
         return code
 

@@ -1,4 +1,4 @@
-"""What an actor of Ray does: it runs a worker as a process of its node, and tells what the worker said."""
+"""The Ray actor: runs a worker as a process of its node, and returns the worker's output."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from shoal.launch.ray_actor import RayWorkerActor
 from shoal.protocol.identities import Identity
 from shoal.runs.invitation import Invitation
 
-_LOOK_EVERY_S = 2.0
+_CHECK_INTERVAL_S = 2.0
 _PARTING_S, _FETCH_S = 10.0, 2.0
 
 
@@ -61,7 +61,7 @@ class RayWorkers:
             self.gpus = 0
         self.invitation = invitation
         self.workers = [RayWorker(name, arguments) for name, arguments in workers.items()]
-        self._look_at = 0.0
+        self._next_check_at = 0.0
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class RayWorkers:
         except ConnectionError as error:
             raise ShoalError(f"launch.ray.address: there is no Ray cluster at {self.settings.address}: {error}") from None
         finally:
-            with suppress(ValueError):  # only a process's main thread hears signals
+            with suppress(ValueError):  # only a process's main thread receives signals
                 signal.signal(signal.SIGTERM, asked)
 
     def _start(self, worker: RayWorker) -> None:
@@ -96,9 +96,9 @@ class RayWorkers:
     def look_after(self, notify: Callable[[str], None], lost: Callable[[str], None] = lambda name: None) -> None:
         """Start workers again whose node went, or that died. Raises ShoalError when none is left."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check_at:
             return
-        self._look_at = now + _LOOK_EVERY_S
+        self._next_check_at = now + _CHECK_INTERVAL_S
         for worker in self.workers:
             if worker.done or worker.failed:
                 continue
@@ -155,11 +155,11 @@ class RayWorkers:
 
     def close(self) -> None:
         """Ask the workers to leave, and give their places back."""
-        there = [worker for worker in self.workers if worker.actor is not None]
-        for worker in there:
+        started = [worker for worker in self.workers if worker.actor is not None]
+        for worker in started:
             worker.actor.stop.remote()
-        if there:
-            self.ray.wait([worker.outcome for worker in there], num_returns=len(there), timeout=_PARTING_S)
-        for worker in there:
+        if started:
+            self.ray.wait([worker.outcome for worker in started], num_returns=len(started), timeout=_PARTING_S)
+        for worker in started:
             self._give_back(worker)
         self.ray.shutdown()

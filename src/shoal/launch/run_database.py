@@ -68,14 +68,14 @@ def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, h
     )
     with directory.kept_if_begun(), server:
         here = settings.replace(host=server.access.host, port=server.access.port, password=Secret(server.access.password or ""))
-        token = _let_students_in(server)
+        token = _create_class_role(server)
         near, far = (where._replace(user=CLASS, password=token) for where in (server.access, server.access_from(to_tell(host))))
         invitations = Invitation(near.address, "", None), Invitation(far.address, "", None)
         with _kept_alive(server):
             yield RunLocation(str(directory.path), here, *invitations, fresh=directory.fresh)
 
 
-def _let_students_in(server: EmbeddedPostgres) -> str:
+def _create_class_role(server: EmbeddedPostgres) -> str:
     """Prepare the database for a class. Return the class's token, which is random and stays the same when the run is resumed."""
     from shoal.transports.postgres import schema
     from shoal.transports.postgres.access import connect

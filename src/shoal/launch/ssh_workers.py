@@ -1,7 +1,7 @@
 """Workers on machines that ssh reaches: looked at, started, watched, started again, and ended with the run.
 
 The user's own ssh does all of it, with the user's keys and configuration. A worker reads its secrets from its standard input, which is the
-ssh connection: when that ends, in whatever way, the worker leaves. What it says comes back over the same connection into its log here.
+ssh connection: when that ends for any reason, the worker leaves. Its output is sent over the same connection into its log on this machine.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class SshWorkers(LocalWorkers):
         super().__init__(folder, invitation._asdict(), workers)
         self.settings, self.hosts, self.notify = run.launch.ssh, run.cluster.hosts, notify
         self.remote_folders = {name: f"{_HOME_FOLDER}/{secrets.token_hex(6)}" for name in workers}
-        """Where each keeps what it needs while the run lasts; several may share a home folder."""
+        """The folder of each worker's files during the run; several machines may share a home folder."""
         self.pythons: dict[str, str] = {}
 
     def start(self) -> None:
-        """Look at all machines, and start a worker on each that is fit. Raises ShoalError where none is."""
+        """Check all machines, and start a worker on each that passes. Raises ShoalError where none does."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            faults = dict(zip(self.workers, pool.map(self._look_at, self.workers), strict=True))
+            faults = dict(zip(self.workers, pool.map(self._check, self.workers), strict=True))
         for worker, fault in faults.items():
             if fault:
                 worker.failed = f"{worker.name}: {fault}"
@@ -65,15 +65,15 @@ class SshWorkers(LocalWorkers):
     # --- one machine ---------------------------------------------------------------------------------
 
     def target(self, name: str) -> str:
-        """Whom ssh is told to log in to."""
+        """The destination of ssh: USER@HOST, or HOST."""
         host = self.hosts.get(name, Host())
         return f"{host.user}@{host.host or name}" if host.user else host.host or name
 
     def ssh(self, name: str, command: str) -> list[str]:
         return ["ssh", *_OPTIONS, *self.settings.options, self.target(name), command]
 
-    def _look_at(self, worker: LocalWorker) -> str:
-        """See that the machine has a Python and this very version; what is wrong with it, else nothing."""
+    def _check(self, worker: LocalWorker) -> str:
+        """Check that the machine has a Python and this very version of Shoal; return the problem, or an empty string."""
         python = self.settings.python
         done = self._run(worker.name, f"{_word(python)} -c {shlex.quote(_LOOK)}", _CHECK_S)
         if done.returncode == _LOST:
@@ -129,8 +129,8 @@ class SshWorkers(LocalWorkers):
         host, known = self.hosts.get(worker.name), self.invitation
         if host is None or is_address(known["address"]):
             return known
-        here = parse(known["address"])
-        return known | {"address": str(here._replace(host=host.server_address or here.host, port=host.server_port or here.port))}
+        address = parse(known["address"])
+        return known | {"address": str(address._replace(host=host.server_address or address.host, port=host.server_port or address.port))}
 
     def close(self, patience_s: float = 10.0) -> None:
         """Ask the workers to leave, fetch their receipts, and leave nothing of the run on the machines."""

@@ -90,7 +90,7 @@ def preload_libraries(plan: StartPlan) -> None:
 
 
 def headline(plan: StartPlan, loop: TrainingLoop | CoordinatorLoop) -> str:
-    """One line for the user that says what is about to be trained."""
+    """One line for the user that describes the run that starts."""
     rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}"
     if plan.mode is StartMode.COORDINATES:
         return f"{plan.run.strategy.kind}, {rest}"

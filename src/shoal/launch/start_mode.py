@@ -169,7 +169,7 @@ def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     """A coordinator that workers of other machines join."""
     run = loaded.run
     if run.alone:
-        raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
+        raise ShoalError("strategy.kind is local, so there are no workers to coordinate: --set strategy.kind=syncps (or edp, async)")
     if run.transport.kind == "in-process":
         raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
     if isinstance(run.transport, Postgres) and len(options.hosts) > (run.transport.host == "embedded"):

@@ -33,8 +33,8 @@ _PATIENCE_S = 1800.0
 """How long the others wait for the first one to begin and to end: it may load data and a model, and evaluate for long."""
 _GOODBYE_S = 30.0
 _LEAVE_S = 5.0
-"""How long a worker may go on when the run is over: one that never found the coordinator would look for it much longer."""
-_LOOK_S = 0.1
+"""How long a worker may run after the end of the run: one that never found the coordinator would try for much longer."""
+_POLL_INTERVAL_S = 0.1
 _RUNS = itertools.count()
 """A program may train more than once, in all its processes alike."""
 
@@ -57,7 +57,7 @@ class TorchrunGroup:
         self.number = next(_RUNS)
         self.start = ""
         """Name of this start of all processes, different from earlier ones. The first process chooses it."""
-        self.meeting = Rendezvous(here._replace(group="fleet"))
+        self.rendezvous = Rendezvous(here._replace(group="fleet"))
 
     def _per_worker(self) -> int:
         """Processes that make up one worker."""
@@ -70,7 +70,7 @@ class TorchrunGroup:
         if self.machines * here.local_size != here.size:
             raise ShoalError("torchrun started different numbers of processes on the machines: a worker has the same number on each")
         if self.machines % span:
-            raise ShoalError(f"launch.nodes is {span}: {self.machines} machines cannot be shared out among workers of so many")
+            raise ShoalError(f"launch.nodes is {span}: {self.machines} machines cannot be divided into workers of {span} machines each")
         return span * here.local_size
 
     @property
@@ -86,37 +86,39 @@ class TorchrunGroup:
 
     def run_begun_before(self) -> str | None:
         """The folder of the run, where torchrun has started the processes again since it began."""
-        return self.meeting.word(f"begun {self.number}")
+        return self.rendezvous.get(f"begun {self.number}")
 
     def announce(self, invitation: Invitation, folder: Path) -> LocalWorkers:
         """Publish the coordinator's address and the run's folder. Return the worker that this process starts."""
         address, self.start = parse(invitation.address), secrets.token_hex(4)
         if self.machines > 1:
             address = address._replace(host=self.here.address)
-        self.meeting.say(f"begun {self.number}", str(folder.absolute()))
+        self.rendezvous.put(f"begun {self.number}", str(folder.absolute()))
         answer = json.dumps([self.start, str(address), *invitation[1:3], str(folder.absolute())])
         threading.Thread(target=self._answer, args=(answer,), name="fleet", daemon=True).start()
         return self._worker(invitation, folder)
 
     def _answer(self, answer: str) -> None:
         """Answer every process that asks, until all have the answer. A process that was killed asks again."""
-        meeting, missing = Rendezvous(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
+        rendezvous, missing = Rendezvous(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
         while missing:
             for rank in tuple(missing):
-                asked = meeting.word(f"hello {self.number} {rank}")
+                asked = rendezvous.get(f"hello {self.number} {rank}")
                 if asked is None:
                     continue
-                if meeting.word(f"heard {asked}") == self.start:
+                if rendezvous.get(f"heard {asked}") == self.start:
                     missing.remove(rank)
                 else:
-                    meeting.say(f"answer {asked}", answer)
-            time.sleep(_LOOK_S)
+                    rendezvous.put(f"answer {asked}", answer)
+            time.sleep(_POLL_INTERVAL_S)
 
     def announce_end(self, summary: dict[str, Any]) -> None:
         """Publish the run's summary, and wait until the other processes have read it."""
-        self.meeting.say(f"summary {self.start}", json.dumps(summary))
+        self.rendezvous.put(f"summary {self.start}", json.dumps(summary))
         others = range(1, self.here.size)
-        wait_until(lambda: all(self.meeting.word(f"told {self.start} {rank}") is not None for rank in others), _GOODBYE_S, _LOOK_S)
+        wait_until(
+            lambda: all(self.rendezvous.get(f"told {self.start} {rank}") is not None for rank in others), _GOODBYE_S, _POLL_INTERVAL_S
+        )
 
     # --- the others --------------------------------------------------------------------------------
 
@@ -133,13 +135,13 @@ class TorchrunGroup:
     def ask(self) -> str:
         """Ask the first process for the coordinator's address, under a random number. Return the number."""
         asked = secrets.token_hex(8)
-        self.meeting.say(f"hello {self.number} {self.here.rank}", asked)
+        self.rendezvous.put(f"hello {self.number} {self.here.rank}", asked)
         return asked
 
     def answer_to(self, asked: str) -> tuple[Invitation, Path]:
         """How to join the coordinator, and the run's folder."""
-        self.start, address, token, key, folder = json.loads(self.meeting.hear(f"answer {asked}", _PATIENCE_S))
-        self.meeting.say(f"heard {asked}", self.start)
+        self.start, address, token, key, folder = json.loads(self.rendezvous.wait_for(f"answer {asked}", _PATIENCE_S))
+        self.rendezvous.put(f"heard {asked}", self.start)
         return Invitation(address, token, key), Path(folder)
 
     def _keep(self, started: LocalWorkers, asked: str, notify: Callable[[str], None]) -> None:
@@ -149,26 +151,26 @@ class TorchrunGroup:
             until = math.inf
             while not started.ended and time.monotonic() < until and not self.renewed(asked):
                 started.look_after(notify)
-                time.sleep(_LOOK_S)
-                if until == math.inf and self.meeting.word(f"summary {self.start}") is not None:
+                time.sleep(_POLL_INTERVAL_S)
+                if until == math.inf and self.rendezvous.get(f"summary {self.start}") is not None:
                     until = time.monotonic() + _LEAVE_S
 
     def renewed(self, asked: str) -> bool:
         """Whether there is a newer answer: a first process that torchrun then restarted may have given the earlier one."""
-        answer = self.meeting.word(f"answer {asked}")
+        answer = self.rendezvous.get(f"answer {asked}")
         return answer is not None and json.loads(answer)[0] != self.start
 
     def _outcome(self, asked: str) -> dict[str, Any] | None:
         """The run's summary, as the first process has it; None where that has been started again. Raises ShoalError if it never comes."""
         until = time.monotonic() + _PATIENCE_S
         while not self.renewed(asked):
-            told = self.meeting.word(f"summary {self.start}")
-            if told is not None:
-                self.meeting.say(f"told {self.start} {self.here.rank}", "")
-                return json.loads(told)
+            text = self.rendezvous.get(f"summary {self.start}")
+            if text is not None:
+                self.rendezvous.put(f"told {self.start} {self.here.rank}", "")
+                return json.loads(text)
             if time.monotonic() > until:
                 raise ShoalError("the first process has not said how the run ended")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return None
 
     # --- all ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which process keeps a fleet up: up.json in the run's folder, from `shoal up` until its end, so that `shoal down` finds it."""
+"""The id of the process of `shoal up`: up.json in the run's folder, from `shoal up` until its end, so that `shoal down` finds it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.launch.waiting import wait_until
 
 _FILE = "up.json"
 _FORMAT = JsonFormat("process file", 1, ("pid", "began"), private=True)
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def take_down(folder: Path, patience_s: float) -> bool:
     if pid is None:
         raise ShoalError(f"nothing is up in {folder}: `shoal up` starts a fleet, and a run that was completed has ended by itself")
     os.kill(pid, signal.SIGTERM)
-    if wait_until(lambda: running_process(folder) is None, patience_s, _LOOK_S):
+    if wait_until(lambda: running_process(folder) is None, patience_s, _POLL_INTERVAL_S):
         return True
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)  # its workers leave when they notice that it is gone

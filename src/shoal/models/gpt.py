@@ -15,7 +15,7 @@ from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.layers.rotary import rotate, turns_in_one_pass
-from shoal.models.trunk import BlockPart, LayerInputs, SideOutputs, Trunk
+from shoal.models.transformer import BlockPart, LayerInputs, SideOutputs, Trunk
 
 
 class Attention(BlockPart):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.layers.rotary import THETA
-from shoal.models.trunk import Trunk
+from shoal.models.transformer import Trunk
 
 
 def as_mixtral(model: Trunk, settings: schema.Moe) -> Any:

@@ -25,7 +25,7 @@ from shoal.models.layers.mixture_of_heads import MixtureOfHeads
 from shoal.models.routers import HeldExperts
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.step_state import StepState
-from shoal.models.trunk import AuxiliaryLoss, BlockPart, SideChannel, SideOutputs, Trunk
+from shoal.models.transformer import AuxiliaryLoss, BlockPart, SideChannel, SideOutputs, Trunk
 
 
 class Moe(Trunk):

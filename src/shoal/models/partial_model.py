@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.split_model import ModelEnds, ModelStage, make_ends, make_stage
-from shoal.models.trunk import SideChannel, Trunk
+from shoal.models.transformer import SideChannel, Trunk
 
 
 class StageTransport:
@@ -54,8 +54,8 @@ class PartialModel(nn.Module):
         self.after: ModelEnds | None = self.before if self.begins and self.ends else make_ends(whole, before=False) if self.ends else None
         self.travel = StageTransport()
         shared = _shared_by_ends(whole) if not (self.begins and self.ends) else set()
-        here = {id(parameter) for _, parameter in super().named_parameters()}
-        names = {name: parameter for name, parameter in whole.named_parameters() if id(parameter) in here}
+        own_ids = {id(parameter) for _, parameter in super().named_parameters()}
+        names = {name: parameter for name, parameter in whole.named_parameters() if id(parameter) in own_ids}
         self.tied = next((parameter for parameter in names.values() if id(parameter) in shared), None)
         """The tied matrix, in the first process and (as a copy) in the last."""
         copied = self.tied if not self.begins else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.models.huggingface.stages import HuggingFaceEnds, HuggingFaceStage, layers_of
-from shoal.models.trunk import Trunk
+from shoal.models.transformer import Trunk
 
 ModelStage = Trunk | HuggingFaceStage
 ModelEnds = Trunk | HuggingFaceEnds

@@ -1,1 +1,1 @@
-"""What workers and coordinator exchange: messages, identities, frames of bytes."""
+"""The protocol between workers and coordinator: messages, identities, frames of bytes."""

@@ -130,7 +130,7 @@ class Pull(NamedTuple):
 
 
 class Contribute(NamedTuple):
-    """An update computed from some batches. The reply also brings new weights, if requested."""
+    """An update computed from some batches. The reply also contains new weights, if requested."""
 
     session: str
     number: int
@@ -146,7 +146,7 @@ class Contribute(NamedTuple):
     """Batches of the epoch consumed so far, including those of this update."""
     batches: int
     have: int
-    """The worker's version of the weights; -1: the reply brings none."""
+    """The worker's version of the weights; -1: the reply contains none."""
     metrics: Mapping[str, float]
     unit: int = -1
     """The leased unit of the data that the update is made of; -1: batches of the worker's own seat."""
@@ -161,7 +161,7 @@ class SeatAssigned(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Request for a unit of the data. The reply also brings the weights that the unit is for."""
+    """Request for a unit of the data. The reply also contains the weights that the unit is for."""
 
     session: str
     number: int

@@ -94,7 +94,7 @@ def lines(view: RunView) -> Iterator[tuple[str, str]]:
     yield "figures", "  ".join(f"{name} {value:.4g}" for name, value in losses.items()) or "none yet"
     if "epsilon" in figures:
         protects = Privacy.protects(figures["epsilon"])
-        yield "privacy", f"ε = {figures['epsilon']:.4g} spent so far{'' if protects else ', which protects nobody'}"
+        yield "privacy", f"ε = {figures['epsilon']:.4g} spent so far{'' if protects else ', too much to protect the data'}"
     yield "coordinator", _coordinator(view)
     if view.picture is not None:
         yield "samples", f"of iteration {view.picture[0]}, at {view.picture[1].astimezone():%H:%M:%S} (--grid FILE saves them)"

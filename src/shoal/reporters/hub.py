@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
+from shoal.reporters.background_push import Pusher, Snapshot
 from shoal.reporters.hub_repository import PushError, Repository
 from shoal.reporters.model_card import facts_of, write_card
-from shoal.reporters.pusher import Pusher, Snapshot
 from shoal.runs.folder import plugin_record
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
@@ -55,8 +55,8 @@ class HubUploads(Reporter):
         pusher.finish(LAST_PUSH_S)
         self._report()
         if pusher.trouble:
-            there = f"what is there is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
-            self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {there}")
+            uploaded = f"the newest upload is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
+            self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {uploaded}")
         elif pusher.pushes:
             times = "once" if pusher.pushes == 1 else f"{pusher.pushes} times"
             self.recorder.message(f"uploaded {times} to {self.repository.url}, last at step {pusher.pushed_step}")

@@ -68,8 +68,8 @@ class Repository:
         name, private = self._settings.repo_id, self._settings.private
         self._api.create_repo(name, private=private, exist_ok=True)
         if bool(self._api.model_info(name).private) != private:
-            there, wanted = ("public", "true") if private else ("private", "false")
-            self.notes.append(f"{self.url} is {there}, though hub.private is {wanted}: it stays as it is; change it in its settings")
+            visibility, wanted = ("public", "true") if private else ("private", "false")
+            self.notes.append(f"{self.url} is {visibility}, though hub.private is {wanted}: it stays as it is; change it in its settings")
         self._ready = True
 
     def _explain(self, error: Exception) -> PushError:

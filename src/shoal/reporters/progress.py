@@ -142,7 +142,7 @@ def table_of(recorder: Recorder) -> Table:
 
 
 class JsonLines(PlainProgress):
-    """What people are told, as objects: the time, the level, and a record's figures or a message."""
+    """The progress as JSON objects, one per line: the time, the level, and a record's figures or a message."""
 
     def record(self, record: dict[str, Any]) -> None:
         now = time.monotonic()

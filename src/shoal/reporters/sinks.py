@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own folder: TensorBoard, W&B, pictures, the run's database, the hub."""
+"""Destinations of metrics besides the run's own folder: TensorBoard, W&B, pictures, the run's database, the hub."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class LoadMap(Reporter):
 
 
 class Blackboard(Reporter):
-    """Writes into the database that the run goes through. If that fails, the run goes on and a warning is shown."""
+    """Writes into the database that the run uses as its transport. If that fails, the run continues and a warning is shown."""
 
     def start(self, recorder: Recorder) -> None:
         self.recorder, self.server = recorder, recorder.blackboard

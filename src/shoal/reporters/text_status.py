@@ -62,7 +62,7 @@ def privacy_of(privacy: Mapping[str, Any]) -> str:
     spent = privacy.get("epsilon")
     if spent is None:
         return "nothing is known of ε yet"
-    return f"ε = {spent:.4g} spent at δ = {privacy.get('delta', 0):g}{'' if Privacy.protects(spent) else ', which protects nobody'}"
+    return f"ε = {spent:.4g} spent at δ = {privacy.get('delta', 0):g}{'' if Privacy.protects(spent) else ', too much to protect the data'}"
 
 
 def member_rows(status: Mapping[str, Any]) -> list[Row]:

@@ -237,7 +237,7 @@ class DatabaseConnection:
             return self._news(nothing, newer)
         units = self.desk.claim(1, _CLAIM_S)
         if not units:
-            self._tell_notice()
+            self._report_notice()
             return self._news(nothing, None)
         self._unit = unit = units[0]
         self._leased_at, self._told_slow = time.monotonic(), False
@@ -270,14 +270,14 @@ class DatabaseConnection:
         self.desk.fail_unit(self._unit, header["reason"])
         return CoordinatorAnswer({"kind": "noted"}, ())
 
-    def _tell_notice(self) -> None:
+    def _report_notice(self) -> None:
         """Report why this worker gets no unit, where that is its own fault. The database is queried every few seconds."""
         if time.monotonic() >= self._notice_at:
             self._notice_at = time.monotonic() + _NOTICE_EVERY_S
             if notice := self.desk.why_no_work():
                 self.tell(f"warning: {notice}")
 
-    def _tell_slow(self, state: str) -> None:
+    def _report_slow(self, state: str) -> None:
         """Warn once when a unit takes longer than the timeout. Heartbeats renew its lease, so it is not lost."""
         took_s = time.monotonic() - self._leased_at
         if state == COMPUTING and self._unit is not None and took_s > self._lease_s and not self._told_slow:
@@ -289,7 +289,7 @@ class DatabaseConnection:
             )
 
     def _beat(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
-        self._tell_slow(header["state"])
+        self._report_slow(header["state"])
         self._figures = header["figures"]
         self.desk.heartbeat(COMPUTING if self._fetching else header["state"], self._figures)
         return CoordinatorAnswer({"kind": "pulse"}, ())

@@ -116,8 +116,8 @@ def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path,
     if known.port and getattr(transport, "port", None) == 0:
         transport = transport.replace(port=known.port)
     keys = known.keys if needs_keys(transport, hosts) else None
-    here = getattr(transport, "port", 0)
-    further = sorted({host.server_port for host in run.cluster.hosts.values() if host.server_port} - {here}) if here else []
+    own_port = getattr(transport, "port", 0)
+    further = sorted({host.server_port for host in run.cluster.hosts.values() if host.server_port} - {own_port}) if own_port else []
     server = serve(transport, ListenOptions(hosts, known.token, keys, largest, further, insecure=True, guests=GuestList(folder).all))
     port = int(server.address.rpartition(":")[2]) if server.address.rpartition(":")[2].isdigit() else 0
     known._replace(port=port, expected=expected, address=server.address, encrypted=keys is not None).save(folder)

@@ -122,9 +122,9 @@ def refuse_unknown_functions(run: Run, trusted: Sequence[str]) -> None:
 def import_function(name: str) -> Any:
     """The function named `module:function`. Modules in the current folder are found too."""
     module, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
         return getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

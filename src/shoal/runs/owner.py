@@ -61,7 +61,7 @@ def read_owner_file(path: Path) -> OwnerFile:
     folder = RunFolder(path)
     found, state = OwnerFile.read(path / FILE), folder.status()["state"]
     if state not in UNFINISHED_STATES:
-        raise ShoalError(f"{path} is over ({state}): there is no coordinator to hear this")
+        raise ShoalError(f"{path} is over ({state}): there is no coordinator to receive this command")
     if found is None:
         raise ShoalError(f"{path} has no coordinator: a run of one process is ended with Ctrl-C")
     return found

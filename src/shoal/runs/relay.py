@@ -60,7 +60,7 @@ class Relay:
             self._pending.add_done_callback(lambda future: self.wake())
 
     def leave(self) -> None:
-        """Leave the coordinator above. A relay that resumes this run sends again what is not answered yet."""
+        """Leave the coordinator above. A relay that resumes this run sends unanswered requests again."""
         self.joined.sender.leave_early("")
         self.joined.close()
         self.receipts.close()

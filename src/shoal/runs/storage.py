@@ -1,4 +1,4 @@
-"""Where a coordinator stores its durable state, and the server that its workers connect to.
+"""The storage of a coordinator's durable state, and the server that its workers connect to.
 
 `FolderStorage` uses the run's folder and a port. `DatabaseStorage` uses a PostgreSQL database, from which a run can be resumed without its
 folder.

@@ -17,7 +17,7 @@ from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.mixtral import as_mixtral
-from shoal.models.trunk import Trunk
+from shoal.models.transformer import Trunk
 from shoal.runs.build_run import stream_text
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import find_checkpoint, read_weights, save_weights

@@ -31,7 +31,7 @@ _PLAIN_NAME = re.compile(r"[\w.-]+")
 def parts_for(
     welcome: Message,
     overrides: Sequence[Override],
-    meeting: Rendezvous | None,
+    rendezvous: Rendezvous | None,
     progress: Progress | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
@@ -39,11 +39,11 @@ def parts_for(
     header, frames = welcome
     fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
     run = configuration(header, [*overrides, *fetched])
-    here = meeting.here if meeting is not None else None
+    here = rendezvous.here if rendezvous is not None else None
     device = choose_device(run.training.device, here.local_rank if here else 0)
     fp8.check(run.training, device)
     cuda_graph.check(run.training, device)
-    world = meeting.enter(device) if meeting is not None else None
+    world = rendezvous.enter(device) if rendezvous is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
         parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, live, joins=True)

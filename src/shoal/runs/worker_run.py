@@ -157,13 +157,13 @@ class JoinedWorker:
         return self.worker.doing if self.worker else self.doing
 
     def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
-        meeting = self._share_welcome(here) if here is not None else None
-        parts = parts_for(self.welcome, self.options.overrides, meeting, progress, live)
+        rendezvous = self._share_welcome(here) if here is not None else None
+        parts = parts_for(self.welcome, self.options.overrides, rendezvous, progress, live)
         share = WorkerParts.of(parts, self.welcome.header, self.options, self.sender.report)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         checkpoint: WorkerCheckpoint = share.checkpoints
-        if meeting is not None:
+        if rendezvous is not None:
             engine = checkpoint = self.island = Island(share.parts.engine, share.feed_for, share.checkpoints, batch_part(share.parts)[1])
             feed_for = self.island.open_feed
         strategy = share.strategy
@@ -174,7 +174,7 @@ class JoinedWorker:
             WorkerPolicies(strategy.feed, strategy.contribution, strategy.pull, strategy.rounds.window, strategy.spans(engine.layouts)),
             self.run.updates,
             accumulation=self.run.training.gradient_accumulation_steps,
-            ranks=1 if meeting is None else batch_share(self.run, 0, meeting.here.size)[1],
+            ranks=1 if rendezvous is None else batch_share(self.run, 0, rendezvous.here.size)[1],
             receipts=ReceiptsFile(self.options.receipts),
             checkpoint=checkpoint,
             slowdown=self.options.slowdown,
@@ -182,12 +182,12 @@ class JoinedWorker:
 
     def _share_welcome(self, here: RankPlace) -> Rendezvous:
         """Pass the coordinator's welcome to the other processes of this worker."""
-        meeting = Rendezvous(here)
+        rendezvous = Rendezvous(here)
         parts = [json.dumps(self.welcome.header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
-        meeting.say("words", str(len(parts)))
+        rendezvous.put("words", str(len(parts)))
         for number, part in enumerate(parts):
-            meeting.say(f"word {number}", part)
-        return meeting
+            rendezvous.put(f"word {number}", part)
+        return rendezvous
 
     def work(self) -> None:
         """Work until the run is over, or `stop` is called."""
@@ -222,9 +222,9 @@ class JoinedWorker:
     def close_ranks(self) -> None:
         """Release the other processes of this worker, when its figures are not needed any more."""
         if self.island is not None:
-            crew = self.island.crew
+            worker_world = self.island.worker_world
             self.island = self.worker = None
-            crew.close()
+            worker_world.close()
 
     def stop(self) -> None:
         """Leave after this step; within seconds, if the coordinator does not answer any more."""
@@ -289,7 +289,7 @@ class WorkerParts(NamedTuple):
         if strategy.feed.leased:
             torch.seed()  # each worker needs its own noise
         else:
-            torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.crew.rank)
+            torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.worker_world.rank)
         checkpoints = _checkpoints(parts, strategy, options, header["name"], tell)
         pieces = unit_pieces(parts, strategy) if strategy.feed.leased and not strategy.feed.given else None
         return cls(parts, strategy, header["shards"], checkpoints, pieces)
@@ -308,8 +308,8 @@ class WorkerParts(NamedTuple):
 
 def batch_part(parts: RunParts) -> tuple[int, int]:
     """The index of the part of every batch that this process reads, and the number of parts."""
-    crew = parts.engine.crew
-    return batch_share(parts.run, crew.rank, crew.size)
+    worker_world = parts.engine.worker_world
+    return batch_share(parts.run, worker_world.rank, worker_world.size)
 
 
 def unit_pieces(parts: RunParts, strategy: Policies) -> data.UnitBatches:
@@ -335,14 +335,15 @@ def _checkpoints(parts: RunParts, strategy: Policies, options: JoinOptions, name
     earlier = Path(settings.resume_from) if settings.resume_from else None
     if earlier is not None and (earlier / "state.json").exists():
         earlier = earlier.parent.parent
-    crew = parts.engine.crew
-    own = "" if crew is parts.engine.world else f"process-{crew.rank}"  # processes that step separately save separate checkpoints
+    worker_world = parts.engine.worker_world
+    # Processes that step separately save separate checkpoints
+    own = "" if worker_world is parts.engine.world else f"process-{worker_world.rank}"
     if (held := parts.run.engine.experts) is not None:  # the checkpoint of other experts does not fit
         own = f"experts-{zlib.crc32(str(held).encode()):08x}"
     due = SaveSchedule(
         lambda version: every is not None and contribution.passes(version, every),
         every,
-        f"{settings_digest(parts.run)} {parts.engine.crew.size}",
+        f"{settings_digest(parts.run)} {parts.engine.worker_world.size}",
     )
     return WorkerCheckpoints(
         parts.engine,
@@ -359,13 +360,13 @@ def follow_first_process(here: RankPlace, options: JoinOptions) -> None:
     _follow(Rendezvous(here), options).close()  # after the model is released
 
 
-def _follow(meeting: Rendezvous, options: JoinOptions) -> World:
-    count = int(meeting.hear("words", options.patience_s + _FOLLOWER_EXTRA_S))
-    header, *frames = [meeting.hear(f"word {number}", options.patience_s + _FOLLOWER_EXTRA_S) for number in range(count)]
+def _follow(rendezvous: Rendezvous, options: JoinOptions) -> World:
+    count = int(rendezvous.wait_for("words", options.patience_s + _FOLLOWER_EXTRA_S))
+    header, *frames = [rendezvous.wait_for(f"word {number}", options.patience_s + _FOLLOWER_EXTRA_S) for number in range(count)]
     welcome = Message(json.loads(header), tuple(frames))
-    share = WorkerParts.of(parts_for(welcome, options.overrides, meeting), welcome.header, options, lambda text: None)
+    share = WorkerParts.of(parts_for(welcome, options.overrides, rendezvous), welcome.header, options, lambda text: None)
     IslandFollower(share.parts.engine, share.feed_for, share.checkpoints).work()
-    return share.parts.engine.crew
+    return share.parts.engine.worker_world
 
 
 def report_gone(options: JoinOptions) -> None:

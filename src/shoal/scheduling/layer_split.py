@@ -13,7 +13,7 @@ from shoal.errors import ShoalError
 class MachineSpec(NamedTuple):
     speed: float
     """Layer cost per second."""
-    room: float = math.inf
+    capacity: float = math.inf
     """Total size of the layers that it can hold."""
     fixed_s: float = 0.0
     """Time per pass that does not depend on its layers."""
@@ -50,7 +50,7 @@ def split(
         found: dict[int, tuple[float, int, list[int]]] = {}
         for start, (slowest, used, bounds) in best.items():
             for end in range(start if leave_out else start + 1, count + 1):
-                if taken[end] - taken[start] > machine.room or not holds(number, start, end):
+                if taken[end] - taken[start] > machine.capacity or not holds(number, start, end):
                     break
                 time = max(slowest, machine.seconds(done[end] - done[start]))
                 entry = (time, used + (end > start), [*bounds, end])

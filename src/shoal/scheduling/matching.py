@@ -102,13 +102,13 @@ def _in_turn(
     jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], choose: Callable[[PendingTask, Sequence[WorkerSpec]], WorkerSpec]
 ) -> Match:
     """Each task, in this order, takes the worker that `choose` names among the free ones that it fits."""
-    room, match = {machine.name: machine.capacity for machine in machines}, Match()
+    free_slots, match = {machine.name: machine.capacity for machine in machines}, Match()
     for job in jobs:
-        if free := [machine for machine in machines if room[machine.name] and fits(job, machine)]:
+        if free := [machine for machine in machines if free_slots[machine.name] and fits(job, machine)]:
             taken = choose(job, free).name
-            room[taken] -= 1
+            free_slots[taken] -= 1
             match.setdefault(taken, []).append(job.id)
-        elif not any(room.values()):
+        elif not any(free_slots.values()):
             break
     return match
 

@@ -328,7 +328,7 @@ class BatchingEngine:
         job.on_event(Finished(reason))
 
     def _retain(self, job: GenerationJob, reason: EndReason) -> None:
-        """Keep the caches of a request that ended in order, as far as the prefix cache has room; release those of others."""
+        """Keep the caches of a request that ended in order, as far as the prefix cache has capacity; release those of others."""
         unused = [job.number]
         if reason in ("stop", "length") and not job.pending and self.prefixes.most_tokens and self.backend.retain(job.number):
             unused = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached])

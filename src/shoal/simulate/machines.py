@@ -1,7 +1,7 @@
 """The machines of a simulation: the speed and the link of each, and the times when it takes part.
 
-A weather names a distribution of machines. The name of a link profile gives all machines that link. `mixed` resembles volunteers: links of
-all kinds, log-normal speeds, machines that are on by day, many that join within minutes, and sites with outages.
+A weather is a named distribution of machines. The name of a link profile gives all machines that link. `mixed` resembles volunteers: links
+of all kinds, log-normal speeds, machines that are on by day, many that join within minutes, and sites with outages.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Weather(NamedTuple):
 
 
 def weather_named(name: str, count: int, step_s: float, hours: float, seed: int, false_share: float = 0.0) -> Weather:
-    """`count` machines in the weather of this name. Raises ShoalError for an unknown name."""
+    """`count` machines of the named distribution. Raises ShoalError for an unknown name."""
     rng = random.Random(f"{seed} {name} {count}")
     if name == "mixed":
         machines, outages = _mixed(count, step_s, hours, rng)
@@ -133,5 +133,5 @@ def _site_outages(span_s: float, rng: random.Random) -> tuple[TimeSpan, ...]:
 
 
 def weather_of(machines: Sequence[SimulatedMachine]) -> Weather:
-    """The weather that consists of these machines, without outages."""
+    """The `Weather` of these machines, without outages."""
     return Weather(tuple(machines), {}, {})

@@ -155,9 +155,9 @@ def machines_that_fit(found: MetaModel, run: Run, kinds: dict[str, MachineKind])
     return {name: kind for name, kind in kinds.items() if kind.memory_gb is None or needs_gb <= kind.memory_gb}
 
 
-def ways_to_fit(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
+def changes_that_fit(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
     """Changes with which a machine of this memory can train the model, one per line of the message."""
-    training, ways = run.training, list[str]()
+    training, changes = run.training, list[str]()
     batches = [training.batch_size or 1]
     while batches[-1] > 1:
         batches.append(batches[-1] // 2)
@@ -166,12 +166,12 @@ def ways_to_fit(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
             tried = training.replace(batch_size=batch, gradient_checkpointing=checkpointing or training.gradient_checkpointing)
             if (needs := found.memory(run.replace(training=tried)).gb) <= memory_gb:
                 switched = "training.gradient_checkpointing=true and " if checkpointing and not training.gradient_checkpointing else ""
-                ways.append(f"{switched}training.batch_size={batch}: {needs:.3g} GB")
+                changes.append(f"{switched}training.batch_size={batch}: {needs:.3g} GB")
                 break
-    return ways or _sharded_ways(found, run, memory_gb)
+    return changes or _sharded_changes(found, run, memory_gb)
 
 
-def _sharded_ways(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
+def _sharded_changes(found: MetaModel, run: Run, memory_gb: float) -> list[str]:
     """Sharding: devices share weights, gradients and optimizer state; each keeps the activations of its own batch."""
     least = found.memory(run.replace(training=run.training.replace(batch_size=1)))
     available, shared = memory_gb - least.activations / 1e9, least.gb - least.activations / 1e9

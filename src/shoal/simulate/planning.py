@@ -167,8 +167,8 @@ class _Planner:
         workers = sum(kind.count for kind in self._kinds.values())
         loaded = self._variant(candidate.settings(workers))
         run = loaded.run  # raises ConfigError for settings that contradict each other
-        there = machines_that_fit(found, run, self._kinds)
-        machines = machines_of(found, run, there)
+        fitting = machines_that_fit(found, run, self._kinds)
+        machines = machines_of(found, run, fitting)
         if not machines:
             raise ShoalError(f"with a batch of {candidate.batch} it fits no machine: it needs {found.memory(run).gb:.3g} GB")
         if len(machines) != workers:
@@ -177,7 +177,7 @@ class _Planner:
         agreed = found.agreed(run, len(machines))
         span_s = _span_s(found, agreed, loaded, machines, contributions)
         report = VirtualRun(scenario_of(run, agreed, learns=False), weather_of(machines), span_s / 3600, self._seed).run()
-        price = sum(kind.count * kind.price_per_hour for kind in there.values())
+        price = sum(kind.count * kind.price_per_hour for kind in fitting.values())
         order = self._predictions[candidate].order if candidate in self._predictions else len(self._predictions)
         rate, each = _steady(report)
         length = agreed.length

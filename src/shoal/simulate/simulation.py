@@ -64,7 +64,7 @@ def simulate(
     learns: bool = False,
     samples: int | None = None,
 ) -> SimulationReport:
-    """Simulate a run on these machines, or on this number of machines in a weather. Raises ShoalError for a run that cannot be simulated.
+    """Simulate a run on these machines, or on this number of machines of a `weather`. Raises ShoalError for a run that cannot be simulated.
 
     `learns`: workers compute real updates; else only times, bytes and decisions are simulated. `samples`: number of samples of the data,
     which is then not read.
@@ -116,7 +116,7 @@ def weather_for(run: Run, asked: SimulationOptions, count: int, step_s: float, h
 
 
 def _weather(run: Run, asked: SimulationOptions, count: int, step_s: float, hours: float) -> Weather:
-    """The weather of the options; else the machines that the settings list, with their known speeds and links."""
+    """The named profile of the options; else the machines that the settings list, with their known speeds and links."""
     if asked.weather is not None or not run.cluster.workers:
         return weather_named(asked.weather or "calm", count, step_s, hours, asked.seed, asked.false_share)
     listed_ones = run.cluster.workers[:count]

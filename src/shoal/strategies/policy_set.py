@@ -33,7 +33,7 @@ class DataExtent(NamedTuple):
 
 
 class RunLength(NamedTuple):
-    """How long a run is."""
+    """The length of a run."""
 
     steps: int
     """Updates of the weights."""
@@ -47,7 +47,7 @@ class RunLength(NamedTuple):
     worker_steps: int
     """Steps of one worker, which its learning-rate schedule counts."""
     cut: DataCut | None = None
-    """How the data is cut into units, where they are leased."""
+    """The division of the data into leased units."""
     samples_per_batch: int | None = None
     """Samples of a batch; None: `training.batch_size`."""
 

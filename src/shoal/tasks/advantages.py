@@ -68,7 +68,7 @@ def adapted(coefficient: float, kl: float, target: float, samples: int, horizon:
 
 
 class RunningDeviation:
-    """The standard deviation of all numbers so far (Welford's way, several at a time), whose state a checkpoint can hold."""
+    """The standard deviation of all numbers so far (Welford's algorithm, several at a time), whose state a checkpoint can hold."""
 
     def __init__(self, count: int = 0, mean: float = 0.0, squares: float = 0.0) -> None:
         self.count, self.mean, self.squares = count, mean, squares

@@ -57,9 +57,9 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
 
 @torch.no_grad()
 def in_pieces(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf, room_VD: Tensor | None = None
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf, buffer_VD: Tensor | None = None
 ) -> ChunkedLogProbs:
-    """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `room_VD`:
+    """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `buffer_VD`:
     memory for the latter; None: it is allocated."""
     kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
     weight_slope_WD: Tensor | None = None
@@ -77,7 +77,7 @@ def in_pieces(
         with torch.autocast(hidden_ND.device.type, enabled=False):
             found.append((log_probs_n, entropy_n, logits_slope_nW @ wide_WD.to(kind)))
             if weight_VD.requires_grad:
-                weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype, room_VD)
+                weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype, buffer_VD)
         del logits_slope_nW  # as above
     log_probs, entropies, slopes = zip(*found, strict=True)
     return ChunkedLogProbs(
@@ -147,13 +147,13 @@ def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: s
     return log_probs_r, entropy_r
 
 
-def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype, room_VD: Tensor | None) -> Tensor:
-    """A sum of products with one more, in a type at least as precise. The first goes into `room_VD`, if that has its shape and type."""
+def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype, buffer_VD: Tensor | None) -> Tensor:
+    """A sum of products with one more, in a type at least as precise. The first goes into `buffer_VD`, if that has its shape and type."""
     if before_VD is not None:
         return before_VD.addmm_(left_Vn, right_nD) if before_VD.dtype == left_Vn.dtype else before_VD.add_(left_Vn @ right_nD)
-    if room_VD is None or len(room_VD) != len(left_Vn) or not room_VD.dtype == kind == left_Vn.dtype:
+    if buffer_VD is None or len(buffer_VD) != len(left_Vn) or not buffer_VD.dtype == kind == left_Vn.dtype:
         return (left_Vn @ right_nD).to(kind)
-    return torch.mm(left_Vn, right_nD, out=room_VD.detach())
+    return torch.mm(left_Vn, right_nD, out=buffer_VD.detach())
 
 
 def _cut(count: int, weight_VD: Tensor) -> Iterator[slice]:
@@ -183,10 +183,10 @@ class WithSlopes(torch.autograd.Function):
         return None, (pieces.hidden_slope_ND * slope).to(ctx.kind), None if weight is None else weight.mul_(slope), None
 
 
-def room_of(parameter: Tensor) -> Tensor | None:
+def gradient_buffer_of(parameter: Tensor) -> Tensor | None:
     """The memory where the gradient of a parameter will be gathered; None: no engine offers it, or it holds gradients of this step."""
-    room: Tensor | None = getattr(parameter, "gradient_room", None)
-    return room if parameter.grad is None else None
+    buffer: Tensor | None = getattr(parameter, "gradient_buffer", None)
+    return buffer if parameter.grad is None else None
 
 
 def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: ChunkedLogProbs) -> Tensor:

@@ -92,10 +92,10 @@ def _punished_loss_and_gradient(
     label = tl.load(labels + row)
     counted = label != ignored
     right = tl.load(start_of_row + tl.where(counted, label, 0)).to(tl.float32)
-    back, place = tl.arange(0, WINDOW), row % length
-    there = (back < window) & (back <= place)
-    token = tl.where(counted, tl.load(seen + row - back, mask=there, other=-1), -1)
-    wrong = (token >= 0) & (token != label) & (tl.load(again + row - back, mask=there, other=0) > place)
+    back, position = tl.arange(0, WINDOW), row % length
+    mask = (back < window) & (back <= position)
+    token = tl.where(counted, tl.load(seen + row - back, mask=mask, other=-1), -1)
+    wrong = (token >= 0) & (token != label) & (tl.load(again + row - back, mask=mask, other=0) > position)
     too_early = (tl.load(early + row) != 0) & counted & (label != eos)
     x = tl.load(start_of_row + tl.where(wrong, token, 0)).to(tl.float32)
     x_end = tl.load(start_of_row + eos).to(tl.float32)

@@ -20,7 +20,7 @@ from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
 from shoal.tasks.answer_logprobs import PromptAnswers, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
 from shoal.tasks.base import Batch, Loss, MetricMeans, Task
-from shoal.tasks.chunked_logprobs import SlopeOf, in_pieces, room_of, with_slopes
+from shoal.tasks.chunked_logprobs import SlopeOf, gradient_buffer_of, in_pieces, with_slopes
 from shoal.tasks.dpo import SIDES, preference_loss
 
 
@@ -79,8 +79,8 @@ class PolicyGradient(Task):
             return *self.policy_loss(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:], batch, real_BT), None
         hidden_BLD, labels_N = model.hidden(text.input_ids_BL, **given), text.labels_BL[text.counted_BL]
         hidden_ND, weight_VD = hidden_BLD[text.counted_BL], output_of(model, given)
-        slope_of, room_VD = self._slope_of(batch, real_BT), room_of(model.output_weight)
-        pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, slope_of, room_VD)
+        slope_of, buffer_VD = self._slope_of(batch, real_BT), gradient_buffer_of(model.output_weight)
+        pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, slope_of, buffer_VD)
         log_probs_BT, entropy_BT = (spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N))
         loss, metrics = self.policy_loss(log_probs_BT, entropy_BT, batch, real_BT)
         values_BT = model.value_head(hidden_BLD[:, -width:]) if hasattr(model, "value_head") else None

@@ -155,7 +155,7 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
         assert target is not None
         return next(value for name, value in batch.items() if name != target), batch[target]
     if not isinstance(batch, tuple) or len(batch) != 2:
-        raise ShoalError("a batch is not a pair of inputs and targets: say with loss= what to make smaller")
+        raise ShoalError("a batch is not a pair of inputs and targets: pass the loss to minimise as loss=")
     return batch
 
 

@@ -1,4 +1,4 @@
-"""How workers and the coordinator reach each other: thin request and reply, whatever is underneath.
+"""Transports between workers and the coordinator: request and reply, with one interface for all networks and databases.
 
 Security, in a few lines. Every client with the join token is a worker; no other client gets a message into the coordinator's memory: the
 token is checked in the handshake (ZeroMQ) or before a body is read (HTTP). Beyond this machine everything is encrypted and the

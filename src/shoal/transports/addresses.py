@@ -53,7 +53,7 @@ def resolve(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as problem:
-        raise ShoalError(f"`{host}` is not known here as the name of a machine: {problem}") from None
+        raise ShoalError(f"this machine cannot resolve the host name `{host}`: {problem}") from None
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 

@@ -40,7 +40,7 @@ class LimitedHttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._serving.start()
 
     def stop(self) -> None:
-        """Accept no more connections. Those that exist go on."""
+        """Accept no more connections. Existing ones continue."""
         self.shutdown()
         self._serving.join()
 

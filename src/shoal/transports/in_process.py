@@ -1,6 +1,6 @@
 """Threads of one process: the same promises as over a network, with nothing copied but the header.
 
-Frames are handed over as they are, so the client must not write to them until it has its reply.
+Frames are passed without a copy, so the client must not write to them until it has its reply.
 """
 
 from __future__ import annotations

@@ -87,10 +87,10 @@ class Client(Protocol):
 
 @runtime_checkable
 class Poster(Client, Protocol):
-    """A client that sends while its caller goes on."""
+    """A client that sends in the background."""
 
     def post(self, message: Message, timeout_s: float) -> None:
-        """Ask, and do not wait. Unreachable where it cannot be handed over within the time."""
+        """Send a request without waiting for the reply. Raises Unreachable if it cannot be queued within the time."""
 
     def answer(self, timeout_s: float) -> Message:
         """Wait for the answer to what was posted last."""

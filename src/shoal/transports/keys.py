@@ -1,4 +1,4 @@
-"""Who may join: a token that all workers of a run share, and the coordinator's own key pair for what travels encrypted.
+"""Secrets for joining a run: a token that all workers of a run share, and the coordinator's own key pair for what travels encrypted.
 
 The token is the only secret a worker is given. Its key pair for encryption is derived from it, so that the coordinator can recognise a
 worker in the handshake, before it has taken a single message from it.

@@ -1,4 +1,4 @@
-"""The page /metrics over HTTP: one text, for programs such as Prometheus that read it now and then. A client can only read it."""
+"""The page /metrics over HTTP: one text, for programs such as Prometheus that poll it. A client can only read it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shoal.transports.interface import Frame, Message, Refused
 VERSION = 1
 MOST_FRAMES = 16
 HEADER_BYTES = 1 << 20
-"""Room for a whole configuration; what is larger belongs in a frame."""
+"""Enough for a whole configuration; larger data belongs in a frame."""
 _LARGEST_NUMBER = 2**63 - 1
 
 

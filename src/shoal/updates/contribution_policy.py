@@ -1,4 +1,4 @@
-"""What the worker's and the coordinator's part of a strategy both know of its contributions."""
+"""The settings of a strategy's contributions, which its worker's and its coordinator's part share."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class FlatNetwork:
         """Attach to each parameter the view where its gradient will be gathered, so that hand-written backward passes can write it there in
         a step's first pass. Only for passes whose backward ends before the next forward begins."""
         for slope, parameter in zip(self.slopes, self.parameters, strict=True):
-            parameter.gradient_room = slope  # type: ignore[attr-defined]
+            parameter.gradient_buffer = slope  # type: ignore[attr-defined]
 
     def forget_gradients(self) -> None:
         """Call before a step's first backward pass: its gradients are then stored instead of added to zeros."""
@@ -149,17 +149,17 @@ class FlatNetwork:
 
     def _take(self, indices: Sequence[int]) -> None:
         """Move gradients into the vector, or add them to those of earlier passes."""
-        there = [(self.slopes[i], gradient) for i in indices if (gradient := self.parameters[i].grad) is not None]
-        there = [(slope, gradient) for slope, gradient in there if slope.data_ptr() != gradient.data_ptr()]
+        pairs = [(self.slopes[i], gradient) for i in indices if (gradient := self.parameters[i].grad) is not None]
+        pairs = [(slope, gradient) for slope, gradient in pairs if slope.data_ptr() != gradient.data_ptr()]
         if self.summed:
-            for slope, gradient in there:
+            for slope, gradient in pairs:
                 slope.add_(gradient)
         else:
             absent = [self.slopes[i] for i in indices if self.parameters[i].grad is None]
             if absent:
                 torch._foreach_zero_(absent)
-            if there:
-                torch._foreach_copy_([slope for slope, _ in there], [gradient for _, gradient in there])
+            if pairs:
+                torch._foreach_copy_([slope for slope, _ in pairs], [gradient for _, gradient in pairs])
         if self.shadow is not None:
             for i in indices:
                 self.parameters[i].grad = None

@@ -58,7 +58,7 @@ class WorkerCheckpoint(Protocol):
         """The saved part of the round that begins here, or the worker's last round, if that was finished; None: neither is there."""
 
     def resume_partial_round(self, residual: Tensor | None, within: bool) -> None:
-        """Load the state of what `find_partial_round` returned. `within`: the worker goes on in that round, without new weights."""
+        """Load the state of what `find_partial_round` returned. `within`: the worker continues that round, without new weights."""
 
     def delete_partial_round(self) -> None: ...
 

@@ -1,1 +1,1 @@
-"""What the chat server and the dashboard share: authentication, connection limits, pages."""
+"""Shared by the chat server and the dashboard: authentication, connection limits, pages."""

@@ -1,4 +1,4 @@
-"""Where a server listens, who may come in, and what the browser is told about what it gets."""
+"""The address a server listens on, its access tokens, and the security headers of its responses."""
 
 from __future__ import annotations
 

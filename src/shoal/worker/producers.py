@@ -149,7 +149,7 @@ class PseudoGradientProducer(Producer):
         self._vector = torch.empty(worker.engine.vector.numel())
         self._restored = False
         self._partial: PartialRound | None = None
-        """The round to go on with, which an earlier process of this worker saved."""
+        """The partial round to resume, which an earlier process of this worker saved."""
 
     def make(self) -> ProducedContribution | None:
         worker, means = self.worker, MetricMeans()
@@ -194,7 +194,7 @@ class PseudoGradientProducer(Producer):
     # --- partial rounds: a worker that was interrupted goes on in the middle of a round ----------------
 
     def _begin_round(self, means: MetricMeans) -> int:
-        """Begin a round, or go on in the middle of one; the samples so far."""
+        """Begin a round, or resume a partial one; return the samples so far."""
         partial, self._partial, self.steps_done, worker = self._partial, None, 0, self.worker
         if partial is None:
             return 0

@@ -1,6 +1,6 @@
 """A relay's side of the protocol with the upstream coordinator, sans I/O: the relay is a worker whose engine is a coordinator.
 
-The result of its round is sent upstream under the number in its journal; the answer brings the weights that its own workers continue with.
+The result of its round is sent upstream under the number in its journal; the reply contains the weights that its own workers continue with.
 A relay that was killed between the two confirmations sends the same contribution again under the same number, and the upstream coordinator
 accepts it once.
 """

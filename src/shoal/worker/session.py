@@ -43,7 +43,7 @@ _WORTH_A_WORD_S = 0.4
 _STOPPING_S = 5.0
 """Seconds that a worker which was asked to stop waits for an answer."""
 COMPUTING, STUCK = "computing", "stuck"
-"""States that a worker reports in heartbeats. The lease of a stuck worker is not renewed; heartbeats come from another thread and go on."""
+"""States that a worker reports in heartbeats. The lease of a stuck worker is not renewed; heartbeats come from a thread of their own."""
 TOO_FAST = "too-fast"
 _ASK_AGAIN = (TOO_FAST, "replayed", "asked-again", "unknown-nonce")
 """Refusals of a single message, which is then sent again: it was duplicated, came too late, or there were too many."""
@@ -156,7 +156,7 @@ class WorkerSession:
         self.forgotten = ""
         """A warning to the user if the coordinator came back without contributions that it had confirmed."""
         self.place = (0, 0)
-        """Epoch and batch up to which the worker has sent contributions, or from which the coordinator told it to continue."""
+        """Epoch and batch up to which the worker has sent contributions, or from which the coordinator asked it to continue."""
         self.newest = -1
         """The newest version that the worker knows of."""
         self.ready = False
@@ -206,7 +206,7 @@ class WorkerSession:
         self._returns.append(Fail("", 0, unit, reason[:LONGEST_REASON]))
 
     def leave(self, reason: str = "") -> None:
-        """Leave the run. `reason`: reported to the run's owner if the worker cannot go on."""
+        """Leave the run. `reason`: reported to the run's owner if the worker cannot continue."""
         self._leaves, self._reason = True, reason[:LONGEST_REASON]
 
     def stop(self) -> None:
@@ -352,8 +352,8 @@ class WorkerSession:
             )
         place, sent = (header["epoch"], header["position"]), self.pending
         taken = sent is not None and sent.asked.seq == header["last_seq"]
-        here = self.place if sent is None or taken else (sent.asked.epoch, sent.asked.position - sent.asked.batches)
-        moved = self.seat != header["seat"] or place > here
+        present = self.place if sent is None or taken else (sent.asked.epoch, sent.asked.position - sent.asked.batches)
+        moved = self.seat != header["seat"] or place > present
         self.seq = max(self.seq, header["last_seq"] + 1)
         if sent is not None and taken:
             sent.frames = ()  # its round may still be open: ask for it again, as if nothing had happened

@@ -132,7 +132,7 @@ class Worker:
         if not self.policies.feed.leased:
             self.move_to(SeatAssigned(welcome["seat"], welcome["epoch"], welcome["position"]))
         self.protocol.ready = True
-        self._say_all()
+        self._send_all()
         self._began = self.clock()
         while not self.over:
             if not self.policies.feed.leased or self._claim():
@@ -141,7 +141,7 @@ class Worker:
         self.busy = 1.0 - self.times.spent(_WAITING) / max(1e-9, self.clock() - self._began)
         self.state = "leaving"
         self.protocol.leave()
-        self._say_all()
+        self._send_all()
 
     def stop(self) -> None:
         """Ask the worker to leave soon. Any thread may call this."""
@@ -233,7 +233,7 @@ class Worker:
         self.unit, self.state = None, _WAITING
         self.times.begin(_WAITING)
         self.protocol.claim()
-        self._say_all()
+        self._send_all()
         self.times.begin("")
         unit: LeasedUnit | None = self.unit
         if unit is None or self.over:
@@ -259,7 +259,7 @@ class Worker:
             self.producer.failure = ""
         else:
             self.protocol.give_back(self.unit.number)
-        self._say_all()
+        self._send_all()
 
     # --- sending and receiving -----------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class Worker:
             self.times.begin(before)
             self._apply(events)
 
-    def _say_all(self) -> None:
+    def _send_all(self) -> None:
         self._apply(self.sender.exchange())
 
     def _apply(self, events: list[SessionEvent]) -> None:

@@ -57,13 +57,17 @@ def batch_arithmetic(
 
 def fitting(whole: int, batch: int, accumulation: int, devices: int) -> str:
     """A hint with which devices and accumulation the global batch fits."""
-    ways = []
+    options = []
     if whole % (batch * accumulation) == 0:
         number = whole // (batch * accumulation)
-        ways.append(f"{number} device{'s' if number > 1 else ''} (launch.devices_per_node)")
+        options.append(f"{number} device{'s' if number > 1 else ''} (launch.devices_per_node)")
     if whole % (batch * devices) == 0:
-        ways.append(f"training.gradient_accumulation_steps {whole // (batch * devices)} on {devices} device{'s' if devices > 1 else ''}")
-    return f"{whole} fits {' or '.join(ways)}" if ways else f"{whole} is no multiple of {batch} × {devices}, so no accumulation fits either"
+        options.append(f"training.gradient_accumulation_steps {whole // (batch * devices)} on {devices} device{'s' if devices > 1 else ''}")
+    return (
+        f"{whole} fits {' or '.join(options)}"
+        if options
+        else f"{whole} is no multiple of {batch} × {devices}, so no accumulation fits either"
+    )
 
 
 @rule("training.gradient_health.enabled", "training.gradient_health.initial_clip_value", "training.gradient_health.final_clip_value")

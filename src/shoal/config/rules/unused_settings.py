@@ -41,8 +41,8 @@ def _all_have_rates(players: Mapping[str, PlayerOptimizer]) -> bool:
 
 
 NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
-    ("data.padding_side", "data.batching", lambda way: way == "packed", "texts are packed, so nothing is padded"),
-    ("data.truncation", "data.batching", lambda way: way == "packed", "texts are packed, so none is too long"),
+    ("data.padding_side", "data.batching", lambda batching: batching == "packed", "texts are packed, so nothing is padded"),
+    ("data.truncation", "data.batching", lambda batching: batching == "packed", "texts are packed, so none is too long"),
     ("data.loader.prefetch_factor", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),
     ("data.loader.persistent_workers", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),
     ("data.shuffle_buffer", "data.streaming", lambda streams: not streams, "the data is no stream, so all of it is shuffled"),

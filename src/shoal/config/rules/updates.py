@@ -104,7 +104,7 @@ def enough_workers_to_compare(settings: Settings, aggregation: Aggregation, work
     if few is None or strategy == "local" or few >= aggregation.works_from:
         return
     where = next(path for path, number in known.items() if number == few)
-    message = f"{aggregation.kind} withstands nothing with contributions of {few} workers: it takes {aggregation.works_from}"
+    message = f"with contributions of {few} workers, {aggregation.kind} gives no protection: it needs {aggregation.works_from}"
     settings.report("quorum", message, "updates.aggregation.kind", where, severity="warning", help="with fewer it is a mean")
 
 

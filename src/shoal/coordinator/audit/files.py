@@ -1,6 +1,6 @@
 """Files of a run, read for an audit: ledger, receipts, journals, newest snapshot. Unreadable files are reported, not raised.
 
-It shares no code with the modules that write the files: the formats are read here in another way, so that a mistake on one side shows.
+It shares no code with the modules that write the files: it reads the formats with code of its own, so that a mistake on one side shows.
 """
 
 from __future__ import annotations

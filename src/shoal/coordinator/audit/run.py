@@ -249,30 +249,30 @@ class JournalFollower:
 
     def _take(self, record: dict[str, Any]) -> Iterator[str]:
         if record["kind"] in _MAKE_VERSIONS:
-            there = self.open.pop(record["round"], {})
-            closed = [there[str(worker), int(seq)] for worker, seq in record["contributions"]]
-            yield from self._close(record["round"] + 1, there, closed)
+            held = self.open.pop(record["round"], {})
+            closed = [held[str(worker), int(seq)] for worker, seq in record["contributions"]]
+            yield from self._close(record["round"] + 1, held, closed)
         elif record["kind"] in ("accepted", "held"):
-            one = LedgerContribution.of_record(record)
-            known = self.tally.known.get(one.key)
-            if known is not None and known != one:
-                yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
-            self.open.setdefault(record["round"], {})[one.key] = one
+            entry = LedgerContribution.of_record(record)
+            known = self.tally.known.get(entry.key)
+            if known is not None and known != entry:
+                yield f"contribution {entry.seq} of {entry.worker} is not what the ledger says"
+            self.open.setdefault(record["round"], {})[entry.key] = entry
 
-    def _close(self, version: int, there: dict[Key, LedgerContribution], closed: list[LedgerContribution]) -> Iterator[str]:
-        for one in closed:
+    def _close(self, version: int, held: dict[Key, LedgerContribution], closed: list[LedgerContribution]) -> Iterator[str]:
+        for entry in closed:
             if version > self.tally.version:
-                self.unwritten.append(one)
-            elif self.tally.made.get(one.key) != version:
-                yield f"contribution {one.seq} of {one.worker} went into version {version}, and the ledger does not say so"
-        for worker, seq in there.keys() - {one.key for one in closed} - self.tally.known.keys():
+                self.unwritten.append(entry)
+            elif self.tally.made.get(entry.key) != version:
+                yield f"contribution {entry.seq} of {entry.worker} went into version {version}, and the ledger does not record it"
+        for worker, seq in held.keys() - {entry.key for entry in closed} - self.tally.known.keys():
             yield f"contribution {seq} of {worker} was taken for version {version}, is not in it, and the ledger does not say why"
 
     @property
     def left(self) -> dict[Key, LedgerContribution]:
         """Contributions that are not in the ledger yet."""
-        waiting = [one for there in self.open.values() for one in there.values()]
-        return {one.key: one for one in waiting + self.unwritten if one.key not in self.tally.known}
+        waiting = [entry for held in self.open.values() for entry in held.values()]
+        return {entry.key: entry for entry in waiting + self.unwritten if entry.key not in self.tally.known}
 
 
 def _lost(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, LedgerContribution]) -> Iterator[str]:
@@ -311,8 +311,8 @@ def _misfit(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, Ledge
         return
     where = f"snapshot {snapshot.number}"
     if snapshot.version > tally.first and (snapshot.batches, snapshot.samples) != tally.at.get(snapshot.version):
-        there = tally.at.get(snapshot.version, "nothing")
-        yield f"{where}: version {snapshot.version} with {snapshot.batches} batches, {snapshot.samples} samples; the ledger has {there}"
+        in_ledger = tally.at.get(snapshot.version, "nothing")
+        yield f"{where}: version {snapshot.version} with {snapshot.batches} batches, {snapshot.samples} samples; the ledger has {in_ledger}"
     if snapshot.ledger_bytes > evidence.ledger_bytes:
         yield f"{where}: the ledger was longer when it was taken ({snapshot.ledger_bytes} bytes, now {evidence.ledger_bytes})"
     closed = sum(record.get("kind") in _MAKE_VERSIONS for _, record in evidence.records)

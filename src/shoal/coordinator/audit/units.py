@@ -57,8 +57,8 @@ class UnitAudit:
     @property
     def undone(self) -> list[int]:
         """Units that were not done, before the last that was. Units are offered ahead, so a run that ends early leaves some."""
-        there = self.learned | self.given_up.keys() | self.settled
-        return [number for number in range(max(there, default=-1) + 1) if number not in there]
+        known = self.learned | self.given_up.keys() | self.settled
+        return [number for number in range(max(known, default=-1) + 1) if number not in known]
 
     def violations(self, complete: bool) -> Iterator[str]:
         """`complete`: the run claims that all of its epochs are done."""

@@ -1,1 +1,1 @@
-"""What survives a crash: journal, snapshots, ledger, and the state replayed from them."""
+"""The state that survives a crash: journal, snapshots, ledger, and the state replayed from them."""

@@ -88,7 +88,7 @@ class FileJournal:
         return records, head, end
 
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...]]]:
-        """Every record since a snapshot, but one that a crash cut off; then `append` goes on after the last. Raises DamagedJournal."""
+        """Every record since a snapshot, but one that a crash cut off; then `append` continues after the last. Raises DamagedJournal."""
         self._lock.take()
         reading: JournalReader | None = None
         for number in self._numbers_since(snapshot):

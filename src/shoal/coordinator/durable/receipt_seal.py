@@ -29,7 +29,7 @@ def key_in(folder: Path) -> bytes:
     try:
         return bytes.fromhex(path.read_text(encoding="ascii"))
     except ValueError:
-        raise ShoalError(f"{path} is damaged: put it back; or delete it, and an audit will not know the receipts of before") from None
+        raise ShoalError(f"{path} is damaged: restore it; or delete it, and an audit cannot check earlier receipts") from None
 
 
 def digest_of(line: list[Any]) -> str:

@@ -163,8 +163,8 @@ class ReplayedState:
                 if not self.rounds.holds(record) and not (self.relayed is not None and self.relayed.holds(record)):
                     self.rounds.hold(record["round"], HeldContribution(record, frames, *self._decode_again(record, frames)))
             case "closed":
-                there = self.rounds.open.pop(record["round"]).held
-                return self._move_weights([there[worker, seq] for worker, seq in record["contributions"]])
+                held = self.rounds.open.pop(record["round"]).held
+                return self._move_weights([held[worker, seq] for worker, seq in record["contributions"]])
             case "combined":
                 self._relay(record)
             case "adopted":
@@ -234,10 +234,10 @@ class ReplayedState:
         self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
         return {name: record[name] for name in ("lost", "reason")}
 
-    def _accept(self, held: HeldContribution) -> None:
-        record, state = held.record, self.state
+    def _accept(self, contribution: HeldContribution) -> None:
+        record, state = contribution.record, self.state
         name = record["worker"]
-        state.sequences[name], state.digests[name] = record["seq"], digest_of(held.line)
+        state.sequences[name], state.digests[name] = record["seq"], digest_of(contribution.line)
         if record["seq"] >= state.seen.get(name, (0,))[0]:
             state.seen.pop(name, None)
         if "unit" in record:
@@ -248,28 +248,28 @@ class ReplayedState:
         if name in state.made:
             state.made[name] = [version for version in state.made[name] if version > record["base"]]
         state.count("accepted")
-        self.rounds.hold(record["round"], held)
+        self.rounds.hold(record["round"], contribution)
 
-    def _move_weights(self, held: list[HeldContribution]) -> list[Effect]:
+    def _move_weights(self, contributions: list[HeldContribution]) -> list[Effect]:
         """Combine a round's contributions and move the weights."""
         if self.plan.rollouts is not None:
-            units = [(*self._samples_of(one.record["unit"]), one.vector, one.buffers) for one in held]
+            units = [(*self._samples_of(one.record["unit"]), one.vector, one.buffers) for one in contributions]
             figures = self.plan.rollouts.learn(units, self.state.version)
-            answers = [[one.record["unit"], one.record["base"], digest(one.frames)] for one in held]
-            return self._advance(held, figures, answers=answers)
-        unused = [one.vector for one in held] if self.plan.updates.codec.kind != "none" else []
-        update, buffers, share = self._combine(held)
+            answers = [[one.record["unit"], one.record["base"], digest(one.frames)] for one in contributions]
+            return self._advance(contributions, figures, answers=answers)
+        unused = [one.vector for one in contributions] if self.plan.updates.codec.kind != "none" else []
+        update, buffers, share = self._combine(contributions)
         dropped, self._dropped = self._dropped, []
         figures = self.learner.apply(update, buffers, self.step, share)
-        if len(held) > 1:
+        if len(contributions) > 1:
             unused.append(update)
         if unused:
             self._return_buffers(unused)
-        return self._advance(held, figures, **({"dropped": dropped} if dropped else {}))
+        return self._advance(contributions, figures, **({"dropped": dropped} if dropped else {}))
 
-    def _advance(self, held: list[HeldContribution], figures: Mapping[str, float], **more: Any) -> list[Effect]:
+    def _advance(self, contributions: list[HeldContribution], figures: Mapping[str, float], **more: Any) -> list[Effect]:
         """Count and publish the next version, made of these contributions. `more`: further fields of its line in the ledger."""
-        state, records = self.state, [one.record for one in held]
+        state, records = self.state, [one.record for one in contributions]
         span = self.plan.span(state.version)
         state.version += 1
         self.publish(span)
@@ -280,7 +280,7 @@ class ReplayedState:
                 state.made[name] = [*state.made.get(name, ()), state.version][-self.remembered :]
         weight = sum(record["weight"] for record in records)
         return [
-            LedgerEntry({"version": state.version, "batches": state.batches, "from": [one.line for one in held], **more}),
+            LedgerEntry({"version": state.version, "batches": state.batches, "from": [one.line for one in contributions], **more}),
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
 
@@ -290,10 +290,10 @@ class ReplayedState:
         """Combine a round into one contribution to the coordinator above. Its sequence number is fixed from now on."""
         if self.relayed is not None:
             return  # a snapshot was begun and not finished: the next journal begins with the end of the last one
-        there = self.rounds.open.pop(record["round"]).held
-        held = [there[worker, seq] for worker, seq in record["contributions"]]
-        update, buffers, share = self._combine(held)
-        self.relayed = relay_round(record, held, update * share, buffers, self.residual, self.plan, self.state)
+        held = self.rounds.open.pop(record["round"]).held
+        contributions = [held[worker, seq] for worker, seq in record["contributions"]]
+        update, buffers, share = self._combine(contributions)
+        self.relayed = relay_round(record, contributions, update * share, buffers, self.residual, self.plan, self.state)
 
     def _adopt(self, record: dict[str, Any], frames: Frames) -> list[Effect]:
         """Continue with the weights of the coordinator above."""
@@ -301,8 +301,8 @@ class ReplayedState:
         assert relayed is not None
         self.state.upstream, self.residual = dict(record["upstream"]), relayed.residual
         figures = self.learner.apply(*self._whole(frames), self.step, 1.0)
-        held = [HeldContribution(one, (), _NOTHING, _NOTHING) for one, _ in relayed.kept]
-        return self._advance(held, figures, upstream=[record["upstream"]["name"], relayed.asked.seq, record["status"]])
+        contributions = [HeldContribution(kept_record, (), _NOTHING, _NOTHING) for kept_record, _ in relayed.kept]
+        return self._advance(contributions, figures, upstream=[record["upstream"]["name"], relayed.asked.seq, record["status"]])
 
     def _whole(self, frames: Frames) -> tuple[Tensor, Tensor]:
         """Weights and buffers that were sent without a codec."""
@@ -317,56 +317,56 @@ class ReplayedState:
 
     # --- combining contributions ---------------------------------------------------------------------
 
-    def _combine(self, held: list[HeldContribution]) -> tuple[Tensor, Tensor, float]:
+    def _combine(self, contributions: list[HeldContribution]) -> tuple[Tensor, Tensor, float]:
         """The combined update, the combined buffers, and the share of the update that counts."""
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
-        if len(held) == 1 and updates.aggregation.kind == "mean" and not updates.memory:
-            return self._alone(held[0]), held[0].buffers, held[0].record["share"]
-        for one in held:
-            if one.record["share"] != 1.0:
-                one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
+        if len(contributions) == 1 and updates.aggregation.kind == "mean" and not updates.memory:
+            return self._alone(contributions[0]), contributions[0].buffers, contributions[0].record["share"]
+        for contribution in contributions:
+            if contribution.record["share"] != 1.0:
+                contribution.vector = contribution.vector * contribution.record["share"]  # not in place: it may lie in a frame
         if updates.compares or updates.memory:
-            held = one_of_each_worker(held, self.plan.episodes)
-        for one in held if updates.memory else ():
-            one.vector = self._remember(one.record["worker"], one.vector, updates.memory or 0.0)
-        weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
-        buffers = self._combine_buffers(held, weights)
-        if len(held) == 1 and updates.aggregation.kind == "mean":
-            return self._alone(held[0]), buffers, 1.0
+            contributions = one_of_each_worker(contributions, self.plan.episodes)
+        for contribution in contributions if updates.memory else ():
+            contribution.vector = self._remember(contribution.record["worker"], contribution.vector, updates.memory or 0.0)
+        weights = torch.tensor([one.record["weight"] for one in contributions], dtype=torch.float64)
+        buffers = self._combine_buffers(contributions, weights)
+        if len(contributions) == 1 and updates.aggregation.kind == "mean":
+            return self._alone(contributions[0]), buffers, 1.0
         if updates.aggregation.kind == "mean" and isinstance(updates.mixing, NoMixing):
-            return self._mean(held, weights), buffers, 1.0
-        stack, experts = torch.stack([one.vector for one in held]), self._experts(held)
+            return self._mean(contributions, weights), buffers, 1.0
+        stack, experts = torch.stack([one.vector for one in contributions]), self._experts(contributions)
         combine = aggregation.combine if experts is None or not experts.apart else partial(combine_apart, experts)
         dropped: set[int] = set()
         update, self.centre = combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed, dropped)
-        self._dropped = [held[place].record["worker"] for place in sorted(dropped)]
+        self._dropped = [contributions[index].record["worker"] for index in sorted(dropped)]
         return update, buffers, 1.0
 
-    def _alone(self, one: HeldContribution) -> Tensor:
+    def _alone(self, contribution: HeldContribution) -> Tensor:
         """The update of a single contribution."""
-        return self._mean_over_holders([one], torch.ones(1)) if one.experts else one.vector
+        return self._mean_over_holders([contribution], torch.ones(1)) if contribution.experts else contribution.vector
 
-    def _mean_over_holders(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
+    def _mean_over_holders(self, contributions: list[HeldContribution], weights: Tensor) -> Tensor:
         """The mean of contributions of which some hold only some experts. An expert in none of them does not move."""
         blocks, vector = self.plan.experts, self.learner.vector
         assert blocks is not None
         unmoved = vector.clone() if self.sends_weights else torch.zeros_like(vector)
-        loads = None if blocks.cap is None else torch.stack([blocks.loads_of(one.buffers) for one in held])
-        return mean_over_holders(blocks, [HolderVector(one.vector, one.experts) for one in held], weights, unmoved, loads)
+        loads = None if blocks.cap is None else torch.stack([blocks.loads_of(one.buffers) for one in contributions])
+        return mean_over_holders(blocks, [HolderVector(one.vector, one.experts) for one in contributions], weights, unmoved, loads)
 
-    def _experts(self, held: list[HeldContribution]) -> ExpertBlocks | None:
+    def _experts(self, contributions: list[HeldContribution]) -> ExpertBlocks | None:
         """Positions of the experts in contributions to a round."""
         experts = self.plan.experts
-        return None if experts is None else experts.within(self.plan.span(held[0].record["round"]))
+        return None if experts is None else experts.within(self.plan.span(contributions[0].record["round"]))
 
-    def _mean(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
-        if any(one.experts for one in held):
-            return self._mean_over_holders(held, weights)
-        vectors, out = [one.vector for one in held], self._buffer(held[0].vector.numel())
-        experts = self._experts(held)
+    def _mean(self, contributions: list[HeldContribution], weights: Tensor) -> Tensor:
+        if any(one.experts for one in contributions):
+            return self._mean_over_holders(contributions, weights)
+        vectors, out = [one.vector for one in contributions], self._buffer(contributions[0].vector.numel())
+        experts = self._experts(contributions)
         if experts is None or experts.cap is None:
             return aggregation.mean_of_vectors(vectors, weights, out)
-        loads = torch.stack([experts.loads_of(one.buffers) for one in held])
+        loads = torch.stack([experts.loads_of(one.buffers) for one in contributions])
         return mean_by_experts(experts, vectors, weights, loads, out)
 
     def _remember(self, worker: str, vector: Tensor, share: float) -> Tensor:
@@ -378,13 +378,13 @@ class ReplayedState:
             del self.memories[next(iter(self.memories))]
         return now
 
-    def _combine_buffers(self, held: list[HeldContribution], weights: Tensor) -> Tensor:
+    def _combine_buffers(self, contributions: list[HeldContribution], weights: Tensor) -> Tensor:
         """The mean of the buffers; under a robust rule their median. Some of the reported episodes are kept as they are."""
         if not self.learner.buffers.numel():
             return torch.empty(0)
-        stack = torch.stack([one.buffers for one in held])
-        if self.plan.experts is not None and any(one.experts for one in held):
-            together = mean_of_reports(self.plan.experts, stack, weights, [one.experts for one in held])
+        stack = torch.stack([one.buffers for one in contributions])
+        if self.plan.experts is not None and any(one.experts for one in contributions):
+            together = mean_of_reports(self.plan.experts, stack, weights, [one.experts for one in contributions])
         else:
             together = aggregation.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else aggregation.median(stack)
         return together if self.plan.episodes is None else self.plan.episodes.put(together, stack)
@@ -414,18 +414,18 @@ class ReplayedState:
         self.publish()
 
 
-def one_of_each_worker(held: list[HeldContribution], episodes: EpisodeRows | None = None) -> list[HeldContribution]:
+def one_of_each_worker(contributions: list[HeldContribution], episodes: EpisodeRows | None = None) -> list[HeldContribution]:
     """One row per worker, for rules that compare workers: several contributions of one worker are averaged by weight."""
     by_worker: dict[str, list[HeldContribution]] = {}
-    for one in held:
-        by_worker.setdefault(one.record["worker"], []).append(one)
+    for contribution in contributions:
+        by_worker.setdefault(contribution.record["worker"], []).append(contribution)
     return [group[0] if len(group) == 1 else _mean_of(group, episodes) for group in by_worker.values()]
 
 
-def _mean_of(held: list[HeldContribution], episodes: EpisodeRows | None) -> HeldContribution:
-    weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
-    vector = aggregation.mean_of_vectors([one.vector for one in held], weights, torch.empty_like(held[0].vector))
-    reports = torch.stack([one.buffers for one in held])
+def _mean_of(contributions: list[HeldContribution], episodes: EpisodeRows | None) -> HeldContribution:
+    weights = torch.tensor([one.record["weight"] for one in contributions], dtype=torch.float64)
+    vector = aggregation.mean_of_vectors([one.vector for one in contributions], weights, torch.empty_like(contributions[0].vector))
+    reports = torch.stack([one.buffers for one in contributions])
     buffers = aggregation.mean(reports, weights)
     buffers = buffers if episodes is None else episodes.put(buffers, reports)
-    return HeldContribution(held[0].record | {"weight": float(weights.sum())}, (), vector, buffers)
+    return HeldContribution(contributions[0].record | {"weight": float(weights.sum())}, (), vector, buffers)

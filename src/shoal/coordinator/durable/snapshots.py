@@ -1,4 +1,4 @@
-"""Snapshots of a coordinator: its state is copied, and a thread writes the copy while the run goes on.
+"""Snapshots of a coordinator: its state is copied, and a thread writes the copy while the run continues.
 
 The new journal begins before the snapshot that it follows. Until that is complete, the snapshot before and both journals are what survives.
 So a failed snapshot costs only a longer journal: it is reported, and tried again.

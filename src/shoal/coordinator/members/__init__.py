@@ -1,1 +1,1 @@
-"""Who takes part: sessions and seats, joining and leaving, authentication."""
+"""The members of a run: sessions and seats, joining and leaving, authentication."""

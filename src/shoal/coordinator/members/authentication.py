@@ -1,4 +1,4 @@
-"""Who may join, and under which name: a name belongs to the first key that joined with it.
+"""Authentication of joining workers: a name belongs to the first key that joined with it.
 
 A client first gets a nonce to sign, valid once and for a minute, so that a recorded or late answer is worthless. The nonce carries its time
 under a MAC, so challenges take no memory however many clients ask. Newcomers and proofs (checking one takes milliseconds) have rate limits;

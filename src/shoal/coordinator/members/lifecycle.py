@@ -197,10 +197,10 @@ class MemberLifecycle:
             return
         self.members.quarantine(worker.name, worker.guest, turn.now + bounds.quarantine_s)
         turn.record({"kind": "quarantined", "worker": worker.name, "guest": worker.guest, "out": True})
-        whom = f", with newcomers on the invitation of {worker.guest}," if worker.guest else ""
+        guests = f", with newcomers on the invitation of {worker.guest}," if worker.guest else ""
         turn.emit(
             Note(
-                f"warning: {worker.name} failed {worker.failed} units in a row that others manage, and is kept out{whom} for "
+                f"warning: {worker.name} failed {worker.failed} units in a row that others manage, and is kept out{guests} for "
                 f"{bounds.quarantine_s:.0f} s: {reason}"
             )
         )

@@ -36,15 +36,15 @@ class RoundClosing:
         return closed
 
     def _is_due(self, turn: Turn, number: int, now: float) -> bool:
-        there = self.rounds.open.get(number)
-        if there is None or turn.state.paused or turn.replayed.relayed is not None or self.completion.finished:
+        open_round = self.rounds.open.get(number)
+        if open_round is None or turn.state.paused or turn.replayed.relayed is not None or self.completion.finished:
             return False
-        if there.opened_at is None:
-            there.opened_at = now
+        if open_round.opened_at is None:
+            open_round.opened_at = now
         active = len(self.rounds.active) + self.rounds.awaited(number)
         if self.gathering:
-            self.gathering = active < self.first_workers and now < there.opened_at + self._gathering_s(number)
-        return not self.gathering and self.policy.due(there, active, self.plan.needed, now, self.completion.replayed.all_units_settled)
+            self.gathering = active < self.first_workers and now < open_round.opened_at + self._gathering_s(number)
+        return not self.gathering and self.policy.due(open_round, active, self.plan.needed, now, self.completion.replayed.all_units_settled)
 
     def _gathering_s(self, number: int) -> float:
         """How long workers that are ready wait for the others. The first round waits longer: processes have to start first."""
@@ -68,7 +68,7 @@ class RoundClosing:
         if before or not self._weak:
             return None
         few = f"{workers} worker{'s' * (workers != 1)}" + (f" in buckets of {bucket}" if bucket > 1 else "")
-        return Note(f"warning: {rule.kind} withstands nothing with contributions of {few}: it takes {rule.works_from}; this is a mean")
+        return Note(f"warning: with contributions of {few}, {rule.kind} gives no protection: it needs {rule.works_from}; this is a mean")
 
     def watch_quorum(self, turn: Turn) -> None:
         """Wait for more workers, or stop, while there are too few for the rule, which is never weakened: gone workers may come back."""

@@ -208,7 +208,7 @@ def refuse_older_call(turn: Turn, caller: Any) -> None:
 
 
 def _reply_after_closing(turn: Turn, caller: Any, asked: Contribute, worker: Member, repeated: bool = False) -> None:
-    """Reply at the end of the turn, when due rounds have closed: the reply then brings the weights that this contribution moved."""
+    """Reply at the end of the turn, when due rounds have closed: the reply then contains the weights that include this contribution."""
     turn.accepted = HeldReply(worker, caller, asked, turn.now, repeated)
 
 

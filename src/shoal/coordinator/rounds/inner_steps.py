@@ -1,4 +1,4 @@
-"""How many inner steps a worker takes before its next contribution."""
+"""The number of inner steps of a worker before its next contribution."""
 
 from __future__ import annotations
 

@@ -75,21 +75,21 @@ class Rounds:
             self._recount(name, -1)
 
     def _recount(self, name: str, change: int) -> None:
-        for there in self.open.values():
-            if name in there.on_time:
-                there.present += change
-            if name in there.sent:
-                there.gone -= change
+        for open_round in self.open.values():
+            if name in open_round.on_time:
+                open_round.present += change
+            if name in open_round.sent:
+                open_round.gone -= change
 
     def hold(self, number: int, held: HeldContribution) -> None:
         """Add a contribution to its round, besides others of the same worker."""
-        there, name = self.open.setdefault(number, Round()), held.record["worker"]
-        there.held[held.key] = held
-        there.gone += name not in there.sent and name not in self.active
-        there.sent[name] = there.sent.get(name, 0) + 1
-        if name not in there.on_time and not held.record.get("late"):
-            there.on_time.add(name)
-            there.present += name in self.active
+        open_round, name = self.open.setdefault(number, Round()), held.record["worker"]
+        open_round.held[held.key] = held
+        open_round.gone += name not in open_round.sent and name not in self.active
+        open_round.sent[name] = open_round.sent.get(name, 0) + 1
+        if name not in open_round.on_time and not held.record.get("late"):
+            open_round.on_time.add(name)
+            open_round.present += name in self.active
 
     def holds(self, record: dict[str, Any]) -> bool:
         return key_of(record) in self.open.get(record["round"], _EMPTY).held
@@ -104,7 +104,7 @@ class Rounds:
 
     def newest_of(self, worker: str) -> int:
         """The last open round with a contribution of a worker; -1: none."""
-        return max((number for number, there in self.open.items() if worker in there.sent), default=-1)
+        return max((number for number, open_round in self.open.items() if worker in open_round.sent), default=-1)
 
     def workers(self, number: int) -> int:
         """Number of different workers that have sent."""

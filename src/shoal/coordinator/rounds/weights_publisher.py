@@ -70,7 +70,7 @@ class WeightsPublisher:
         self._updates.clear()
 
     def since(self, session: str, have: int) -> tuple[dict[str, Any], Frames]:
-        """Header fields and frames that bring a worker from version `have` to the newest one."""
+        """Header fields and frames that update a worker from version `have` to the newest one."""
         if have == self.version:
             return {"weights": "same"}, ()
         known, replica = self._held.get(session, (have, None))
@@ -79,14 +79,14 @@ class WeightsPublisher:
             replica = None
         anew = known != have or (replica is None and self._has_room())
         self._dense = max(0, self._dense - 1)
-        way = self._update(replica, None if anew or have != self.version - 1 else self.span)
+        update = self._update(replica, None if anew or have != self.version - 1 else self.span)
         self.forget(session)
-        if way.end is not None:
-            self._kept += way.end.holders == 0
-            way.end.holders += 1
-            self._held[session] = (self.version, way.end)
-        fields = {} if way.span is None else {"span": [*way.span]}
-        return {"weights": way.kind} | fields, (*way.frames, *self._buffer_frame())
+        if update.end is not None:
+            self._kept += update.end.holders == 0
+            update.end.holders += 1
+            self._held[session] = (self.version, update.end)
+        fields = {} if update.span is None else {"span": [*update.span]}
+        return {"weights": update.kind} | fields, (*update.frames, *self._buffer_frame())
 
     def forget(self, session: str) -> None:
         if (held := self._held.pop(session, None)) is not None:

@@ -296,12 +296,12 @@ class Leases:
         if tried.count < self.attempts:
             return False
         has_waited = tried.first_at + self.patience_s <= now
-        there = {name for name in self.present() if self._is_reliable(name)}
-        if not there:
+        reliable = {name for name in self.present() if self._is_reliable(name)}
+        if not reliable:
             return has_waited
-        names = {name for name in tried.times if self._is_reliable(name)}
-        is_tried_enough = sum(tried.times[name] for name in names) >= self.attempts
-        return is_tried_enough and (has_waited or there <= names or len(names) >= self.attempts)
+        tried_by = {name for name in tried.times if self._is_reliable(name)}
+        is_tried_enough = sum(tried.times[name] for name in tried_by) >= self.attempts
+        return is_tried_enough and (has_waited or reliable <= tried_by or len(tried_by) >= self.attempts)
 
     def _is_reliable(self, worker: str) -> bool:
         return self._managed[worker] > self._failed[worker]

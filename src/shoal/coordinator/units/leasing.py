@@ -69,12 +69,12 @@ class UnitLeasing:
         """Offer more units if all on offer are settled and the round is still open: units were given up, or the rule needs more workers."""
         if not self._offered or self.completion.finished or turn.state.paused or not self._all_offers_settled():
             return None
-        needed, there = self.plan.needed, self.replayed.rounds.workers(turn.state.version)
-        if there < needed:
-            text = f"{self.plan.updates.aggregation.kind} needs results of {needed} workers, and {there} have handed in"
+        needed, contributed = self.plan.needed, self.replayed.rounds.workers(turn.state.version)
+        if contributed < needed:
+            text = f"{self.plan.updates.aggregation.kind} needs results of {needed} workers, and {contributed} have handed in"
             if self.plan.updates.below_quorum == "stop" and turn.state.version > 0:
                 return turn.stop(self.completion, f"{text}: stopped, as updates.below_quorum says")
-            turn.emit(Note(f"{text}: waiting for {needed - there} more"))
+            turn.emit(Note(f"{text}: waiting for {needed - contributed} more"))
         return self.offer(turn)
 
     def _all_offers_settled(self) -> bool:
@@ -147,7 +147,7 @@ class UnitLeasing:
     def _lease(self, turn: Turn, worker: Member) -> dict[str, Any] | None:
         """The header of a lease. A worker has one unit at a time: if it holds one and claims again, the reply was lost."""
         for lease in self.leases.held(worker.name):
-            if lease.version != self.leases.version:  # the reply brings newer weights than it was leased with
+            if lease.version != self.leases.version:  # the reply contains newer weights than those of the lease
                 self.leases.give_back(worker.name, lease.unit)
         held = self.leases.held(worker.name)
         found = held[0] if held else self.leases.claim(worker.name, turn.now)
@@ -200,12 +200,12 @@ class UnitLeasing:
         return held
 
     def _warn_of_waiting(self, turn: Turn, unit: int, reason: str) -> None:
-        """Say why a unit is not given up yet, once until some worker has managed one."""
+        """Say why a unit is not given up yet, once until some worker has completed one."""
         if self._has_warned or not self.leases.waits_for_reliable_worker(unit):
             return
         self._has_warned = True
-        text = f"unit {unit} was tried in vain {self.leases.attempts} times, and nobody who is here has managed one yet: {reason}"
-        turn.emit(Note(f"warning: {text}. Such units wait {self.leases.patience_s:.0f} s for somebody who can do them"))
+        text = f"unit {unit} failed {self.leases.attempts} times, and no connected worker has completed one yet: {reason}"
+        turn.emit(Note(f"warning: {text}. Such units wait {self.leases.patience_s:.0f} s for a worker that can do them"))
 
     def forget(self, turn: Turn, worker: Member, left: bool) -> WaitingClaim | None:
         """Take back the units of a worker that is gone; `left`: it said so. Return its waiting claim, if it has one."""

@@ -60,7 +60,7 @@ class TaskAssigner:
 
     def seat_for(self, name: str) -> int | None:
         """The piece of a worker that comes back; None: it has none."""
-        return next((place.number for place in self._undone() if place.piece.holder == name), None)
+        return next((progress.number for progress in self._undone() if progress.piece.holder == name), None)
 
     def why_unfit(self, name: str) -> str:
         """Why a worker of this name can do no task of the run; empty: it can."""
@@ -101,10 +101,10 @@ class TaskAssigner:
 
     def position_of(self, worker: Member) -> dict[str, int]:
         """The worker's piece and next batch, as fields of every reply, so that no change is missed."""
-        place = self._place(worker.seat)
-        if place is None:
+        progress = self._progress_of(worker.seat)
+        if progress is None:
             return {}
-        return {"seat": place.number, "epoch": place.piece.epoch, "position": place.next, "until": place.piece.end}
+        return {"seat": progress.number, "epoch": progress.piece.epoch, "position": progress.next, "until": progress.piece.end}
 
     def tick(self, turn: Turn) -> None:
         """Warn of tasks that fit no worker that is here."""
@@ -121,13 +121,13 @@ class TaskAssigner:
         here = self.members.by_name
         return [
             {
-                "task": self.tasks.tasks[place.piece.task].id,
-                "epoch": place.piece.epoch,
-                "batches": [place.piece.first, place.piece.end],
-                "done": place.next - place.piece.first,
-                "worker": place.piece.holder if place.piece.holder in here else "",
+                "task": self.tasks.tasks[progress.piece.task].id,
+                "epoch": progress.piece.epoch,
+                "batches": [progress.piece.first, progress.piece.end],
+                "done": progress.next - progress.piece.first,
+                "worker": progress.piece.holder if progress.piece.holder in here else "",
             }
-            for place in self._undone()
+            for progress in self._undone()
         ]
 
     @property
@@ -157,23 +157,23 @@ class TaskAssigner:
 
     def _jobs(self, turn: Turn, names: set[str], left: Mapping[str, Member]) -> Iterator[list[PendingTask]]:
         """Free pieces for these workers, one epoch after the other, while some workers have none."""
-        free = [place for place in self._undone() if self._is_free(turn, place, names)]
-        free = [place for place in free if self._passed.get(place.number, set()).isdisjoint(left)]
-        for epoch in sorted({place.piece.epoch for place in free}):
+        free = [progress for progress in self._undone() if self._is_free(turn, progress, names)]
+        free = [progress for progress in free if self._passed.get(progress.number, set()).isdisjoint(left)]
+        for epoch in sorted({progress.piece.epoch for progress in free}):
             if not left:
                 return
-            yield [self._job(place) for place in free if place.piece.epoch == epoch]
+            yield [self._job(progress) for progress in free if progress.piece.epoch == epoch]
 
-    def _job(self, place: PieceProgress) -> PendingTask:
-        task, left = self.tasks.tasks[place.piece.task], place.left
+    def _job(self, progress: PieceProgress) -> PendingTask:
+        task, left = self.tasks.tasks[progress.piece.task], progress.left
         return PendingTask(
-            str(place.number), left * task.work, task.memory_gb, task.priority, left / self.tasks.grain * self.tasks.megabits
+            str(progress.number), left * task.work, task.memory_gb, task.priority, left / self.tasks.grain * self.tasks.megabits
         )
 
-    def _is_free(self, turn: Turn, place: PieceProgress, names: set[str]) -> bool:
+    def _is_free(self, turn: Turn, progress: PieceProgress, names: set[str]) -> bool:
         """Whether a piece has no worker, or its worker is gone, stuck, or among the `names` that are being matched."""
-        holder = self.members.by_name.get(place.piece.holder)
-        if holder is None or holder.seat != place.number or holder.name in names:
+        holder = self.members.by_name.get(progress.piece.holder)
+        if holder is None or holder.seat != progress.number or holder.name in names:
             return True
         return self._is_stuck(turn, holder)
 
@@ -188,7 +188,7 @@ class TaskAssigner:
 
     def _can_go_back(self, turn: Turn) -> bool:
         """Whether a piece of the run's own epochs is free, for a worker that computes beyond them."""
-        return any(self._is_free(turn, place, set()) and not self._is_beyond(place.piece.epoch) for place in self._undone())
+        return any(self._is_free(turn, progress, set()) and not self._is_beyond(progress.piece.epoch) for progress in self._undone())
 
     def _is_beyond(self, epoch: int) -> bool:
         return self.tasks.epochs is not None and epoch >= self.tasks.epochs
@@ -223,10 +223,10 @@ class TaskAssigner:
         if self.tasks.epochs is None or self._state.epochs < self.tasks.epochs:
             return False
         speeds, machine = self._speeds(), self._declared(worker.name)
-        held = {str(place.number): place for place in self._undone() if self._may_be_cut(place, machine)}
+        held = {str(progress.number): progress for progress in self._undone() if self._may_be_cut(progress, machine)}
         burdens = [
-            RemainingWork(number, place.left // self.tasks.grain, self._piece_s(turn, place.piece.holder, place, speeds))
-            for number, place in held.items()
+            RemainingWork(number, progress.left // self.tasks.grain, self._piece_s(turn, progress.piece.holder, progress, speeds))
+            for number, progress in held.items()
         ]
         if not burdens:
             return False
@@ -234,32 +234,32 @@ class TaskAssigner:
         theft = worth_stealing(burdens, own_s, _KEPT_PIECES)
         if theft is None:
             return False
-        place, number = held[theft.job], self._state.next_piece
-        turn.record({"kind": "cut", "seat": place.number, "at": place.next + theft.keep * self.tasks.grain})
+        progress, number = held[theft.job], self._state.next_piece
+        turn.record({"kind": "cut", "seat": progress.number, "at": progress.next + theft.keep * self.tasks.grain})
         self._give(turn, worker, number)
         return True
 
-    def _may_be_cut(self, place: PieceProgress, thief: WorkerSpec) -> bool:
-        beyond, job = self._is_beyond(place.piece.epoch), self._job(place)
-        return not beyond and place.piece.holder not in ("", thief.name) and fits(job, thief)
+    def _may_be_cut(self, progress: PieceProgress, thief: WorkerSpec) -> bool:
+        beyond, job = self._is_beyond(progress.piece.epoch), self._job(progress)
+        return not beyond and progress.piece.holder not in ("", thief.name) and fits(job, thief)
 
-    def _piece_s(self, turn: Turn, name: str, place: PieceProgress, speeds: Mapping[str, float]) -> float:
+    def _piece_s(self, turn: Turn, name: str, progress: PieceProgress, speeds: Mapping[str, float]) -> float:
         """Seconds that a worker takes for one contribution to a piece, at least the time since its last one."""
         worker = self.members.by_name.get(name)
-        usual = self.tasks.grain * self.tasks.tasks[place.piece.task].work / speeds[name] if name in speeds else 1.0
+        usual = self.tasks.grain * self.tasks.tasks[progress.piece.task].work / speeds[name] if name in speeds else 1.0
         if worker is None or worker.arrived_at is None:
             return usual
         return max(usual, turn.now - worker.arrived_at)
 
-    # --- what is known -----------------------------------------------------------------------------
+    # --- progress and speeds ------------------------------------------------------------------------
 
     def _undone(self) -> Iterator[PieceProgress]:
         for number in self._state.pieces:
-            place = self._place(number)
-            if place is not None and place.left > 0:
-                yield place
+            progress = self._progress_of(number)
+            if progress is not None and progress.left > 0:
+                yield progress
 
-    def _place(self, number: int) -> PieceProgress | None:
+    def _progress_of(self, number: int) -> PieceProgress | None:
         piece = self._state.pieces.get(number)
         if piece is None:
             return None

@@ -7,9 +7,9 @@ const RIGHT = 14, TOP = 10;
 const WIDEST_BAR = 64;
 let LEFT = 58, BOTTOM = 38, TEXT = 12;
 
-/** Boxes that nobody sees, because the page would have to be scrolled far: nothing is drawn into them. */
+/** Boxes that are scrolled far out of view: nothing is drawn into them. */
 export const far = new WeakSet();
-/** The width and the type of boxes. To ask the browser each time would have it lay out the whole page for each chart. */
+/** Cached width and font size of boxes: reading them from the browser for each chart would lay out the whole page again. */
 let sizes = new WeakMap();
 window.addEventListener("resize", () => { sizes = new WeakMap(); });
 
@@ -35,7 +35,7 @@ function canvas(width, height, label) {
   return root;
 }
 
-/** Round numbers from the least to the most, about so many. */
+/** About `count` round numbers from the least to the most. */
 export function ticks(least, most, count = 5) {
   const span = most - least || Math.abs(most) || 1;
   const rough = span / count, power = 10 ** Math.floor(Math.log10(rough));
@@ -45,7 +45,7 @@ export function ticks(least, most, count = 5) {
   return found;
 }
 
-/** At most two points for each place on the screen: the lowest and the highest there. */
+/** At most two points for each pixel column: the lowest and the highest. */
 export function thinned(points, most) {
   if (points.length <= 2 * most) return points;
   const each = Math.ceil(points.length / most), kept = [];
@@ -115,7 +115,7 @@ export function curves(box, { series, xName, fromZero = false, height = 220, lab
   box.replaceChildren(...(shown.length > 1 ? [legend] : []), root, readout);
 }
 
-/** What the curves are where the pointer is. */
+/** The values of the curves at the pointer. */
 function under(event, root, width, [x0, x1], shown, xName) {
   const place = root.getBoundingClientRect();
   const x = x0 + (((event.clientX - place.left) * (width / place.width) - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0);
@@ -155,7 +155,7 @@ export function bars(box, { bars: given, label = "", xName = "", lying = false }
   box.replaceChildren(root);
 }
 
-/** A square for each number, first row on top: the stronger the larger. */
+/** A square for each number, first row on top; a larger number has a stronger colour. */
 export function shades(box, { rows, rowName, columnName, label = "" }) {
   if (far.has(box)) return;
   const width = measure(box), wide = Math.max(...rows.map((row) => row.length));
@@ -207,7 +207,7 @@ export function timeline(box, { rows, from, to, label = "" }) {
   root.times.replaceChildren(...times.map((value) => element("text", { x: x(value), y: height - 8, "text-anchor": "middle" }, `${number(value)} s`)));
 }
 
-/** The names of a timeline's rows, and places for what each did: kept from one picture to the next as long as they are the same. */
+/** The names of a timeline's rows, and the paths that each redraw fills; reused while the names are the same. */
 function lanes(box, names, width, each, left, label) {
   const key = JSON.stringify([names, width, each]);
   if (box.lanes?.key === key) return box.lanes;

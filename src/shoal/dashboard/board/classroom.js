@@ -101,20 +101,20 @@ export class Classroom {
     fill(find("class-workers"), rows.slice(0, 60).map((row) => laptop(this.over ? { ...row, state: "left" } : row, row.did / whole)));
   }
 
-  /** Whoever comes is told how, as long as the run goes on. */
+  /** Show how to join while the run is not over. */
   offerPlaces() {
     const invited = Boolean(this.invitation.line) && !this.over;
     find("class").classList.toggle("uninvited", !invited);
     find("class-join").hidden = !invited;
   }
 
-  showInvitation(told) {
-    this.invitation = told;
+  showInvitation(invitation) {
+    this.invitation = invitation;
     this.offerPlaces();
-    find("class-line").textContent = told.line;
-    find("class-token").hidden = !told.token;
-    find("class-token").querySelector("strong").textContent = told.token ?? "";
-    code(find("class-code"), told.code ?? []);
+    find("class-line").textContent = invitation.line;
+    find("class-token").hidden = !invitation.token;
+    find("class-token").querySelector("strong").textContent = invitation.token ?? "";
+    code(find("class-code"), invitation.code ?? []);
   }
 }
 
@@ -124,8 +124,8 @@ function laptop(row, share) {
   meter.max = 1;
   meter.value = share;
   meter.setAttribute("aria-label", `share of ${row.worker}`);
-  const told = row.state === "left" ? percent(share) : `${row.state}, ${percent(share)}`;
-  const line = make("div", gone ? "row gone" : "row", make("span", "", row.worker), make("span", "", told));
+  const text = row.state === "left" ? percent(share) : `${row.state}, ${percent(share)}`;
+  const line = make("div", gone ? "row gone" : "row", make("span", "", row.worker), make("span", "", text));
   return make("li", "", line, meter);
 }
 

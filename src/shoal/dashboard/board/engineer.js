@@ -1,11 +1,11 @@
-// Everything that a run's folder tells, as cards. A card that has nothing to show is not there.
+// All data of a run's folder, as cards. A card without data is hidden.
 
 import { bars, curves, far, shades, timeline } from "./charts.js";
 import { eventRow } from "./classroom.js";
 import { bytes, clock, duration, fill, fillRows, followScrolling, make, number, percent, spread } from "./words.js";
 
 const COLUMNS = [
-  ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "heard", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
+  ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "last message", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
   ["address", "address"], ["rate", "steps/s", number], ["lag", "lag", number], ["accepted", "accepted", number], ["rejected", "rejected", number],
   ["why", "why", (value) => Object.entries(value ?? {}).map(([reason, count]) => `${count} ${reason}`).join(", ")],
   ["samples", "samples", number], ["bytes", "received", bytes], ["computing_s", "computing", duration], ["waiting_s", "waiting", duration],
@@ -30,7 +30,7 @@ export class Engineer {
     this.near = new IntersectionObserver((seen) => this.notice(seen), { rootMargin: "50% 0px" });
   }
 
-  /** Cards have come near to what is seen, or are far from it. */
+  /** Cards have been scrolled near to the visible part of the page, or far from it. */
   notice(seen) {
     let came = false;
     for (const { target, isIntersecting } of seen) {
@@ -42,7 +42,7 @@ export class Engineer {
     if (came && this.views) this.show(this.views);
   }
 
-  /** The card of a name: its box, made when it is needed first, and shown or hidden. */
+  /** The card of a name, made at its first use, then shown or hidden. */
   card(name, title, shown = true, wide = false) {
     if (!this.cards.has(name)) {
       const tools = make("div", "tools", make("h2", "", title)), body = make("div");
@@ -57,7 +57,7 @@ export class Engineer {
     return card;
   }
 
-  /** Whether a card is far from what is seen, or has never had anything to show: then its figures are not gathered for each picture. */
+  /** Whether a card is far from the visible part of the page, or has never had data: then its figures are not computed for each redraw. */
   rests(name) {
     const card = this.cards.get(name);
     return Boolean(card) && (far.has(card.body) || (card.node.hidden && this.calm));
@@ -119,7 +119,7 @@ export class Engineer {
 
   again(change) {
     change();
-    far.delete(this.card("loss", "Figures").body);  // whoever changes it wants to see it, wherever it is
+    far.delete(this.card("loss", "Figures").body);  // redraw it at once, even if it is scrolled out of view
     if (this.views) this.showLoss(this.views);
   }
 
@@ -128,13 +128,13 @@ export class Engineer {
     const card = this.card("workers", "Workers", rows.length > 0 || Boolean(status.strategy), true);
     if (card.table && far.has(card.body)) return;
     const shown = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== undefined && row[key] !== "" && row[key] !== null));
-    const [key, way] = this.sort;
-    rows.sort((one, other) => way * compare(one[key], other[key]));
+    const [key, sign] = this.sort;
+    rows.sort((one, other) => sign * compare(one[key], other[key]));
     const left = rows.length - MOST_SHOWN + (status.members_left_out ?? 0);
-    const acts = this.owner.may && view.time === null && this.views.length === 1 && ["running", "paused"].includes(status.state);
+    const acts = this.owner.allowed && view.time === null && this.views.length === 1 && ["running", "paused"].includes(status.state);
     const cellsOf = (row) => {
       const cells = shown.map(([name, , text]) => [text ? text(row[name]) : String(row[name] ?? "–"), name === "why" ? "bad" : ""]);
-      if (acts) cells.splice(1, 0, row.state === "gone" ? ["", ""] : () => this.owner.door(row.worker));
+      if (acts) cells.splice(1, 0, row.state === "gone" ? ["", ""] : () => this.owner.evictButton(row.worker));
       return cells;
     };
     const body = rows.slice(0, MOST_SHOWN).map((row) => [`${row.worker} ${acts && row.state === "gone"}`, row.state === "gone" ? "gone" : "", () => cellsOf(row)]);
@@ -142,7 +142,7 @@ export class Engineer {
     this.showHeadings(card, shown, acts);
     fillRows(card.rows, body, shown.length + (acts ? 1 : 0));
     const counts = Object.entries(status.contributions ?? {}).map(([name, count]) => `${number(count)} ${name}`).join(", ");
-    card.foot.textContent = [rows.length ? "" : "nobody is here yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
+    card.foot.textContent = [rows.length ? "" : "no worker has joined yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
   }
 
   prepareWorkers(card) {
@@ -165,7 +165,7 @@ export class Engineer {
     });
   }
 
-  /** The columns' names, made again only when there are others, or the order is another one. */
+  /** The column headings, rebuilt only when the columns or the sort order change. */
   showHeadings(card, shown, acts) {
     const key = JSON.stringify([shown.map(([name]) => name), acts, this.sort]);
     if (card.headings === key) return;
@@ -191,7 +191,7 @@ export class Engineer {
     timeline(card.body, { rows, from, to, label: "Shares of computing, waiting and sending of each worker over time" });
   }
 
-  /** What each worker did in the whole run, gathered when something has come in: whoever goes through time sees parts of it. */
+  /** What each worker did in the whole run, computed when new data has arrived; an earlier time shows a part of it. */
   lanesOf(run) {
     if (this.lanes?.moments === run.moments) return this.lanes.rows;
     const names = run.workers.slice(0, MOST_ROWS), moments = spread(run.moments, names.length > 20 ? 60 : 120);
@@ -214,7 +214,7 @@ export class Engineer {
 
   showRule(view) {
     const dropped = Object.entries(view.run.ledger?.dropped ?? {}).sort((one, other) => other[1] - one[1]);
-    const card = this.card("rule", "Whom the rule left out", dropped.length > 0);
+    const card = this.card("rule", "Left out by the rule", dropped.length > 0);
     bars(card.body, { bars: dropped.slice(0, 30), lying: true, label: "Contributions that the rule left out, by worker" });
   }
 
@@ -248,9 +248,9 @@ export class Engineer {
   }
 
   showPrivacy(view) {
-    const points = view.points(view.train, "epsilon", "step"), told = view.run.status?.privacy;
+    const points = view.points(view.train, "epsilon", "step"), privacy = view.run.status?.privacy;
     const card = this.card("privacy", "Privacy spent", points.length > 0);
-    const most = told?.protects_up_to;
+    const most = privacy?.protects_up_to;
     const limit = points.length && most ? [{ name: `up to ${most} protects`, points: [[points[0][0], most], [points.at(-1)[0], most]], place: 1, dashed: true }] : [];
     curves(card.body, { series: [{ name: "ε spent", points, place: 0 }, ...limit], xName: "step", fromZero: true, label: "ε" });
   }
@@ -279,13 +279,13 @@ export class Engineer {
     fill(card.list, view.events.slice(-200).reverse().map(eventRow));
   }
 
-  /** Every setting, and where its value came from. It is asked for once. */
+  /** Every setting, and where its value came from, requested once. */
   async showSettings(number) {
     if (this.settings === number) return;
     this.settings = number;
     const card = this.card("settings", "Settings, and where they came from", false, true);
-    const told = await this.settingsOf(number).catch(() => ({}));
-    const rows = Object.entries(told).map(([path, one]) => [path, JSON.stringify(one?.value ?? null), String(one?.origin ?? "")]);
+    const settings = await this.settingsOf(number).catch(() => ({}));
+    const rows = Object.entries(settings).map(([path, one]) => [path, JSON.stringify(one?.value ?? null), String(one?.origin ?? "")]);
     card.node.hidden = !rows.length;
     const search = make("input"), table = make("tbody");
     search.type = "search";
@@ -333,7 +333,7 @@ function rates(records, of) {
   return found;
 }
 
-/** How a worker's time divides between moments. Where it was not there, there is nothing. */
+/** How a worker's time is divided between two records. Times when it was not connected are left out. */
 function stretches(moments, name) {
   const found = [];
   for (let at = 1; at < moments.length; at += 1) {

@@ -1,4 +1,4 @@
-// The dashboard: what the stream tells is shown in one of two views, as it is now or as it was.
+// The dashboard: two views of the runs that the stream describes, as they are now or at an earlier time.
 
 import { Classroom } from "./classroom.js";
 import { Engineer } from "./engineer.js";
@@ -19,7 +19,7 @@ const classroom = new Classroom((name) => ask(`api/runs/0/samples/${encodeURICom
 const owner = new Owner(asked.get("owner") ?? sessionStorage.getItem("owner") ?? "", say);
 const engineer = new Engineer(find("engineer"), owner, (run) => ask(`api/runs/${run}/settings`, token).then((response) => response.json()));
 
-/** Draw soon, once, however much has come in. */
+/** Redraw at the next animation frame, once for all changes until then. */
 function draw() {
   if (waiting) return;
   waiting = true;
@@ -46,9 +46,9 @@ function drawNow() {
   else engineer.show(views);
 }
 
-/** Buttons for the owner, while there is a coordinator to hear them. */
+/** Buttons for the owner, while there is a coordinator to receive the commands. */
 function showOwner(state) {
-  find("owner").hidden = !owner.may || runs.length > 1 || time !== null || !["running", "paused"].includes(state);
+  find("owner").hidden = !owner.allowed || runs.length > 1 || time !== null || !["running", "paused"].includes(state);
   find("pause").textContent = state === "paused" ? "Resume" : "Pause";
 }
 
@@ -103,23 +103,23 @@ function play() {
   showTime();
 }
 
-function hear(told) {
-  while (runs.length < told.of) runs.push(new Run());
-  runs[told.run].hear(told);
+function onMessage(message) {
+  while (runs.length < message.of) runs.push(new Run());
+  runs[message.run].receive(message);
   draw();
 }
 
-function trouble(text) {
+function showTrouble(text) {
   find("trouble").textContent = text;
   find("trouble").hidden = !text;
 }
 
 async function watch() {
   try {
-    ask("api/runs/0/invitation", token).then((response) => response.json()).then((told) => classroom.showInvitation(told), () => {});
+    ask("api/runs/0/invitation", token).then((response) => response.json()).then((invitation) => classroom.showInvitation(invitation), () => {});
     find("key").hidden = true;
-    owner.knock().then(draw);
-    await follow(token, hear, trouble);
+    owner.checkAccess().then(draw);
+    await follow(token, onMessage, showTrouble);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     sessionStorage.removeItem("token");
@@ -154,10 +154,10 @@ find("key").addEventListener("submit", (event) => {
   token = find("token").value.trim();
   watch();
 });
-find("pause").addEventListener("click", () => owner.order(runs[0].status.state === "paused" ? "resume" : "pause"));
+find("pause").addEventListener("click", () => owner.send(runs[0].status.state === "paused" ? "resume" : "pause"));
 find("stop").addEventListener("click", () => owner.stop());
 window.addEventListener("resize", draw);
-for (const [name, value] of [["token", token], ["owner", owner.word]]) if (value) sessionStorage.setItem(name, value);
+for (const [name, value] of [["token", token], ["owner", owner.secret]]) if (value) sessionStorage.setItem(name, value);
 if (asked.has("token") || asked.has("owner")) history.replaceState(null, "", location.pathname);
 if (shown) choose(shown, false);
 watch();

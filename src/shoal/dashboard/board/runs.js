@@ -1,4 +1,4 @@
-// The runs as they are known so far, and how they were at a moment of the past.
+// The runs as far as the page has received them, and views of them at an earlier time.
 
 export const FIELDS = ["computing_s", "waiting_s", "sending_s", "accepted", "rejected", "lag", "samples", "memory_bytes"];
 
@@ -18,36 +18,36 @@ export class Run {
     this.known = new Map();
   }
 
-  /** Take in a message of the stream. */
-  hear(told) {
-    const known = told.reset ? [[], [], []] : [this.records, this.moments, this.events];
-    this.records = known[0].concat(told.records);
-    this.moments = known[1].concat(told.moments);
-    this.events = known[2].concat(told.events);
-    for (const name of ["name", "status", "ledger", "samples", "checkpoints"]) this[name] = told[name];
-    this.meet(told.reset ? [] : this.workers, told.moments);
+  /** Apply a message of the stream. */
+  receive(message) {
+    const known = message.reset ? [[], [], []] : [this.records, this.moments, this.events];
+    this.records = known[0].concat(message.records);
+    this.moments = known[1].concat(message.moments);
+    this.events = known[2].concat(message.events);
+    for (const name of ["name", "status", "ledger", "samples", "checkpoints"]) this[name] = message[name];
+    this.addWorkers(message.reset ? [] : this.workers, message.moments);
     this.known = new Map([...(this.status?.gone ?? []), ...(this.status?.members ?? [])].map((row) => [row.worker, pick(row, LASTING)]));
   }
 
-  /** Keep the names of all workers that ever were here, in order: to gather them for each picture takes longer than to draw it. */
-  meet(known, moments) {
+  /** Keep the sorted names of all workers that ever took part: collecting them for each redraw would take longer than the drawing. */
+  addWorkers(known, moments) {
     const names = new Set(known);
     for (const moment of moments) for (const name of Object.keys(moment.workers)) names.add(name);
     this.workers = names.size === known.length ? known : [...names].sort();
   }
 
-  /** What to call it beside others, which may have the same name: by its folder. */
+  /** The title when several runs are shown, which may have the same name: the end of the folder's path. */
   get title() {
     return (this.status?.folder ?? this.name).split("/").slice(-2).join("/");
   }
 
-  /** Seconds from the run's beginning to what is known last. */
+  /** Seconds from the run's beginning to the newest record. */
   get length() {
     const last = (list) => (list.length ? list[list.length - 1].wall_s || 0 : 0);
     return Math.max(last(this.records), last(this.moments), this.status?.wall_s || 0);
   }
 
-  /** The run as it was after so many seconds; null: as it is now. */
+  /** The run as it was `time` seconds after its beginning; null: as it is now. */
   at(time) {
     return new View(this, time);
   }
@@ -92,9 +92,9 @@ export class View {
   get workers() {
     const status = this.run.status;
     if (this.time === null) return [...(status?.members ?? []), ...(status?.gone ?? [])];
-    return Object.entries(this.moments.at(-1)?.workers ?? {}).map(([worker, told]) => {
-      const row = { ...this.run.known.get(worker), worker, state: told[0] };
-      FIELDS.forEach((name, at) => { row[name] = told[at + 1]; });
+    return Object.entries(this.moments.at(-1)?.workers ?? {}).map(([worker, fields]) => {
+      const row = { ...this.run.known.get(worker), worker, state: fields[0] };
+      FIELDS.forEach((name, at) => { row[name] = fields[at + 1]; });
       return row;
     });
   }

@@ -1,4 +1,4 @@
-// What the server tells: one stream of what changes, and a few files. The token is sent in a header, and never stands in an address.
+// Requests to the server: one stream of changes, and a few files. The token is sent in a header, never in an address.
 
 const PAUSE_MS = 2000;
 
@@ -16,23 +16,23 @@ export async function ask(path, token) {
   return response;
 }
 
-/** Call `hear` with each message of the stream, for ever. `trouble` hears why nothing comes, and nothing where all is well again. */
-export async function follow(token, hear, trouble) {
+/** Call `onMessage` with each message of the stream, for ever. `onTrouble` receives the reason for an interruption, or "" once the stream is back. */
+export async function follow(token, onMessage, onTrouble) {
   for (;;) {
     try {
       const response = await ask("api/stream", token);
-      trouble("");
-      await read(response.body.getReader(), hear);
-      trouble("the dashboard's server has ended");
+      onTrouble("");
+      await read(response.body.getReader(), onMessage);
+      onTrouble("the dashboard's server has ended");
     } catch (error) {
       if (error instanceof Refused) throw error;
-      trouble("the dashboard's server does not answer; this is what it said last");
+      onTrouble("the dashboard's server does not answer; the page shows the last state it received");
     }
     await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
   }
 }
 
-async function read(reader, hear) {
+async function read(reader, onMessage) {
   const decoder = new TextDecoder();
   const parts = [];
   for (;;) {
@@ -44,6 +44,6 @@ async function read(reader, hear) {
     const whole = parts.join("").split("\n\n");
     parts.length = 0;
     parts.push(whole.pop());
-    for (const event of whole) if (event.startsWith("data: ")) hear(JSON.parse(event.slice(6)));
+    for (const event of whole) if (event.startsWith("data: ")) onMessage(JSON.parse(event.slice(6)));
   }
 }

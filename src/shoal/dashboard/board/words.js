@@ -1,8 +1,8 @@
 // Numbers and times as people read them, and elements made of text: nothing that a run says ever becomes HTML.
 
-/** Rows of a table that are seen at once, a few more above and below, and how long the others wait. */
+/** Table rows that are visible at once, extra rows above and below, and the delay before the others are drawn. */
 const SEEN = 20, MARGIN = 5, LATER_MS = 150;
-/** Made once: to make one for each number takes longer than to draw a chart. */
+/** Made once: making one for each number would take longer than drawing a chart. */
 const WHOLE = new Intl.NumberFormat("en");
 
 /** An element with a class and with texts or elements in it. */
@@ -13,7 +13,7 @@ export function make(tag, className = "", ...content) {
   return node;
 }
 
-/** Put elements into another, if they differ from what is there: who reads or scrolls is not disturbed. */
+/** Replace the children of an element if they differ from the present ones, so that scrolling and selections are not disturbed. */
 export function fill(node, children) {
   const box = document.createElement(node.tagName);
   box.append(...children);
@@ -58,7 +58,7 @@ function write(row, [, kind, cells]) {
   });
 }
 
-/** Note which row of a table is the first that somebody sees, when the box around it is scrolled. All rows are about equally high. */
+/** Record the first visible row of a table when the box around it is scrolled. All rows have about the same height. */
 export function followScrolling(body, box) {
   box.addEventListener("scroll", () => { body.first = Math.floor((body.children.length * box.scrollTop) / (box.scrollHeight || 1)); }, { passive: true });
 }

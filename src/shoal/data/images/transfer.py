@@ -43,7 +43,7 @@ class ImageOffer(NamedTuple):
         try:
             digest, count, size, suffix = fields
         except (TypeError, ValueError):
-            raise ShoalError("the coordinator offers images in a way that this version of Shoal does not know") from None
+            raise ShoalError("the coordinator offers images in a format that this version of Shoal does not know") from None
         good = isinstance(digest, str) and isinstance(count, int) and isinstance(size, int) and suffix in (".zip", ".npz")
         if not good or not 0 < count <= 1 << 20 or not 0 < size <= count * CHUNK_BYTES:
             raise ShoalError("the coordinator offers images with invalid sizes or names: join again, or put the images in place")

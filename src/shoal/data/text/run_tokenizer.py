@@ -18,7 +18,7 @@ def find_encoding(run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path 
     _check_vocabulary(run, tokenizer)
     length = run.data.sequence_length
     if length is None:
-        raise ShoalError(f"data.sequence_length: a text needs one, and a model of kind {run.model.kind} does not say it")
+        raise ShoalError(f"data.sequence_length: a text needs one, and a model of kind {run.model.kind} does not define one")
     data = run.data
     return Encoding(tokenizer, length, data.batching, data.padding_side, data.truncation)
 

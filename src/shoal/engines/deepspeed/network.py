@@ -185,8 +185,8 @@ class ZeroNetwork:
         inner = self.zero.optimizer
         for number, part in enumerate(inner.single_partition_of_fp32_groups if self.stage < 3 else inner.fp32_partitioned_groups_flat):
             self.window.show_group(number)
-            room: dict[str, Any] = {key: torch.zeros_like(part) for key in keys}
-            inner.optimizer.state[part] = room | moments.copied(shared)
+            zeros: dict[str, Any] = {key: torch.zeros_like(part) for key in keys}
+            inner.optimizer.state[part] = zeros | moments.copied(shared)
         if self.stage < 3:
             inner._lazy_init_hp_params_optimizer_state()
 

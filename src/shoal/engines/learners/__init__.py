@@ -1,1 +1,1 @@
-"""How the coordinator applies contributions: an optimizer, an outer optimizer, or steps on rollouts."""
+"""Learners, with which the coordinator applies contributions: an optimizer, an outer optimizer, or steps on rollouts."""

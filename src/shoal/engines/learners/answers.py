@@ -111,7 +111,7 @@ class AnswerLearner(EngineLearner):
     def __init__(self, engine: SingleEngine, policy: RolloutStep, feed: AnswerFeed) -> None:
         super().__init__(engine)
         if engine.buffers.numel():
-            raise ShoalError("this model keeps statistics beside its weights, which answers do not tell: set strategy.kind to local")
+            raise ShoalError("this model keeps statistics beside its weights, which answers do not contain: set strategy.kind to local")
         self.policy, self.feed, self.intake = policy, feed, self
         self.network, self.model = engine.networks["model"], engine.task.players["model"]
         self.vocabulary = int(cast("Any", self.model).vocab_size)
@@ -130,9 +130,9 @@ class AnswerLearner(EngineLearner):
     def lease(self, first: int, prompts: int) -> dict[str, Any]:
         """The content of a unit's lease: its first prompt's number, prompts, their contexts and documents, and the end token."""
         numbers = range(first, first + prompts)
-        told = {"first": first, "prompts": [self.feed.ids_of(number) for number in numbers], "end": self.feed.eos_id}
-        beside = {"contexts": self.feed.contexts_of(numbers), "own": self.feed.documents_of(numbers)}
-        return told | {name: value for name, value in beside.items() if value}
+        content = {"first": first, "prompts": [self.feed.ids_of(number) for number in numbers], "end": self.feed.eos_id}
+        side_texts = {"contexts": self.feed.contexts_of(numbers), "own": self.feed.documents_of(numbers)}
+        return content | {name: value for name, value in side_texts.items() if value}
 
     def _beside(self, first: int, prompts: int, some: slice = slice(None)) -> SideTexts | None:
         """The side texts that some of the answers to a unit's prompts read."""
@@ -149,7 +149,7 @@ class AnswerLearner(EngineLearner):
         tokens_BT = unpack(frames, rows, self.policy.length, self.vocabulary, self.feed.eos_id)
         if base != version and base not in self.versions:
             raise UpdateError(f"answers of version {base}, which is not kept any more")
-        ids = [self.feed.ids_of(first + place) for place in range(prompts)]
+        ids = [self.feed.ids_of(first + index) for index in range(prompts)]
         log_probs_BT, gaps_N = self._retraced(ids, first, tokens_BT, base if base != version else None)
         if worker:
             self._judge(worker, gaps_N, base)
@@ -161,7 +161,7 @@ class AnswerLearner(EngineLearner):
     def answer(self, first: int, prompts: int) -> tuple[Tensor, Tensor]:
         """Generate a unit's answers as a worker does. Returns them, and the distance of each draw from the nearest other token, as a
         share of all probability [N]."""
-        ids = [self.feed.ids_of(first + place) for place in range(prompts)]
+        ids = [self.feed.ids_of(first + index) for index in range(prompts)]
         drawn = sample(
             self.model,
             [one for one in ids for _ in range(self.feed.group)],
@@ -218,12 +218,12 @@ class AnswerLearner(EngineLearner):
         self.shares[worker] = units = [*units, [int((gaps_N > _NEAR).sum()), gaps_N.numel()]][-_UNITS_REMEMBERED:]
         while len(self.shares) > _MOST_WORKERS:
             self.shares.popitem(last=False)
-        inexact, tokens = (sum(unit[place] for unit in units) for place in (0, 1))
+        inexact, tokens = (sum(unit[column] for unit in units) for column in (0, 1))
         allowed = self.policy.inexact_share * tokens
         far = int((gaps_N > _FAR).sum())
         if far or inexact > allowed + _DEVIATIONS * math.sqrt(allowed):
             raise InexactAnswers(
-                f"with the weights of version {base} the draws give other tokens at {units[-1][0]} of {units[-1][1]} places"
+                f"with the weights of version {base} the draws give other tokens at {units[-1][0]} of {units[-1][1]} positions"
                 + (f", at {far} of them far from those that were sent" if far else f", and at {inexact} of {tokens} of its last units")
             )
 
@@ -232,7 +232,7 @@ class AnswerLearner(EngineLearner):
     def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
         """Take the steps of one version. Each unit: its first prompt's number, the number of prompts, and what `read` returned."""
         units = sorted(units, key=lambda unit: unit[0])  # the result does not depend on the order of arrival
-        numbers = [first + place for first, prompts, *_ in units for place in range(prompts)]
+        numbers = [first + index for first, prompts, *_ in units for index in range(prompts)]
         rows = [self.feed.ids_of(number) for number in numbers for _ in range(self.feed.group)]
         drawn = self._sampled(rows, torch.cat([unit[2] for unit in units]), torch.cat([unit[3] for unit in units]))
         self.versions[version] = self.network.vector.clone()

@@ -33,12 +33,12 @@ def _gradient(addresses, owners, firsts, sizes, block, ALIGNED: tl.constexpr, BL
     address = address - half
     if ALIGNED:  # then many numbers are loaded at once
         size, address = tl.multiple_of(size, 16), tl.multiple_of(address, 16)
-    there = inside < size
+    mask = inside < size
     if half == 1:
-        slope = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + inside, mask=there, other=0.0).to(tl.float32)
+        slope = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + inside, mask=mask, other=0.0).to(tl.float32)
     else:
-        slope = tl.load(address.to(tl.pointer_type(tl.float32)) + inside, mask=there & (address != 0), other=0.0)
-    return slope, owner, inside, there
+        slope = tl.load(address.to(tl.pointer_type(tl.float32)) + inside, mask=mask & (address != 0), other=0.0)
+    return slope, owner, inside, mask
 
 
 @triton.jit
@@ -49,16 +49,16 @@ def _squares(addresses, owners, firsts, sizes, sums, ALIGNED: tl.constexpr, BLOC
 
 
 @triton.jit
-def _chances(place, seed):
-    bits = place.to(tl.uint32) ^ seed.to(tl.uint32)
+def _chances(offsets, seed):
+    bits = offsets.to(tl.uint32) ^ seed.to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
     return (bits ^ (bits >> 16)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _read(values, scale, place, there, KIND: tl.constexpr, ROOT: tl.constexpr):
-    wide = tl.load(values + place, mask=there, other=0.0).to(tl.float32)
+def _read(values, scale, offsets, mask, KIND: tl.constexpr, ROOT: tl.constexpr):
+    wide = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
     if KIND == "fp8":
         wide = wide * scale
         if ROOT:
@@ -67,25 +67,25 @@ def _read(values, scale, place, there, KIND: tl.constexpr, ROOT: tl.constexpr):
 
 
 @triton.jit
-def _write(values, scales, block, x, place, there, seed, alive, KIND: tl.constexpr, ROOT: tl.constexpr):
+def _write(values, scales, block, x, offsets, mask, seed, alive, KIND: tl.constexpr, ROOT: tl.constexpr):
     if KIND == "fp32":
-        tl.store(values + place, x, mask=there)
+        tl.store(values + offsets, x, mask=mask)
     if KIND == "bf16":
-        bits = (x.to(tl.int32, bitcast=True) + (_chances(place, seed) & 0xFFFF)) & -0x10000
-        tl.store(values + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=there)
+        bits = (x.to(tl.int32, bitcast=True) + (_chances(offsets, seed) & 0xFFFF)) & -0x10000
+        tl.store(values + offsets, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=mask)
     if KIND == "fp8":
         if ROOT:
             x = tl.sqrt_rn(x)
-        x = tl.where(there, x, 0.0)
+        x = tl.where(mask, x, 0.0)
         exponent = tl.maximum((tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) >> 23) - 7, 1)
         size = tl.abs(x) * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        chance = _chances(place, seed) & 0xFFFFF
+        chance = _chances(offsets, seed) & 0xFFFFF
         normal = ((size.to(tl.int32, bitcast=True) + chance) & -0x100000).to(tl.float32, bitcast=True)
         small = tl.floor(size * 512.0 + chance.to(tl.float32) * (1.0 / 1048576.0)) * (1.0 / 512.0)
         rounded = tl.minimum(tl.where(size >= 0.015625, normal, small), 240.0)
         if ROOT:
             rounded = tl.where(size > 0, tl.maximum(rounded, 1.0 / 512.0), 0.0)
-        tl.store(values + place, tl.where(x < 0, -rounded, rounded).to(tl.float8e4nv), mask=there)
+        tl.store(values + offsets, tl.where(x < 0, -rounded, rounded).to(tl.float8e4nv), mask=mask)
         tl.store(scales + block, (exponent << 23).to(tl.float32, bitcast=True), mask=alive)
 
 
@@ -97,7 +97,7 @@ def _step(
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    slope, owner, inside, there = _gradient(addresses, owners, firsts, sizes, block, ALIGNED, BLOCK)
+    slope, owner, inside, mask = _gradient(addresses, owners, firsts, sizes, block, ALIGNED, BLOCK)
     offset = tl.load(offsets + owner)
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -107,13 +107,13 @@ def _step(
         slope = slope * tl.minimum(limit / (length + 1e-6), 1.0)
         if SKIP:  # where the norm is not finite nothing is read or written
             alive = tl.abs(length) < float("inf")
-            there = there & (tl.abs(tl.zeros_like(slope) + length) < float("inf"))
+            mask = mask & (tl.abs(tl.zeros_like(slope) + length) < float("inf"))
     scale, second_scale = 1.0, 1.0
     if KIND == "fp8":
         scale, second_scale = tl.load(first_scales + block), tl.load(second_scales + block)
-    weights = tl.load(vector + place, mask=there, other=0.0)
-    m = _read(first, scale, place, there, KIND, False)
-    v = _read(second, second_scale, place, there, KIND, True)
+    weights = tl.load(vector + place, mask=mask, other=0.0)
+    m = _read(first, scale, place, mask, KIND, False)
+    v = _read(second, second_scale, place, mask, KIND, True)
     if DECOUPLED:
         weights = weights * (1.0 - learning * decay)
     else:
@@ -121,11 +121,11 @@ def _step(
     m = m + (1.0 - first_decay) * (slope - m)
     v = second_decay * v + (1.0 - second_decay) * slope * slope
     weights = weights - learning / first_share * m / (tl.sqrt(v) / second_share + eps)
-    tl.store(vector + place, weights, mask=there)
+    tl.store(vector + place, weights, mask=mask)
     if SHADOW:
-        tl.store(shadow + place, weights.to(tl.bfloat16), mask=there)
-    _write(first, first_scales, block, m, place, there, first_seed, alive, KIND, False)
-    _write(second, second_scales, block, v, place, there, second_seed, alive, KIND, True)
+        tl.store(shadow + place, weights.to(tl.bfloat16), mask=mask)
+    _write(first, first_scales, block, m, place, mask, first_seed, alive, KIND, False)
+    _write(second, second_scales, block, v, place, mask, second_seed, alive, KIND, True)
 
 
 class AdamKernels:

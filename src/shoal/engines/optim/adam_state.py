@@ -21,7 +21,7 @@ BLOCK = 2048
 """Numbers that share a scale in fp8, and that one program of the kernel steps."""
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _LARGEST, _SMALLEST_NORMAL, _SMALLEST = 240.0, 2.0**-6, 2.0**-9
-"""Of e4m3. A block's scale brings its largest number to between 128 and 256, and 256 would need another scale."""
+"""Of e4m3. A block's scale maps its largest number to between 128 and 256, and 256 would need another scale."""
 
 
 class AdamRates(NamedTuple):
@@ -112,7 +112,7 @@ def rounded_to_bf16(x: Tensor, chance: Tensor) -> Tensor:
 
 
 def rounded_to_fp8(x_NB: Tensor, chance_NB: Tensor, *, at_least: bool) -> tuple[Tensor, Tensor]:
-    """Numbers that e4m3 holds, and what they are to be multiplied with, [N, 1]. `at_least`: what is not 0 does not become 0."""
+    """Numbers in e4m3, and their scales, [N, 1]. `at_least`: what is not 0 does not become 0."""
     exponents_N1 = ((x_NB.abs().amax(1, keepdim=True).view(torch.int32) >> 23) - 7).clamp(min=1)
     scales_N1, inverse_N1 = (exponents_N1 << 23).view(torch.float32), ((254 - exponents_N1) << 23).view(torch.float32)
     size, chance = x_NB.abs() * inverse_N1, (chance_NB & 0xFFFFF).int()

@@ -273,9 +273,9 @@ class PipelineEngine(SingleEngine):
         state = super()._moments(player)
         shapes = {name: {key: list(value.shape) for key, value in own.items()} for name, own in state["moments"].items()}
         every = {name: keys for text in self.world.texts(json.dumps(shapes)) for name, keys in json.loads(text).items()}
-        there = {name: {key: torch.empty(shape, device="meta") for key, shape in keys.items()} for name, keys in every.items()}
-        there |= state["moments"]
-        state["moments"] = {slot.name: there[slot.name] for slot in self.layouts[player].slots}
+        moments = {name: {key: torch.empty(shape, device="meta") for key, shape in keys.items()} for name, keys in every.items()}
+        moments |= state["moments"]
+        state["moments"] = {slot.name: moments[slot.name] for slot in self.layouts[player].slots}
         return state
 
 
@@ -294,7 +294,7 @@ class StagePasses:
         self.engine, self.model, self.links = engine, engine.model, engine.links
         self.batches, self.weighing, self.metrics = batches, weighing, metrics
         self.turns = PassSchedule(engine.stage, engine.world.size, len(batches), engine.pipeline.schedule)
-        self.arrived: dict[StageDirection, deque[Tensor]] = {way: deque() for way in StageDirection}
+        self.arrived: dict[StageDirection, deque[Tensor]] = {direction: deque() for direction in StageDirection}
         self.under_way: dict[int, MicroBatchInFlight] = {}
 
     def run(self) -> None:
@@ -312,9 +312,9 @@ class StagePasses:
                 self._forward(turn.micro_batch) if turn.forward else self._backward(turn.micro_batch)
 
     def _take(self) -> None:
-        way, tensor = self.links.next()
-        self.arrived[way].append(tensor)
-        if way is StageDirection.ON:
+        direction, tensor = self.links.next()
+        self.arrived[direction].append(tensor)
+        if direction is StageDirection.ON:
             self.turns.inputs += 1
         else:
             self.turns.gradients += 1

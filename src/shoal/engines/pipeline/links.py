@@ -29,7 +29,7 @@ _AHEAD = 4
 
 
 class StageDirection(IntEnum):
-    """Which way a tensor goes. Its number is also the tag of its messages."""
+    """The direction in which a tensor is sent. Its number is also the tag of its messages."""
 
     ON = 1
     BACK = 2
@@ -46,24 +46,31 @@ class StageLinks:
         patience = timedelta(seconds=patience_s)
         self._letters = dist.new_group(backend="gloo", timeout=patience) if world.size > 1 else None
         # On GPUs one group for each direction: within a group NCCL handles messages in the order in which they were asked for
-        ways = {way: dist.new_group(backend="nccl", timeout=patience) for way in StageDirection} if self.on_gpu and world.size > 1 else {}
-        self._groups = {way: ways.get(way, self._letters) for way in StageDirection}
-        self._side = {way: torch.cuda.Stream(device) if self.on_gpu else None for way in StageDirection}  # type: ignore[no-untyped-call]
+        groups = (
+            {direction: dist.new_group(backend="nccl", timeout=patience) for direction in StageDirection}
+            if self.on_gpu and world.size > 1
+            else {}
+        )
+        self._groups = {direction: groups.get(direction, self._letters) for direction in StageDirection}
+        self._side = {direction: torch.cuda.Stream(device) if self.on_gpu else None for direction in StageDirection}  # type: ignore[no-untyped-call]
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
         self._arrivals: queue.SimpleQueue[tuple[StageDirection, Tensor] | BaseException] = queue.SimpleQueue()
 
     # --- sending -----------------------------------------------------------------------------------
 
-    def send(self, way: StageDirection, tensor: Tensor) -> None:
+    def send(self, direction: StageDirection, tensor: Tensor) -> None:
         """Begin to send a tensor. It must not be written to before `settle`."""
-        there = tensor.detach().contiguous()
-        there = there if self.on_gpu else there.cpu()
+        sent = tensor.detach().contiguous()
+        sent = sent if self.on_gpu else sent.cpu()
         header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
-        header[0], header[1] = _TYPES.index(there.dtype), there.dim()
-        header[2 : 2 + there.dim()] = torch.tensor(there.shape)
-        peer = self._ranks[self.world.stage + (1 if way is StageDirection.ON else -1)]
-        works = [dist.isend(header, peer, group=self._letters, tag=way), dist.isend(there, peer, group=self._groups[way], tag=2 + way)]
-        self._sent.append((works, [header, there]))
+        header[0], header[1] = _TYPES.index(sent.dtype), sent.dim()
+        header[2 : 2 + sent.dim()] = torch.tensor(sent.shape)
+        peer = self._ranks[self.world.stage + (1 if direction is StageDirection.ON else -1)]
+        works = [
+            dist.isend(header, peer, group=self._letters, tag=direction),
+            dist.isend(sent, peer, group=self._groups[direction], tag=2 + direction),
+        ]
+        self._sent.append((works, [header, sent]))
 
     def settle(self, left: int = 0) -> None:
         """Wait until at most `left` tensors are still being sent."""
@@ -79,16 +86,16 @@ class StageLinks:
 
     # --- receiving ---------------------------------------------------------------------------------
 
-    def receive(self, way: StageDirection) -> Tensor:
+    def receive(self, direction: StageDirection) -> Tensor:
         """The next tensor of a neighbour."""
-        peer = self._ranks[self.world.stage - (1 if way is StageDirection.ON else -1)]
+        peer = self._ranks[self.world.stage - (1 if direction is StageDirection.ON else -1)]
         header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
-        dist.recv(header, peer, group=self._letters, tag=way)
+        dist.recv(header, peer, group=self._letters, tag=direction)
         kind, dimensions, *shape = header.tolist()
-        side = self._side[way]
+        side = self._side[direction]
         with nullcontext() if side is None else torch.cuda.stream(side):
             tensor = torch.empty(shape[:dimensions], dtype=_TYPES[kind], device=self.device if self.on_gpu else "cpu")
-            dist.recv(tensor, peer, group=self._groups[way], tag=2 + way)
+            dist.recv(tensor, peer, group=self._groups[direction], tag=2 + direction)
             if side is not None:
                 side.synchronize()
                 tensor.record_stream(torch.cuda.default_stream(self.device))
@@ -98,8 +105,8 @@ class StageLinks:
     def listening(self, counts: dict[StageDirection, int]) -> Iterator[None]:
         """Receive `counts` tensors of each direction in the background; `next` and `waiting` give access to them."""
         threads = [
-            threading.Thread(target=self._listen, args=(way, count), name=f"stage-{way.name.lower()}", daemon=True)
-            for way, count in counts.items()
+            threading.Thread(target=self._listen, args=(direction, count), name=f"stage-{direction.name.lower()}", daemon=True)
+            for direction, count in counts.items()
             if count
         ]
         for thread in threads:
@@ -109,12 +116,12 @@ class StageLinks:
             thread.join()
         self.settle()
 
-    def _listen(self, way: StageDirection, count: int) -> None:
+    def _listen(self, direction: StageDirection, count: int) -> None:
         try:
             if self.on_gpu:
                 torch.cuda.set_device(self.device)
             for _ in range(count):
-                self._arrivals.put((way, self.receive(way)))
+                self._arrivals.put((direction, self.receive(direction)))
         except Exception as error:
             self._arrivals.put(error)
 

@@ -80,8 +80,8 @@ def bounds_for(run: Run, layers: LayerSizes, device: torch.device, world: World)
         return [0, count]
     machines = _machines(device, world)
     fastest = max(speed for _, speed, _ in machines)
-    hands = [MachineSpec(1.0 if fastest / speed < _ALIKE else speed / fastest, room) for _, speed, room in machines]
-    return split(layers.work, hands, after=layers.work_after, sizes=[_BYTES * size for size in layers.sizes])
+    specs = [MachineSpec(1.0 if fastest / speed < _ALIKE else speed / fastest, free_bytes) for _, speed, free_bytes in machines]
+    return split(layers.work, specs, after=layers.work_after, sizes=[_BYTES * size for size in layers.sizes])
 
 
 def _machines(device: torch.device, world: World) -> list[tuple[str, float, float]]:
@@ -89,18 +89,20 @@ def _machines(device: torch.device, world: World) -> list[tuple[str, float, floa
     own = [world.stage, platform.node(), _speed(device), free_memory(device) or _UNKNOWN_MEMORY]
     found = [json.loads(text) for text in world.texts(json.dumps(own))]
     names = [name for _, name, _, _ in found]
-    return [(name, speed, room / names.count(name)) for _, name, speed, room in sorted(found)]
+    return [(name, speed, free_bytes / names.count(name)) for _, name, speed, free_bytes in sorted(found)]
 
 
 def _shared_out(run: Run, layers: LayerSizes, device: torch.device, world: World) -> list[int]:
-    """The bounds that the tasks' shares come to. Raises ShoalError where a stage has too little room on its machine."""
+    """The bounds that the tasks' shares come to. Raises ShoalError where a stage has too little free memory on its machine."""
     parts = stage_shares(run.scheduler.tasks)
     if len(parts) != world.size:
         raise ShoalError(f"the tasks are {len(parts)} stages, each for a process of its own, and there are {world.size} processes")
     bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
-    for part, (first, last), (name, _, room) in zip(parts, pairwise(bounds), _machines(device, world), strict=True):
-        if (needs := _BYTES * layers.size_of(first, last)) > room:
-            raise ShoalError(f"the stage `{part.id}` needs {needs / 1e9:.3g} GB of memory, and {name} has {room / 1e9:.3g} GB free for it")
+    for part, (first, last), (name, _, free_bytes) in zip(parts, pairwise(bounds), _machines(device, world), strict=True):
+        if (needs := _BYTES * layers.size_of(first, last)) > free_bytes:
+            raise ShoalError(
+                f"the stage `{part.id}` needs {needs / 1e9:.3g} GB of memory, and {name} has {free_bytes / 1e9:.3g} GB free for it"
+            )
     return bounds
 
 

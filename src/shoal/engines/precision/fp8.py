@@ -63,7 +63,7 @@ def check_kernels(device: torch.device) -> None:
     if not all(error < _MOST_ERROR for error in errors):
         raise ShoalError(
             f"training.precision.kind: products in fp8 are wrong on this machine (errors of {', '.join(f'{one:.0%}' for one in errors)}), "
-            "which is a fault of the compiler that Triton brings along: take bf16, or another version of Triton"
+            "which is a bug of the compiler that Triton includes: take bf16, or another version of Triton"
         )
 
 

@@ -21,21 +21,21 @@ _SIDE = 128
 
 
 @triton.jit
-def _stored(values, codes, place, there, inverse):
-    tl.store(codes + place, tl.minimum(tl.maximum(values * inverse, -448.0), 448.0).to(tl.float8e4nv), mask=there)
+def _stored(values, codes, offset, mask, inverse):
+    tl.store(codes + offset, tl.minimum(tl.maximum(values * inverse, -448.0), 448.0).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit
 def _weight(x, kept, renews, codes, scales, width, head_room, KEPT: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    there = column < width
-    values = tl.load(x + row * width + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < width
+    values = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)
     scale = tl.max(tl.abs(values), 0) * (head_room / 448.0)
     if KEPT:
         known = tl.load(kept + row)
         scale = tl.where((tl.load(renews) != 0.0) | (known == 0.0), scale, known)
     tl.store(scales + row, scale)
-    _stored(values, codes, row * width + column, there, tl.where(scale > 0.0, 1.0 / scale, 0.0))
+    _stored(values, codes, row * width + column, mask, tl.where(scale > 0.0, 1.0 / scale, 0.0))
 
 
 @triton.jit
@@ -44,33 +44,33 @@ def _turn(codes, turned, height, width, SIDE: tl.constexpr):
     (triton-lang/triton issue 11111)."""
     row, column = tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     start = tl.program_id(2).to(tl.int64) * height * width
-    there = (row < height)[:, None] & (column < width)[None, :]
-    found = tl.load(codes + start + row[:, None] * width + column[None, :], mask=there, other=0)
-    there = (column < width)[:, None] & (row < height)[None, :]
-    tl.store(turned + start + column[:, None] * height + row[None, :], tl.trans(found), mask=there)
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    found = tl.load(codes + start + row[:, None] * width + column[None, :], mask=mask, other=0)
+    mask = (column < width)[:, None] & (row < height)[None, :]
+    tl.store(turned + start + column[:, None] * height + row[None, :], tl.trans(found), mask=mask)
 
 
 @triton.jit
 def _rows(x, factors, owners, codes, scales, width, head_room, FACTORS: tl.constexpr, OWNERS: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    there = column < width
-    values = tl.load(x + row * width + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < width
+    values = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)
     if FACTORS:
         if OWNERS:
             factors += tl.load(owners + row).to(tl.int64) * width
-        values = values * tl.load(factors + column, mask=there, other=0.0)
+        values = values * tl.load(factors + column, mask=mask, other=0.0)
     scale = tl.max(tl.abs(values), 0) * (head_room / 448.0)
     tl.store(scales + row, scale)
-    _stored(values, codes, row * width + column, there, tl.where(scale > 0.0, 1.0 / scale, 0.0))
+    _stored(values, codes, row * width + column, mask, tl.where(scale > 0.0, 1.0 / scale, 0.0))
 
 
 @triton.jit
 def _swiglu(inner, gates, total, found, codes, scales, width, head_room, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     real, weight, inside = row < tl.load(total), tl.load(gates + row), column < width
-    there = inside & real
-    x = tl.load(inner + row * 2 * width + column, mask=there, other=0.0).to(tl.float32)
-    content = tl.load(inner + row * 2 * width + width + column, mask=there, other=0.0).to(tl.float32)
+    mask = inside & real
+    x = tl.load(inner + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+    content = tl.load(inner + row * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
     values = x * tl.sigmoid(x) * content * weight
     tl.store(found + row * width + column, values, mask=inside)
     scale = tl.max(tl.abs(values), 0) * (head_room / 448.0)
@@ -84,24 +84,24 @@ def _swiglu_backward(
 ):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     real, weight, inside = row < tl.load(total), tl.load(gates + row), column < width
-    there, place, owner = inside & real, row * 2 * width + column, tl.load(owners + row).to(tl.int64) * 2 * width
-    x = tl.load(inner + place, mask=there, other=0.0).to(tl.float32)
-    content = tl.load(inner + place + width, mask=there, other=0.0).to(tl.float32)
-    slope = tl.load(slopes + row * width + column, mask=there, other=0.0).to(tl.float32)
+    mask, offset, owner = inside & real, row * 2 * width + column, tl.load(owners + row).to(tl.int64) * 2 * width
+    x = tl.load(inner + offset, mask=mask, other=0.0).to(tl.float32)
+    content = tl.load(inner + offset + width, mask=mask, other=0.0).to(tl.float32)
+    slope = tl.load(slopes + row * width + column, mask=mask, other=0.0).to(tl.float32)
     share = tl.sigmoid(x)
     activated = x * share
     tl.store(for_gates + row, tl.sum(slope * activated * content, 0))
     slope *= weight
     first, second = slope * content * share * (1.0 + x * (1.0 - share)), slope * activated
-    tl.store(for_inner + place, first, mask=inside)
-    tl.store(for_inner + place + width, second, mask=inside)
+    tl.store(for_inner + offset, first, mask=inside)
+    tl.store(for_inner + offset + width, second, mask=inside)
     first = first * tl.load(factors + owner + column, mask=inside, other=0.0)
     second = second * tl.load(factors + owner + width + column, mask=inside, other=0.0)
     scale = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0)) * (head_room / 448.0)
     inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)
     tl.store(scales + row, scale)
-    _stored(first, codes, place, inside, inverse)
-    _stored(second, codes, place + width, inside, inverse)
+    _stored(first, codes, offset, inside, inverse)
+    _stored(second, codes, offset + width, inside, inverse)
 
 
 def _how(width: int) -> dict[str, Any]:

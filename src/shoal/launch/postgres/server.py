@@ -6,7 +6,7 @@ postgres.log    what it said
 postgres.crt    the certificate of the front that speaks TLS, where other machines are let in, and its key
 
 What was committed survives `kill -9` of the server: nothing of its durability is traded for speed. The process that starts it owns it:
-when the owner ends, in whatever way, the server ends too (see supervisor.py).
+when the owner ends for any reason, the server ends too (see supervisor.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _START_S = 120.0
 _STOP_S = 60.0
 _PASSING_S = 10.0
 _FRONT_S = 30.0
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
 MOST_OUTSIDE = 180
 """Connections that the front lets in at a time: the server's, less those that the run itself needs."""
 CLASS = "class"
@@ -125,14 +125,14 @@ class EmbeddedPostgres:
         """Restart the server if it was killed. Return whether it was."""
         if self._keeper is None or self._keeper.poll() is None:
             return False
-        self._let_go()
+        self._stop_keeper()
         data_folder.end_leftover_server(self.data)
         self._launch(programs_for(self.data))
         return True
 
     def close(self) -> None:
         """Shut the server down, and disconnect all clients."""
-        self._let_go()
+        self._stop_keeper()
         self._keeper = None
         if self._saved.owner is not None:
             self._saved = self._saved._replace(owner=None)
@@ -155,7 +155,7 @@ class EmbeddedPostgres:
         host, wanted = self._saved.host, self._port or (known.port if known else 0)
         port = free_port(host, wanted)
         if port is None and not self._port and is_loopback(host):
-            port = free_port(host)  # no other machine has been told the old port
+            port = free_port(host)  # no other machine has received the old port
         if port is None:
             raise ShoalError(f"port {wanted} of {bracketed(host)} is taken: end what uses it, or choose another with transport.port")
         return port
@@ -188,21 +188,23 @@ class EmbeddedPostgres:
     def _wait_for_front(self) -> None:
         """Wait until other machines can reach the server. Raises ShoalError where the TLS proxy does not start."""
         host, port = resolve(self._saved.host), self._saved.port
-        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        if self._certificate is not None and not wait_until(lambda: is_listening(here, port), _FRONT_S, _LOOK_S):
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        if self._certificate is not None and not wait_until(lambda: is_listening(local, port), _FRONT_S, _POLL_INTERVAL_S):
             raise ShoalError(f"the front of the run's PostgreSQL does not listen at {bracketed(host)}:{port} (see {self.log})")
 
     def _is_ready(self, until: float) -> bool:
         """Wait for the server; False if it ended, or takes too long."""
         keeper = self._keeper
         assert keeper is not None
-        wait_until(lambda: keeper.poll() is not None or data_folder.is_ready(self.data, keeper.pid), until - time.monotonic(), _LOOK_S)
+        wait_until(
+            lambda: keeper.poll() is not None or data_folder.is_ready(self.data, keeper.pid), until - time.monotonic(), _POLL_INTERVAL_S
+        )
         if keeper.poll() is None and data_folder.is_ready(self.data, keeper.pid):
             return True
-        self._let_go()
+        self._stop_keeper()
         return False
 
-    def _let_go(self) -> None:
+    def _stop_keeper(self) -> None:
         """Close the keeper's input and wait: it then shuts the server down."""
         if self._keeper is None:
             return

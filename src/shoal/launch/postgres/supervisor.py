@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_LOOK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 _PATIENCE_S = 30.0
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 2 << 30
@@ -41,7 +41,7 @@ def main() -> None:
     fronts: list[subprocess.Popen[bytes]] = []
     if order["front"]:
         threading.Thread(target=_keep_front, args=(order["front"], over, fronts), daemon=True).start()
-    while not over.wait(_LOOK_S) and os.getppid() == parent:
+    while not over.wait(_POLL_INTERVAL_S) and os.getppid() == parent:
         pass
     over.set()
     for front in fronts:
@@ -58,7 +58,7 @@ def _keep_front(order: dict[str, Any], over: threading.Event, fronts: list[subpr
         front.stdin.write(json.dumps(order).encode() + b"\n")
         front.stdin.flush()
         front.wait()
-        over.wait(_LOOK_S)
+        over.wait(_POLL_INTERVAL_S)
 
 
 def identity(user: list[int] | None) -> dict[str, Any]:

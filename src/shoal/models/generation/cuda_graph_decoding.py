@@ -44,14 +44,14 @@ class FixedLayerCache(LayerCache):
     """Keys and values of a fixed width. New ones are written at a position stored on the GPU, and the whole width counts as seen, so a
     mask must say which entries are valid."""
 
-    def __init__(self, prompt: LayerCache, width: int, place_1: Tensor) -> None:
+    def __init__(self, prompt: LayerCache, width: int, position_1: Tensor) -> None:
         super().__init__(width)
         self.keys_and_values = [buffer[:, :, :width] for buffer in prompt.keys_and_values]
-        self.length, self._place_1 = width - 1, place_1
+        self.length, self._position_1 = width - 1, position_1
 
     def append(self, keys_BKLE: Tensor, values_BKLE: Tensor) -> tuple[Tensor, Tensor]:
         keys_BKSE, values_BKSE = self.keys_and_values
-        return keys_BKSE.index_copy_(2, self._place_1, keys_BKLE), values_BKSE.index_copy_(2, self._place_1, values_BKLE)
+        return keys_BKSE.index_copy_(2, self._position_1, keys_BKLE), values_BKSE.index_copy_(2, self._position_1, values_BKLE)
 
 
 class CudaGraphDecoder:
@@ -60,13 +60,13 @@ class CudaGraphDecoder:
     def __init__(self, model: Any, prompt_BP: Tensor, mask_BP: Tensor, written: AnswerBuffers, draws: Sequence[TokenDraws]) -> None:
         self.model, self.written, self.draws = model, written, draws
         (rows, self.prompt), columns = prompt_BP.shape, written.answer_BT.shape[1]
-        self.room = min(_up_to_multiple(self.prompt + columns), model.max_seq_len)
-        self.mask_BS = torch.zeros(rows, self.room, dtype=torch.bool, device=prompt_BP.device)
+        self.capacity = min(_up_to_multiple(self.prompt + columns), model.max_seq_len)
+        self.mask_BS = torch.zeros(rows, self.capacity, dtype=torch.bool, device=prompt_BP.device)
         self.mask_BS[:, : self.prompt] = mask_BP
-        self.place_1 = torch.full((1,), self.prompt, device=prompt_BP.device)
+        self.position_1 = torch.full((1,), self.prompt, device=prompt_BP.device)
         self.draws_TB = torch.zeros(columns, rows, dtype=torch.float64, device=prompt_BP.device)
         self.finite_B = torch.ones(rows, dtype=torch.bool, device=prompt_BP.device)
-        self.cache: KeyValueCache = model.new_cache(self.room)
+        self.cache: KeyValueCache = model.new_cache(self.capacity)
         self.prompt_BP, self.prompt_mask_BP = prompt_BP, mask_BP
 
     def write(self, any_goes_on: Callable[[bool], bool]) -> None:
@@ -74,7 +74,7 @@ class CudaGraphDecoder:
         self._read_prompts()
         step, columns = 1, self.written.answer_BT.shape[1]
         while step < columns and self._any(any_goes_on):
-            width = min(_up_to_multiple(self.prompt + step), self.room)
+            width = min(_up_to_multiple(self.prompt + step), self.capacity)
             last = min(columns, width - self.prompt + 1)
             self._set_draws(step, last)
             self._write_some(last - step, width, any_goes_on)
@@ -101,13 +101,13 @@ class CudaGraphDecoder:
     def _write_some(self, steps: int, width: int, any_goes_on: Callable[[bool], bool]) -> None:
         """Generate `steps` tokens, all of which fit the cache width."""
         fixed = KeyValueCache(0, 0)
-        fixed.layers = [FixedLayerCache(layer, width, self.place_1) for layer in self.cache.layers]
+        fixed.layers = [FixedLayerCache(layer, width, self.position_1) for layer in self.cache.layers]
 
         def step() -> None:
-            self.mask_BS.index_fill_(1, self.place_1, True)
+            self.mask_BS.index_fill_(1, self.position_1, True)
             logits_BV = self.model.next_logits(self.written.last_B[:, None], fixed, attention_mask=self.mask_BS[:, :width])
             self._take(logits_BV, fixed.value_B)
-            self.place_1 += 1
+            self.position_1 += 1
 
         with evaluating(self.model):
             step()  # uncaptured: lazy initialisation happens here

@@ -47,9 +47,9 @@ NO_PENALTIES = LogitPenalties()
 
 
 def warp_of(decoding: Decoding) -> Warp:
-    way = getattr(decoding, decoding.active)
-    temperature = 0.0 if decoding.active == "greedy" else way.temperature
-    return Warp(temperature, getattr(way, "k", None), getattr(way, "p", None))
+    settings = getattr(decoding, decoding.active)
+    temperature = 0.0 if decoding.active == "greedy" else settings.temperature
+    return Warp(temperature, getattr(settings, "k", None), getattr(settings, "p", None))
 
 
 class TokenDraws:
@@ -70,7 +70,7 @@ class TokenDraws:
 
 def group_draws(seed: int, first: int, prompts: Sequence[Sequence[int]], group: int) -> list[TokenDraws]:
     """The draws of `group` answers to each prompt, from the run's seed and the prompt's number; `first` is that of the first one."""
-    seeds = [(seed % 2**62 << 64) + first + place for place in range(len(prompts))]
+    seeds = [(seed % 2**62 << 64) + first + index for index in range(len(prompts))]
     return [TokenDraws(own, ids, choice) for own, ids in zip(seeds, prompts, strict=True) for choice in range(group)]
 
 

@@ -11,15 +11,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-_ROOM = 128
+_LEAST_GROWTH = 128
 """Least number of tokens by which a full cache grows."""
 
 
-def padded_rows(rows: Sequence[Tensor], room: int = 0) -> Tensor:
-    """Keys or values [1, K, L, E] of several rows as one [B, K, S, E], padded with zeros on the left."""
+def padded_rows(rows: Sequence[Tensor], extra_columns: int = 0) -> Tensor:
+    """Keys or values [1, K, L, E] of several rows as one [B, K, S, E], zero-padded on the left, and by `extra_columns` on the right."""
     longest = max(row.shape[2] for row in rows)
     _, K, _, E = rows[0].shape
-    joined_BKSE = rows[0].new_zeros(len(rows), K, longest + room, E)
+    joined_BKSE = rows[0].new_zeros(len(rows), K, longest + extra_columns, E)
     for i, row in enumerate(rows):
         joined_BKSE[i, :, longest - row.shape[2] : longest] = row[0]
     return joined_BKSE
@@ -49,7 +49,7 @@ class LayerCache:
             self.keys_and_values = [one.new_empty(B, K, self.capacity, E) for one in new]
         start, self.length = self.length, self.length + L
         if self.length > self.capacity:
-            missing = max(self.length - self.capacity, _ROOM)
+            missing = max(self.length - self.capacity, _LEAST_GROWTH)
             self.keys_and_values = [torch.nn.functional.pad(buffer, (0, 0, 0, missing)) for buffer in self.keys_and_values]
             self.capacity += missing
         for buffer, one in zip(self.keys_and_values, new, strict=True):
@@ -69,9 +69,9 @@ class LayerCache:
         """Several rows as one cache, padded on the left, with free capacity."""
         whole = [row.row(0, row.length).keys_and_values for row in rows]
         longest = max(row.length for row in rows)
-        made = cls(longest + _ROOM)
+        made = cls(longest + _LEAST_GROWTH)
         made.length = longest
-        made.keys_and_values = [padded_rows(buffers, _ROOM) for buffers in zip(*whole, strict=True)]
+        made.keys_and_values = [padded_rows(buffers, _LEAST_GROWTH) for buffers in zip(*whole, strict=True)]
         return made
 
 

@@ -89,10 +89,10 @@ class GptConversion:
 
     def sources(self, name: str) -> list[str]:
         """The names, in the model's own files, of the parts of a tensor of `Gpt`."""
-        place, _, kind = name.rpartition(".")
-        if not place.startswith("blocks."):
-            return [f"{source}.{kind}" for source in self.names[place]]
-        _, layer, part = place.split(".", 2)
+        module, _, kind = name.rpartition(".")
+        if not module.startswith("blocks."):
+            return [f"{source}.{kind}" for source in self.names[module]]
+        _, layer, part = module.split(".", 2)
         return [f"{self.names['layers']}.{layer}.{source}.{kind}" for source in self.names[part]]
 
     def tensor(self, name: str, get: Get) -> Tensor:

@@ -118,7 +118,7 @@ class HuggingFace(nn.Module):
 
     def new_cache(self, capacity: int) -> HuggingFaceCache:
         if self.cache_name is None:
-            raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) keeps no cache that Shoal knows, so it cannot generate")
+            raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) has no KV cache that Shoal supports, so it cannot generate")
         return HuggingFaceCache()
 
     def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache, attention_mask: Tensor | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache, mask_arguments
 from shoal.models.stages import without_weights
-from shoal.models.trunk import SideChannel
+from shoal.models.transformer import SideChannel
 
 _WIDTHS = {
     "hidden_size": 32,
@@ -49,14 +49,14 @@ class HuggingFaceStage(nn.Module):
         whole = _plain(model)
         if seen is None:
             check_anatomy(whole)
-        body, place = _body(whole.config, first, last), _place(whole)
+        body, layers_name = _body(whole.config, first, last), _layers_name(whole)
         own = layers_of(body)
         for layer, source in zip(own, layers_of(whole)[first:last], strict=True):
             _adopt(layer, source)
-        _empty_outside(body, place)
+        _empty_outside(body, layers_name)
         # Not as a submodule: its layers are registered under their names in the whole model
         self.__dict__["body"], self.__dict__["decoder"] = body, body.get_decoder()
-        _register(self, ["inner", *place.split(".")], {str(first + i): layer for i, layer in enumerate(own)})
+        _register(self, ["inner", *layers_name.split(".")], {str(first + i): layer for i, layer in enumerate(own)})
         self.accepts = frozenset(inspect.signature(self.decoder.forward).parameters)
         self.checkpointing = False
         self.joins_rows = model.joins_rows
@@ -114,7 +114,7 @@ class HuggingFaceStage(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HuggingFaceStage:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # The layers moved; buffers outside them, such as rotary frequencies, must move too
-        for _, module in _outside(self.body, _place(self.body)):
+        for _, module in _outside(self.body, _layers_name(self.body)):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = fn(buffer) if buffer is not None else None
         return self
@@ -129,10 +129,10 @@ class HuggingFaceEnds(nn.Module):
         seen = seen or check_anatomy(whole)
         self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
         self.inner = _body(whole.config, 0, 1)
-        place = _place(whole)
+        layers_name = _layers_name(whole)
         self._stub = _Stub(layers_of(self.inner)[0], seen.returns_tuple)
-        _adopt(self.inner, whole, but=place)
-        _empty_outside(self.inner, place, (seen.before if entry else frozenset()) | (seen.after if after else frozenset()))
+        _adopt(self.inner, whole, but=layers_name)
+        _empty_outside(self.inner, layers_name, (seen.before if entry else frozenset()) | (seen.after if after else frozenset()))
         self.train(whole.training)
 
     def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
@@ -191,16 +191,16 @@ class _Stub:
 
 def layers_of(inner: Any) -> Any:
     """The list of a model's layers."""
-    return inner.get_submodule(_place(inner))
+    return inner.get_submodule(_layers_name(inner))
 
 
-def _place(inner: Any) -> str:
+def _layers_name(inner: Any) -> str:
     """The name of the list of layers: the outermost ModuleList with one entry per layer."""
     count = inner.config.get_text_config().num_hidden_layers
-    places: list[str] = [name for name, module in inner.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not places:
+    names: list[str] = [name for name, module in inner.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not names:
         raise ShoalError(f"{type(inner).__name__} has no list of {count} layers, so it cannot be cut into stages")
-    return min(places, key=lambda name: name.count("."))
+    return min(names, key=lambda name: name.count("."))
 
 
 def _plain(model: HuggingFace) -> Any:
@@ -238,14 +238,14 @@ def _adopt(target: nn.Module, source: nn.Module, but: str = "\0") -> None:
             own._buffers.update(module._buffers)
 
 
-def _outside(body: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
+def _outside(body: nn.Module, layers_name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules outside the layers, with their names."""
-    yield from ((name, module) for name, module in body.named_modules() if name != place and not name.startswith(f"{place}."))
+    yield from ((name, module) for name, module in body.named_modules() if name != layers_name and not name.startswith(f"{layers_name}."))
 
 
-def _empty_outside(body: nn.Module, place: str, used: frozenset[str] = frozenset()) -> None:
+def _empty_outside(body: nn.Module, layers_name: str, used: frozenset[str] = frozenset()) -> None:
     """Replace parameters outside the layers, and outside the modules that are used, with expanded zeros, which take no memory."""
-    for name, module in _outside(body, place):
+    for name, module in _outside(body, layers_name):
         for key, parameter in list(module._parameters.items()) if name not in used else ():
             if parameter is not None:
                 del module._parameters[key]
@@ -292,7 +292,7 @@ def check_anatomy(inner: Any) -> Anatomy:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = small_copy(inner.config)
-            seen, failure = _look(small), None
+            seen, failure = _record_calls(small), None
             try:
                 equal = _same_when_cut(HuggingFace(small), seen)
             except (ShoalError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -326,18 +326,18 @@ def small_copy(config: Any) -> Any:
 
 
 @torch.no_grad()
-def _look(small: Any) -> Anatomy:
+def _record_calls(small: Any) -> Anatomy:
     """Which modules run before and after the layers, and what a layer returns."""
-    place, calls, outputs = _place(small), list[str](), list[Any]()
-    layers = small.get_submodule(place)
+    layers_name, calls, outputs = _layers_name(small), list[str](), list[Any]()
+    layers = small.get_submodule(layers_name)
     named = [(name, module) for name, module in small.named_modules() if name]
     hooks = [module.register_forward_pre_hook(lambda module, given, name=name: calls.append(name)) for name, module in named]
     hooks.append(layers[0].register_forward_hook(lambda module, given, output: outputs.append(output)))
     small(input_ids=torch.arange(4)[None], use_cache=False)
     for hook in hooks:
         hook.remove()
-    first, last = calls.index(f"{place}.0"), calls.index(f"{place}.{len(layers) - 1}")
-    after = [name for name in calls[last:] if not name.startswith(f"{place}.")]
+    first, last = calls.index(f"{layers_name}.0"), calls.index(f"{layers_name}.{len(layers) - 1}")
+    after = [name for name in calls[last:] if not name.startswith(f"{layers_name}.")]
     return Anatomy(isinstance(outputs[0], tuple), frozenset(calls[:first]), frozenset(after))
 
 

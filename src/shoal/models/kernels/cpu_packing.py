@@ -102,8 +102,8 @@ def _widened(model: Any, output_VD: Tensor) -> Iterator[None]:
 
 
 def _can(weight: Tensor) -> bool:
-    here = weight.device.type == "cpu" and weight.dtype == torch.float32 and type(weight.data) is Tensor  # not sharded
-    return here and weight.numel() >= _SMALLEST and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and type(weight.data) is Tensor  # not sharded
+    return is_plain and weight.numel() >= _SMALLEST and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _is_quicker(weight_ND: Tensor) -> bool:

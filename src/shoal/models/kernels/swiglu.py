@@ -24,9 +24,9 @@ def _forward(inner, gates, total, found, width: tl.constexpr, BLOCK: tl.constexp
     real, weight = row < tl.load(total), tl.load(gates + row)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        there = (column < width) & real
-        x = tl.load(inner + row * 2 * width + column, mask=there, other=0.0).to(tl.float32)
-        content = tl.load(inner + row * 2 * width + width + column, mask=there, other=0.0).to(tl.float32)
+        mask = (column < width) & real
+        x = tl.load(inner + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+        content = tl.load(inner + row * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(found + row * width + column, x * tl.sigmoid(x) * content * weight, mask=column < width)
 
 
@@ -38,10 +38,10 @@ def _backward(inner, gates, total, slopes, for_inner, for_gates, width: tl.const
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
-        there = inside & real
-        x = tl.load(inner + row * 2 * width + column, mask=there, other=0.0).to(tl.float32)
-        content = tl.load(inner + row * 2 * width + width + column, mask=there, other=0.0).to(tl.float32)
-        slope = tl.load(slopes + row * width + column, mask=there, other=0.0).to(tl.float32)
+        mask = inside & real
+        x = tl.load(inner + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+        content = tl.load(inner + row * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
+        slope = tl.load(slopes + row * width + column, mask=mask, other=0.0).to(tl.float32)
         share = tl.sigmoid(x)
         activated = x * share
         for_gate += slope * activated * content
@@ -61,8 +61,8 @@ def _swiglu(inner_RI: Tensor, gates_R: Tensor, total: Tensor) -> Tensor:
 @torch.library.custom_op("shoal::swiglu_backward", mutates_args=())
 def _swiglu_backward(inner_RI: Tensor, gates_R: Tensor, total: Tensor, slope_RI: Tensor) -> tuple[Tensor, Tensor]:
     for_inner, for_gates = torch.empty_like(inner_RI), torch.empty_like(gates_R)
-    places = (slope_RI.contiguous(), for_inner, for_gates)
-    _backward[(len(inner_RI),)](inner_RI, gates_R, total, *places, slope_RI.shape[1], _BLOCK, num_warps=_WARPS)
+    arguments = (slope_RI.contiguous(), for_inner, for_gates)
+    _backward[(len(inner_RI),)](inner_RI, gates_R, total, *arguments, slope_RI.shape[1], _BLOCK, num_warps=_WARPS)
     return for_inner, for_gates
 
 

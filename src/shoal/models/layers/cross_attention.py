@@ -18,7 +18,7 @@ from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.gpt import Attention, FeedForward
 from shoal.models.layers.rotary import Rotary
-from shoal.models.trunk import NEVER, Block, BlockPart, EncodedContext, LayerInputs, SideOutputs, norm
+from shoal.models.transformer import NEVER, Block, BlockPart, EncodedContext, LayerInputs, SideOutputs, norm
 
 
 class ContextEncoder(nn.Module):

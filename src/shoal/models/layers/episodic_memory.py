@@ -28,7 +28,7 @@ from shoal.errors import ShoalError
 from shoal.models.compile_rules import not_compiled
 from shoal.models.generation.kv_cache import KeyValueCache
 from shoal.models.step_state import StepState
-from shoal.models.trunk import NEVER, EncodedContext, LayerInputs
+from shoal.models.transformer import NEVER, EncodedContext, LayerInputs
 
 IGNORED = -100
 _EMPTY = -1.0
@@ -247,12 +247,12 @@ class EpisodicMemory(StepState):
 
     def _write(self, episodes: Sequence[Tensor]) -> None:
         for importance, slot, ids_T, labels_T, vectors_VD in zip(*episodes, strict=True):
-            place = self._place(float(importance), int(slot), ids_T)
-            if place is not None:
-                self.importance_N[place], self.vectors_NVD[place] = importance, vectors_VD
-                self.ids_NT[place], self.labels_NT[place] = ids_T.int(), labels_T.int()
+            chosen = self._choose_slot(float(importance), int(slot), ids_T)
+            if chosen is not None:
+                self.importance_N[chosen], self.vectors_NVD[chosen] = importance, vectors_VD
+                self.ids_NT[chosen], self.labels_NT[chosen] = ids_T.int(), labels_T.int()
 
-    def _place(self, importance: float, slot: int, ids_T: Tensor) -> int | None:
+    def _choose_slot(self, importance: float, slot: int, ids_T: Tensor) -> int | None:
         """The slot of an episode: its present one, else that of the least important episode if this one is more important."""
         if importance <= 0:
             return None
@@ -355,10 +355,10 @@ class EpisodicMemory(StepState):
         ids_BL = batch["input_ids"]
         own_B = torch.full((len(ids_BL),), -1, dtype=torch.int64, device=ids_BL.device)
         wanted = int(len(ids_BL) * self.replay_rate + float(torch.rand(()))) if self.replay_rate else 0
-        there = (self.importance_N > 0).nonzero().flatten()
-        if not wanted or len(there) < wanted:
+        filled = (self.importance_N > 0).nonzero().flatten()
+        if not wanted or len(filled) < wanted:
             return batch, own_B
-        slots_R = there[torch.multinomial(self.importance_N[there].cpu(), wanted).to(there.device)]
+        slots_R = filled[torch.multinomial(self.importance_N[filled].cpu(), wanted).to(filled.device)]
         width = max(ids_BL.shape[1], int((self.ids_NT[slots_R] >= 0).sum(1).max()))
         replayed = {"input_ids": self.ids_NT[slots_R, :width].long().clamp(min=0), "labels": self.labels_NT[slots_R, :width].long()}
         replayed["attention_mask"] = self.ids_NT[slots_R, :width] >= 0

@@ -19,7 +19,7 @@ from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
 from shoal.models.routers import HeldExperts, Routes, build_router
-from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
+from shoal.models.transformer import INITIAL_STD, BlockPart, FullPrecisionLinear, LayerInputs, SideOutputs
 
 _FEW_ROUTES = 4096
 """Up to this number sorting is fast anyway, and the kernel that torch.compile makes for it does not compile for bytes (torch 2.11)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Attention
-from shoal.models.trunk import FullPrecisionLinear, LayerInputs, SideOutputs
+from shoal.models.transformer import FullPrecisionLinear, LayerInputs, SideOutputs
 
 
 class MixtureOfHeads(Attention):

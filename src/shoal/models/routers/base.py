@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
-from shoal.models.trunk import INITIAL_STD
+from shoal.models.transformer import INITIAL_STD
 
 HeldExperts = tuple[int, ...] | None
 """The numbers of the experts that a worker holds; None: all of them."""

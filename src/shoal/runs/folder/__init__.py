@@ -1,1 +1,1 @@
-"""The folder of a run: checkpoints, what is read back from it, and repair."""
+"""The folder of a run: checkpoints, reading its files back, and repair."""

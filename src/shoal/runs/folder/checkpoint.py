@@ -70,8 +70,8 @@ class Checkpoints:
         partial = self._partial(step)
         try:
             self._begin(partial)
-            for name, there in zip(_FILES, (weights, tensors), strict=True):
-                save_file({key: value.detach().cpu().contiguous() for key, value in there.items()}, partial / name)
+            for name, values in zip(_FILES, (weights, tensors), strict=True):
+                save_file({key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name)
             return self._finish(partial, step, plain)
         except (OSError, SafetensorError) as error:
             raise self._failed(partial, error) from None
@@ -80,11 +80,11 @@ class Checkpoints:
         partial = self._partial(step)
         self._alone(writers, lambda: self._begin(partial), partial)
         try:
-            for kind, there in (("weights", weights), ("state", tensors)):
+            for kind, values in (("weights", weights), ("state", tensors)):
                 if writers.apart:
-                    write_from_first(partial / kind, there, writers)
+                    write_from_first(partial / kind, values, writers)
                 else:
-                    write_shards(partial / kind, there, writers.talk)
+                    write_shards(partial / kind, values, writers.talk)
         except ShoalError as error:
             raise self._failed(partial, error) from None
         self._alone(writers, lambda: self._finish(partial, step, plain), partial)

@@ -43,7 +43,7 @@ class SoundJournal(NamedTuple):
     end: RecordEnd
     """Where its usable part ends."""
     problem: str
-    """What is wrong after that; empty where nothing is."""
+    """The problem after that; empty: none."""
 
 
 def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
@@ -96,7 +96,7 @@ def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> b
 
 
 def _tell(say: Callable[[str], None], reason: str, aside: Path, lost: list[list[Any]], version: int) -> None:
-    say(f"{reason}: what could not be used, and the ledger as it was, is in {aside}")
+    say(f"{reason}: the unusable files, and a copy of the old ledger, are in {aside}")
     for worker, first, last in lost:
         say(f"lost: contributions {first} to {last} of {worker}, as far as they were taken")
     say(f"the run goes on from version {version} when it is resumed")

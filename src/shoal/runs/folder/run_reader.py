@@ -71,7 +71,7 @@ class Tail:
         self._at, self._file = 0, -1
         self._rest = b""
 
-    def look(self) -> Iterator[bytes]:
+    def new_lines(self) -> Iterator[bytes]:
         """The new lines, up to a limit of bytes for one call."""
         try:
             with self.path.open("rb") as file:
@@ -91,7 +91,7 @@ class Tail:
 
     def values(self) -> Iterator[dict[str, Any]]:
         """New lines that hold a JSON object."""
-        for line in self.look():
+        for line in self.new_lines():
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
@@ -253,9 +253,9 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def complete_status(told: Any) -> dict[str, Any]:
+def complete_status(status: Any) -> dict[str, Any]:
     """An untrusted status, cleaned, with defaults for missing fields."""
-    found = clean(told)
+    found = clean(status)
     return _DEFAULTS | (found if isinstance(found, dict) else {})
 
 

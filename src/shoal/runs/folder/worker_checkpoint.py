@@ -80,7 +80,7 @@ class WorkerCheckpoints:
         if found is not None:
             self._load(found, residual, weights=found.step == version)
         elif version > 0:
-            self.tell(f"nothing is kept of this worker up to round {version}: its optimizer starts over")
+            self.tell(f"this worker has no checkpoint up to round {version}: its optimizer starts over")
 
     def _load(self, found: Checkpoint, residual: Tensor | None, weights: bool) -> None:
         self.engine.load_state_dict(found.state["engine"])
@@ -113,7 +113,7 @@ class WorkerCheckpoints:
             self._half = found
             return half
         steps = "" if half is None else f" ({half.steps} of {half.inner_steps} steps of round {half.began.version + 1})"
-        self.tell(f"the half round that this worker kept{steps} is of no use any more: {why}; it is deleted")
+        self.tell(f"the partial round that this worker saved{steps} cannot be resumed: {why}; it is deleted")
         self.delete_partial_round()
         return None
 
@@ -134,7 +134,7 @@ class WorkerCheckpoints:
         try:
             return _read(paths[-1]) if paths else None
         except ShoalError as error:
-            self.tell(f"warning: {error}; it is deleted, and the round is begun again")
+            self.tell(f"warning: {error}; it is deleted, and the round starts again")
             self.delete_partial_round()
             return None
 

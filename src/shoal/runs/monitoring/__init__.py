@@ -1,1 +1,1 @@
-"""What is recorded of a run while it goes on: metrics, status, history."""
+"""Records of a running run: metrics, status, history."""

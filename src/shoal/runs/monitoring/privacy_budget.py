@@ -38,7 +38,7 @@ class PrivacyBudget:
         if self.settings.protects(spent.spent()):
             return ""
         return (
-            f"warning: at its end this run will have spent ε ≈ {spent.spent():.4g} at δ = {spent.delta:g}, which protects nobody "
+            f"warning: at its end this run will have spent ε ≈ {spent.spent():.4g} at δ = {spent.delta:g}, too much to protect the data "
             f"(ε up to {self.settings.protects_up_to:g} does): raise {setting}, or train for fewer steps"
         )
 

@@ -151,13 +151,13 @@ class StatusWriter:
 
     def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Workers that have left, the last ones last."""
-        here = {row["worker"]: row for row in rows}
-        self._gone |= {name: row | {"state": "gone"} for name, row in self._workers_before.items() if name not in here}
-        for name in here:
+        connected = {row["worker"]: row for row in rows}
+        self._gone |= {name: row | {"state": "gone"} for name, row in self._workers_before.items() if name not in connected}
+        for name in connected:
             self._gone.pop(name, None)
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
-        self._workers_before = here
+        self._workers_before = connected
         return list(self._gone.values())
 
 

@@ -49,7 +49,7 @@ class RegenerationResult(NamedTuple):
     without_weights: int
     """Units of versions that have no checkpoint any more."""
 
-    def told(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         tried = self.same + len(self.others)
         words = [f"answers   {tried} units were made again: {self.same} are the same, token for token"]
         if self.others:
@@ -82,10 +82,10 @@ def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> Reg
         raise ShoalError(f"--regenerate: the ledger of {folder} tells of no answers; they are the strategy rollouts' own")
     weights: dict[int, Path | None] = {0: None}  # the run's initial weights are in no file
     weights |= {int(path.name.removeprefix("step-")): path for path in (folder / "checkpoints").glob("step-*")}
-    there = [unit for unit in units if unit.base in weights][-most:]
+    available = [unit for unit in units if unit.base in weights][-most:]
     policy = _LoadedPolicy(folder)
     chances, others = list[float](), dict[int, float]()
-    for unit in there:
+    for unit in available:
         tokens_BT, chance = policy.make_again(unit, weights[unit.base])
         chances.append(chance)
         if digest(pack(tokens_BT)) != unit.digest:
@@ -93,7 +93,7 @@ def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> Reg
     impossible = tuple(number for number, chance in others.items() if chance < _UNLIKELY)
     expected, spread = sum(chances), sum(chance * (1 - chance) for chance in chances) ** 0.5
     without = sum(unit.base not in weights for unit in units)
-    return RegenerationResult(len(there) - len(others), tuple(others), impossible, expected, expected + _DEVIATIONS * spread, without)
+    return RegenerationResult(len(available) - len(others), tuple(others), impossible, expected, expected + _DEVIATIONS * spread, without)
 
 
 class _LoadedPolicy:

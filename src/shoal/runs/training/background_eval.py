@@ -17,9 +17,9 @@ from shoal.errors import ShoalError, out_of_memory
 from shoal.runs.build_run import RunParts, sample_writer
 from shoal.runs.folder.run_directory import RunDirectory
 
-_NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers have on it: from now on it is done on the CPU"
+_NO_MEMORY = "warning: the GPU has too little free memory for an evaluation while workers use it: from now on evaluations run on the CPU"
 
-_LOOK_EVERY_S = 0.2
+_CHECK_INTERVAL_S = 0.2
 """How often `wait` checks whether the run is interrupted."""
 
 
@@ -74,7 +74,7 @@ class BackgroundEvaluator:
             problem = f"warning: no evaluation or sample at {self.step_name} {step}: {error}"
         if full:
             self._leave_gpu()
-            self.results.put((step, {}, _NO_ROOM))
+            self.results.put((step, {}, _NO_MEMORY))
             self._evaluate(step, weights, only_sample)
             return
         if self.device.type == "cuda":
@@ -93,4 +93,4 @@ class BackgroundEvaluator:
         """Wait until all evaluations are finished, or `ends` returns True."""
         thread = self._thread
         while thread is not None and thread.is_alive() and not ends():
-            thread.join(_LOOK_EVERY_S)
+            thread.join(_CHECK_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""What a run alone and a coordinator's run have in common: after a step they record, evaluate and save when that is due."""
+"""The base class of the loops of a run alone and of a coordinator: after a step they record, evaluate and save when that is due."""
 
 from __future__ import annotations
 

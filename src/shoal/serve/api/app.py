@@ -34,7 +34,7 @@ _PAGES = Path(__file__).parents[1]
 
 
 class Api:
-    """The routes' handlers, and what they share."""
+    """The routes' handlers, and the state that they share."""
 
     def __init__(self, served: ServedModel, engine: BatchingEngine) -> None:
         self.served, self.engine = served, engine

@@ -1,4 +1,4 @@
-"""A conversation as the text that a model was trained to go on with."""
+"""A conversation as the text that a model was trained to continue."""
 
 from __future__ import annotations
 

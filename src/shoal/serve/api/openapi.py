@@ -1,4 +1,4 @@
-"""The description of the API at /openapi.json: what FastAPI finds, and what it cannot know."""
+"""The description of the API at /openapi.json: the schema that FastAPI generates, and additions that it cannot derive."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class NodeProcess:
         try:
             self._receiver = open_receiver(self.server.address, partial(self._execute_from_peer, host, history), self.tell)
         except ShoalError as problem:
-            self.tell(f"warning: other machines cannot hand on to this one, and the server brings everything: {problem}")
+            self.tell(f"warning: other machines cannot send to this one, so the server forwards everything: {problem}")
         about = {"layer_s": layer_s, "memory_bytes": float(memory_for_layers(host.device)), "name": self.name}
         answer, _ = self._ask({"kind": "enter", **about, "door": list(self._receiver.endpoint) if self._receiver is not None else None})
         self.session_id, self.name = str(answer["session"]), str(answer["name"])
@@ -325,7 +325,7 @@ class PeerReceiver:
             try:
                 self._execute(command)
             except Exception as error:  # a bad batch of one machine must not block those of others
-                self._tell(f"warning: what another machine handed on could not be read: {error!r}")
+                self._tell(f"warning: a message from another machine could not be processed: {error!r}")
 
 
 def open_receiver(server_address: str, on_command: Callable[[NodeCommand], None], tell: Callable[[str], None]) -> PeerReceiver | None:

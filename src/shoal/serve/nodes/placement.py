@@ -207,7 +207,7 @@ class NodePlacement:
         node, after = self.nodes[name], self.nodes.get(other)
         if after is not None and (node.join_number, after.join_number) in self.reachable:
             self.reachable[node.join_number, after.join_number] = reached
-            self.tell(f"{name} hands on to {other} " + ("directly" if reached else "through the server: it cannot reach it"))
+            self.tell(f"{name} sends to {other} " + ("directly" if reached else "through the server, since it cannot reach it"))
 
     def replan(self) -> None:
         """Plan again with the present times of the machines."""
@@ -288,7 +288,7 @@ class NodePlacement:
         self.upcoming = None
         self.current = Route(next(self._numbers), stages) if stages is not None else None
         if self.current is None:
-            self.tell("the machines that are here have no room for all layers: requests wait until more join")
+            self.tell("the connected machines have too little memory for all layers: requests wait until more machines join")
             return
         self.expected = 1
         self._load_route(self.current)
@@ -320,7 +320,7 @@ class NodePlacement:
     def _use_upcoming(self) -> None:
         assert self.upcoming is not None
         self.current, self.upcoming = self.upcoming[0], None
-        self.tell(f"new requests go another way: {self._format_route()}")
+        self.tell(f"new requests take another route: {self._format_route()}")
         self._load_reserves()
 
     def _format_route(self) -> str:

@@ -1,6 +1,6 @@
 """The server's side of the connections to machines that hold layers: they join, poll for commands, and report.
 
-A machine polls all the time, and each poll brings its reports since the last one. Reports are checked: a machine whose report cannot be
+A machine polls all the time, and each poll contains its reports since the last one. Reports are checked: a machine whose report cannot be
 right is removed, like one that is silent for too long.
 """
 
@@ -81,7 +81,7 @@ class NodeServer(threading.Thread):
             self._send_commands()
             for session in list(self.sessions.values()):
                 if time.monotonic() - session.seen_at > SILENCE_S:
-                    self.remove(session.node.name, f"nothing was heard of it for {SILENCE_S:g} s")
+                    self.remove(session.node.name, f"it sent nothing for {SILENCE_S:g} s")
         self._announce_end()
 
     def _announce_end(self) -> None:

@@ -1,4 +1,4 @@
-// What the page asks the server.
+// Requests of the page to the server.
 
 const NUMBERS = ["temperature", "top_k", "top_p", "max_tokens", "seed"];
 

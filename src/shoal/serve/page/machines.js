@@ -40,7 +40,7 @@ function speed(machine) {
   return machine.token_s ? `${(1000 * machine.token_s).toFixed(1)} ms a token, ${machine.tokens.toLocaleString("en")} so far` : "no token yet";
 }
 
-/** Show what the server tells of its machines, and how many tokens went through them since it was asked last. */
+/** Show the machines that the server reports, and the tokens that went through them since the last request. */
 export function show(list, status) {
   const now = performance.now();
   const rate = before ? ((status.tokens - before.tokens) * 1000) / (now - before.now) : 0;
@@ -53,7 +53,7 @@ export function show(list, status) {
   list.append(total);
 }
 
-/** The server itself does not answer any more. */
+/** The server does not answer any more. */
 export function showDead(list) {
   before = null;
   list.replaceChildren(block({ name: "the server", alive: false }, false));

@@ -113,11 +113,11 @@ function again() {
 
 async function watch() {
   try {
-    const told = await status(settings().key);
+    const answer = await status(settings().key);
     if (model === null) say("");
-    model = told.model;
+    model = answer.model;
     find("model").textContent = model;
-    show(find("machines"), told);
+    show(find("machines"), answer);
   } catch (error) {
     showDead(find("machines"));
     if (!writing) say(error.message, true);

@@ -14,7 +14,7 @@ function write(storage, name, value) {
   try {
     storage.setItem(name, JSON.stringify(value));
   } catch {
-    // The browser's room is full, or it keeps nothing: the conversation goes on all the same.
+    // The browser's storage is full or disabled: the conversation continues unsaved.
   }
 }
 

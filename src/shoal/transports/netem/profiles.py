@@ -1,4 +1,4 @@
-"""What a link is like, and the ones worth trying."""
+"""Profiles of simulated network links: latency, loss and bandwidth."""
 
 from __future__ import annotations
 

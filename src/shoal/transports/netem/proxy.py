@@ -33,12 +33,12 @@ class ProxiedConnection:
     def __init__(
         self, near: socket.socket, target: addresses.Address, lanes: tuple[LinkDirection, LinkDirection], dice: random.Random, now: float
     ) -> None:
-        family, kind, protocol, _, place = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)[0]
         self.near, self.far = near, socket.socket(family, kind, protocol)
         for end in (near, self.far):
             end.setblocking(False)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._place = place
+        self._target_address = address
         self.connected = False
         self.connecting = False
         self.opens_at = lanes[0].profile.after_outage(now + lanes[0].profile.round_trip_ms / 1000)
@@ -49,7 +49,7 @@ class ProxiedConnection:
 
     def open(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self.far.connect(self._place)
+            self.far.connect(self._target_address)
         self.connecting = True
 
     def opened(self) -> None:
@@ -71,8 +71,8 @@ class ProxiedConnection:
     def wakes_at(self, now: float) -> float:
         if not self.connected:
             return math.inf if self.connecting else self.opens_at
-        room = min((stream.lane.free_at - AHEAD_S for stream in self.streams if not stream.has_room(now)), default=math.inf)
-        return min(*(stream.due() for stream in self.streams), room if room > now else math.inf)
+        reads_at = min((stream.lane.free_at - AHEAD_S for stream in self.streams if not stream.has_room(now)), default=math.inf)
+        return min(*(stream.due() for stream in self.streams), reads_at if reads_at > now else math.inf)
 
     def close(self, *, reset: bool) -> None:
         for end in (self.near, self.far):

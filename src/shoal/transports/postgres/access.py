@@ -54,20 +54,20 @@ def explained(error: Exception, access: Access) -> ShoalError:
     """A ShoalError that says what an error of psycopg means and what to do. Unknown messages are quoted."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text, said = " ".join(lines), lines[0].rpartition("FATAL: ")[2].strip()
-    place = f"{bracketed(access.host)}:{access.port}"
+    server = f"{bracketed(access.host)}:{access.port}"
     if "does not exist" in text and f'database "{access.database}"' in text:
-        return NoDatabase(f"there is no database `{access.database}` at {place}: `shoal db init` creates it")
+        return NoDatabase(f"there is no database `{access.database}` at {server}: `shoal db init` creates it")
     if "password authentication failed" in text or "no password supplied" in text:
         what = "needs a password" if "no password" in text else "does not take this password"
-        return ShoalError(f"PostgreSQL at {place} {what} for `{access.user}`: set DB_PASSWORD, or put it into the address, user:password@")
+        return ShoalError(f"PostgreSQL at {server} {what} for `{access.user}`: set DB_PASSWORD, or put it into the address, user:password@")
     if "pg_hba.conf" in text:
-        return ShoalError(f"PostgreSQL at {place} does not let `{access.user}` in from this machine (its pg_hba.conf): {said}")
+        return ShoalError(f"PostgreSQL at {server} does not let `{access.user}` in from this machine (its pg_hba.conf): {said}")
     if "permission denied" in text:
         return ShoalError(f"`{access.user}` may not do this at {access.shown}: {said}; the database's owner may, or can grant it")
     if ("too many" in text and "connections" in text) or "remaining connection slots" in text:
-        return ShoalError(f"PostgreSQL at {place} has no connection left: {said}; raise its max_connections")
+        return ShoalError(f"PostgreSQL at {server} has no connection left: {said}; raise its max_connections")
     if any(sign in text for sign in _UNREACHABLE):
-        return ShoalError(f"no PostgreSQL answers at {place}: is it running, and can this machine reach it? ({said})")
+        return ShoalError(f"no PostgreSQL answers at {server}: is it running, and can this machine reach it? ({said})")
     return ShoalError(f"{access.shown}: {said}")
 
 
@@ -79,8 +79,8 @@ def create_database(access: Access) -> bool:
         connection = connect(access._replace(database="template1"))
     name = sql.Identifier(access.database)
     with connection:
-        there = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [access.database]).fetchone()
-        if there:
+        exists = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [access.database]).fetchone()
+        if exists:
             return False
         try:
             connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0 ENCODING 'UTF8' LC_COLLATE 'C' LC_CTYPE 'C'").format(name))

@@ -50,7 +50,7 @@ class PostgresClient:
     def _answer(self, deadline: float) -> Message:
         pause = _FIRST_PAUSE_S
         while True:
-            answer = self._connection.run(self._look, deadline - time.monotonic())
+            answer = self._connection.run(self._read_reply, deadline - time.monotonic())
             if answer is None:
                 raise Unreachable(f"{self._connection.name} has lost the request: the coordinator stopped, or the server crashed")
             if answer.row[0] == 0:
@@ -60,7 +60,7 @@ class PostgresClient:
             self._connection.wait(min(pause, left))
             pause = min(2 * pause, self._poll_interval_s)
 
-    def _look(self, connection: Connection) -> frames.FramedRow | None:
+    def _read_reply(self, connection: Connection) -> frames.FramedRow | None:
         query = "SELECT frame, sizes, data, header FROM shoal.read_reply(%b, %b::int8) ORDER BY frame, n"
         return frames.read(connection, query, (self._peer, self._number))
 

@@ -30,7 +30,7 @@ _PATIENCE_S = 30.0
 """How long a lost connection is tried again."""
 SILENT_S = 5.0
 VACUUM_BYTES = 64 << 20
-"""Room for this much is given back for use again without waiting for autovacuum, which looks once a minute."""
+"""Deleted rows of this size are vacuumed at once, without waiting for autovacuum, which runs once a minute."""
 _BUSY_TABLES = ("parts", "published_parts")
 _TAKEN_OVER = "another coordinator has taken over the run in"
 Result = TypeVar("Result")

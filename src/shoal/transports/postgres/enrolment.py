@@ -36,7 +36,7 @@ def own_access(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _FORMAT.write(file, {"user": made.user, "password": made.password})
     if kept is not None:
-        warn(f"the class does not know `{kept.user}` any more, which may have made room for another student: this is `{made.user}` now")
+        warn(f"the class does not know `{kept.user}` any more: it may have been dropped for another. The new role is `{made.user}`")
     return made
 
 

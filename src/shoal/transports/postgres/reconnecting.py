@@ -48,7 +48,7 @@ _LONGEST_PAUSE_S = 2.0
 _FINISHING_S = 1.0
 """When a connection is closed, a statement that runs on it has this long to finish."""
 _WARN_AFTER_S = 0.5
-"""The first pause between two attempts that the user is told about."""
+"""The first pause between two attempts that is reported to the user."""
 _jitter = random.Random()
 """Not Python's shared generator: a program that seeds that one would make all workers try again at the same moment."""
 Result = TypeVar("Result")

@@ -156,7 +156,7 @@ def revoke(connection: Connection, role: str) -> None:
 
 
 def describe(connection: Connection) -> dict[str, Any]:
-    """What is in the database, for `shoal db status`."""
+    """The content of the database, for `shoal db status`."""
     check(connection)
     tables = connection.execute(
         "SELECT c.relname, pg_total_relation_size(c.oid) FROM pg_class c"

@@ -89,25 +89,25 @@ class PostgresJournal:
             raise DamagedDatabaseJournal(self._server, f"the journal that follows snapshot {snapshot} is missing")
         rows = self._server.fetch("SELECT id, bytes FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))
         last: int | None = None
-        for place, (number, _) in enumerate(rows, 1):
+        for position, (number, _) in enumerate(rows, 1):
             ((journal, record, ids, checksum, before),) = self._server.fetch(
                 "SELECT journal, record, frames, checksum, before FROM shoal.records WHERE id = %s", (number,)
             )
-            frames = self._read(ids, place)
+            frames = self._read(ids, position)
             if checksum != checksum_of(journal, record, frames):
-                raise self._damaged(f"record {number} of journal {journal} does not match its checksum", place - 1)
+                raise self._damaged(f"record {number} of journal {journal} does not match its checksum", position - 1)
             if last is not None and before != last:
-                raise self._damaged(f"record {number} of journal {journal} does not follow the one before it", place - 1)
+                raise self._damaged(f"record {number} of journal {journal} does not follow the one before it", position - 1)
             last = checksum
             yield msgpack.unpackb(record), frames
         self._number = numbers[-1]
         self.records_since_snapshot, self.bytes_since_snapshot = len(rows), sum(size for _, size in rows)
 
-    def _read(self, ids: list[Any], place: int) -> tuple[memoryview, ...]:
+    def _read(self, ids: list[Any], position: int) -> tuple[memoryview, ...]:
         try:
             return self._server.read(ids)
         except (ShoalError, ValueError, IndexError) as error:
-            raise self._damaged(f"the frames of record {place} since the snapshot cannot be read ({error})", place - 1) from None
+            raise self._damaged(f"the frames of record {position} since the snapshot cannot be read ({error})", position - 1) from None
 
     def _damaged(self, what: str, sound: int) -> DamagedDatabaseJournal:
         return DamagedDatabaseJournal(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")

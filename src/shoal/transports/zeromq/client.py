@@ -227,7 +227,7 @@ class ZmqClient:
         )
 
     def _give_up(self, line: _ClientSocket) -> None:
-        """After a failed call: keep a line that is slow, so that what it carries arrives in the end; drop one that is dead.
+        """After a failed call: keep a slow connection, so that its messages arrive eventually; close a dead one.
 
         The two cannot be told apart, so patience doubles after each failure.
         """

@@ -1,4 +1,4 @@
-"""What both sides' sockets have in common: limits, signs of life, and messages in pieces that are not copied on their way out."""
+"""Shared by the sockets of both sides: limits, heartbeats, and messages in pieces that are not copied on their way out."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def in_pieces(parts: Sequence[Frame]) -> list[Frame]:
 
 
 def send(socket: Socket, parts: Sequence[Frame], peer: bytes | None = None) -> None:
-    """Hand a message over without waiting; zmq.Again where there is no room."""
+    """Queue a message without waiting; zmq.Again where the queue is full."""
     pieces = in_pieces(parts) if peer is None else [peer, *in_pieces(parts)]
     try:
         _hand_over(socket, pieces)
@@ -136,7 +136,7 @@ def _put_together(pieces: _Pieces, limits: Limits) -> list[memoryview]:
 
 
 class _Pieces:
-    """What is left of the message that waits."""
+    """The parts of the waiting message that were not read yet."""
 
     def __init__(self, socket: Socket) -> None:
         self._socket = socket

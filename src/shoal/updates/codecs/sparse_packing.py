@@ -45,8 +45,8 @@ def largest(values: Floats, count: int, add: Floats | None = None) -> tuple[Posi
 def _estimate(values: Floats, count: int, add: Floats | None) -> np.int32:
     """A magnitude that very probably at least `count` values reach; at least that of the smallest positive number."""
     size = len(values)
-    places: Any = slice(None) if size <= 2 * _SAMPLE else np.random.default_rng(size).integers(0, size, _SAMPLE)
-    sample = values[places] if add is None else values[places] + add[places]
+    indices: Any = slice(None) if size <= 2 * _SAMPLE else np.random.default_rng(size).integers(0, size, _SAMPLE)
+    sample = values[indices] if add is None else values[indices] + add[indices]
     share = count / size * len(sample)
     rank = count if size == len(sample) else min(len(sample), int(share + 4 * share**0.5 + 2))
     bits = sample.view(np.int32) & _MAGNITUDE
@@ -60,8 +60,8 @@ def _at_least(values: Floats, threshold: np.int32, add: Floats | None) -> tuple[
         block = values[start:end]
         if add is not None:
             block += add[start:end]
-        places = np.flatnonzero((block.view(np.int32) & _MAGNITUDE) >= threshold)
-        found[start] = places + start, block[places]
+        indices = np.flatnonzero((block.view(np.int32) & _MAGNITUDE) >= threshold)
+        found[start] = indices + start, block[indices]
 
     in_blocks(len(values), search)
     return _joined(found)
@@ -153,9 +153,9 @@ def differences(old: Floats, new: Floats) -> tuple[Positions, Floats] | None:
         if sum(counts) > most:
             return
         differs = old[start:end].view(np.int32) != new[start:end].view(np.int32)
-        places = np.flatnonzero(differs)
-        counts.append(len(places))
-        found[start] = places + start, new[start:end][places]
+        indices = np.flatnonzero(differs)
+        counts.append(len(indices))
+        found[start] = indices + start, new[start:end][indices]
 
     in_blocks(len(new), compare)
     return None if sum(counts) > most else _joined(found)

@@ -16,7 +16,7 @@ from shoal.config.derived_values import default_byzantine, quorum
 from shoal.config.schema import updates as schema
 from shoal.errors import ShoalError
 from shoal.updates.parallel_blocks import BLOCK, Floats, in_blocks, scratch
-from shoal.updates.rules.gram import squared_distances
+from shoal.updates.rules.gram_matrix import squared_distances
 from shoal.updates.rules.mixing import Contributions
 from shoal.updates.rules.sorted_columns import by_sorted_columns, mean_of, nearest_the_median
 
@@ -34,52 +34,54 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """One update from the contributions of a round, and the rule's state for the next round. `dropped` gets the contributions that the rule
     left out; rules that work column by column never leave one out."""
-    there = Contributions(stack_ND, mixing, seed, weights_N, state)
-    update: Tensor = aggregation.builder()(aggregation, there)
+    contributions = Contributions(stack_ND, mixing, seed, weights_N, state)
+    update: Tensor = aggregation.builder()(aggregation, contributions)
     if dropped is not None:
-        dropped.update(there.dropped)
-    return update, there.memory
+        dropped.update(contributions.dropped)
+    return update, contributions.memory
 
 
-def by_mean(rule: schema.Mean, there: Contributions) -> Tensor:
-    return there.mean(there.weights_N)
+def by_mean(rule: schema.Mean, contributions: Contributions) -> Tensor:
+    return contributions.mean(contributions.weights_N)
 
 
-def by_trimmed_mean(rule: schema.TrimmedMean, there: Contributions) -> Tensor:
-    return trimmed_mean(there.rows, rule.trim_ratio)
+def by_trimmed_mean(rule: schema.TrimmedMean, contributions: Contributions) -> Tensor:
+    return trimmed_mean(contributions.rows, rule.trim_ratio)
 
 
-def by_median(rule: schema.Median, there: Contributions) -> Tensor:
-    return median(there.rows)
+def by_median(rule: schema.Median, contributions: Contributions) -> Tensor:
+    return median(contributions.rows)
 
 
-def by_geometric_median(rule: schema.GeometricMedian, there: Contributions) -> Tensor:
-    return there.weighted(geometric_median_weights(there.gram, rule.iterations, rule.smoothing))
+def by_geometric_median(rule: schema.GeometricMedian, contributions: Contributions) -> Tensor:
+    return contributions.weighted(geometric_median_weights(contributions.gram, rule.iterations, rule.smoothing))
 
 
-def by_krum(rule: schema.Krum | schema.MultiKrum, there: Contributions) -> Tensor:
-    return there.weighted(krum_weights(there.gram, _false(rule, there), rule.select if isinstance(rule, schema.MultiKrum) else 1))
+def by_krum(rule: schema.Krum | schema.MultiKrum, contributions: Contributions) -> Tensor:
+    return contributions.weighted(
+        krum_weights(contributions.gram, _false(rule, contributions), rule.select if isinstance(rule, schema.MultiKrum) else 1)
+    )
 
 
-def by_bulyan(rule: schema.Bulyan, there: Contributions) -> Tensor:
+def by_bulyan(rule: schema.Bulyan, contributions: Contributions) -> Tensor:
     """Krum chooses N − 2f contributions one by one; of each of their columns, the mean of the values nearest the median."""
-    byzantine = _false(rule, there)
-    chosen = bulyan_choice(there.gram, byzantine)
-    there.choose(chosen)
+    byzantine = _false(rule, contributions)
+    chosen = bulyan_choice(contributions.gram, byzantine)
+    contributions.choose(chosen)
     if not byzantine:  # all are chosen, and of each column all values count
-        return mean(there.rows)
-    return by_sorted_columns(there.rows, lambda block: nearest_the_median(block, len(chosen) - 2 * byzantine), chosen)
+        return mean(contributions.rows)
+    return by_sorted_columns(contributions.rows, lambda block: nearest_the_median(block, len(chosen) - 2 * byzantine), chosen)
 
 
-def by_centered_clipping(rule: schema.CenteredClipping, there: Contributions) -> Tensor:
-    centre = centered_clipping(there.rows, there.memory, rule.radius, rule.iterations)
-    there.memory = centre.clone()
+def by_centered_clipping(rule: schema.CenteredClipping, contributions: Contributions) -> Tensor:
+    centre = centered_clipping(contributions.rows, contributions.memory, rule.radius, rule.iterations)
+    contributions.memory = centre.clone()
     return centre
 
 
-def _false(rule: schema.Krum | schema.MultiKrum | schema.Bulyan, there: Contributions) -> int:
+def _false(rule: schema.Krum | schema.MultiKrum | schema.Bulyan, contributions: Contributions) -> int:
     """Number of false contributions that the rule must tolerate."""
-    return default_byzantine(rule.kind, len(there.stack_ND), there.bucket) if rule.byzantine is None else rule.byzantine
+    return default_byzantine(rule.kind, len(contributions.stack_ND), contributions.bucket) if rule.byzantine is None else rule.byzantine
 
 
 def mean(stack_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:

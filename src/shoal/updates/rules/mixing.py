@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.config.derived_values import default_byzantine
 from shoal.config.schema.updates import Bucketing, Mixing, NearestNeighbours
-from shoal.updates.rules.gram import gram, squared_distances, weighted_sum
+from shoal.updates.rules.gram_matrix import gram, squared_distances, weighted_sum
 
 
 def bucketing_matrix(count: int, size: int, seed: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""How good answers are. Each kind of reward is one file, and its settings a class below `shoal.config.schema.rlhf.Reward`."""
+"""Rewards: scores of answers. Each kind of reward is one file, and its settings a class below `shoal.config.schema.rlhf.Reward`."""

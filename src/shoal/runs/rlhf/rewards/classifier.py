@@ -26,14 +26,14 @@ def build(settings: ClassifierReward, run: Run) -> Score:
     labels = int(model.config.num_labels)
     if (settings.label is None and labels != 1) or (settings.label or 0) >= labels:
         raise ShoalError(f"rlhf.reward.label: {settings.model} has {labels} labels: say which of them is to be probable, from 0 on")
-    room = _room(model, tokenizer)
+    max_tokens = _max_tokens(model, tokenizer)
 
     @torch.no_grad()
     def score(answers: Sequence[Answer]) -> list[float]:
         found: list[float] = []
         for start in range(0, len(answers), _AT_ONCE):
             texts = [one.prompt + one.text for one in answers[start : start + _AT_ONCE]]
-            batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=room).to(device)
+            batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=max_tokens).to(device)
             logits_BC = model(**batch).logits.float()
             found += (logits_BC[:, 0] if settings.label is None else logits_BC.log_softmax(-1)[:, settings.label]).tolist()
         return found
@@ -41,7 +41,7 @@ def build(settings: ClassifierReward, run: Run) -> Score:
     return score
 
 
-def _room(model: Any, tokenizer: Any) -> int:
+def _max_tokens(model: Any, tokenizer: Any) -> int:
     """The number of tokens that the model reads: fewer than its positions where it counts these from its padding index on."""
     positions = int(getattr(model.config, "max_position_embeddings", None) or _LONGEST)
     begun = [

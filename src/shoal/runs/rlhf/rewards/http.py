@@ -31,7 +31,7 @@ def ask(settings: JudgeReward) -> Score:
     threads = ThreadPoolExecutor(_AT_ONCE, "judge")
 
     def score(answers: Sequence[Answer]) -> list[float]:
-        return list(threads.map(lambda answer: verdict(_said(settings, filled(settings.question, answer))), answers))
+        return list(threads.map(lambda answer: verdict(_reply_of(settings, filled(settings.question, answer))), answers))
 
     return score
 
@@ -58,7 +58,7 @@ def _plain(word: str) -> str:
     return "".join(letter for letter in word.casefold() if letter.isalpha())
 
 
-def _said(settings: JudgeReward, question: str) -> dict[str, Any]:
+def _reply_of(settings: JudgeReward, question: str) -> dict[str, Any]:
     assert settings.address is not None
     asked = {
         "model": settings.model,

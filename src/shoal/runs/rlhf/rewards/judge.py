@@ -32,11 +32,11 @@ def build(settings: JudgeReward, run: Run) -> Score:
         return ask(settings)
     model, tokenizer = _judge(settings, run)
     words = [tokenizer.encode(word) for word in _WORDS]
-    room = (getattr(model, "max_seq_len", None) or 4096) - max(map(len, words))
+    max_tokens = (getattr(model, "max_seq_len", None) or 4096) - max(map(len, words))
 
     def score(answers: Sequence[Answer]) -> list[float]:
         asked = [filled(settings.question, answer) for answer in answers]
-        questions = [tokenizer.encode(text)[-room:] for text in asked]
+        questions = [tokenizer.encode(text)[-max_tokens:] for text in asked]
         found: list[float] = []
         for start in range(0, len(questions), _AT_ONCE):
             some = questions[start : start + _AT_ONCE]

@@ -1,4 +1,4 @@
-"""How positive an answer sounds, by a list of words and a few rules (VADER)."""
+"""A reward for positive answers, scored by a list of words and a few rules (VADER)."""
 
 from __future__ import annotations
 

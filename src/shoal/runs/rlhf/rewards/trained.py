@@ -35,7 +35,7 @@ def build(settings: TrainedReward, run: Run) -> Score:
     context = data.reads_context(trained.run)
 
     def text_of(answers: Sequence[Answer]) -> PromptAnswers:
-        """Answers as the reward model reads them, with what it reads beside them."""
+        """Answers as the reward model reads them, with their side texts."""
         batch = collate(data.answer_samples([(answer.prompt, answer.text) for answer in answers], encoding), encoding)
         text = PromptAnswers.of({name: value.to(device) for name, value in batch.items()})
         contexts = [tokenizer.encode(answer.context) if answer.context else [] for answer in answers] if context else ()

@@ -17,7 +17,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
 
 
 class Snapshot(NamedTuple):
-    """What is pushed of a run, as it was at a step."""
+    """The data of a run at one step that is pushed."""
 
     step: int
     facts: CardFacts

@@ -1,4 +1,4 @@
-"""What all transformers of Shoal's own share: embeddings, blocks, the last normalisation, the output matrix and the KV cache.
+"""The base class of Shoal's own transformers: embeddings, blocks, the last normalisation, the output matrix and the KV cache.
 
 A block adds the outputs of two parts to the residual stream: an attention and a feed-forward, which each model chooses layer by layer. A
 part reads further inputs from `LayerInputs`. It returns its side outputs instead of storing them, so that activation checkpointing, which
@@ -287,8 +287,8 @@ class Trunk(nn.Module):
         if self.position_embedding is not None:
             # With padding on the left, positions count from the first real token. The module is called in both cases: processes that shard
             # its weights must gather them in the same order, whether or not their rows are padded
-            places = torch.arange(past, length, device=x_BLD.device) if attention_mask is None else _positions(attention_mask)[:, past:]
-            x_BLD = x_BLD + self.position_embedding(places)
+            positions = torch.arange(past, length, device=x_BLD.device) if attention_mask is None else _positions(attention_mask)[:, past:]
+            x_BLD = x_BLD + self.position_embedding(positions)
         if torch.is_autocast_enabled(x_BLD.device.type):
             # The residual stream is read and written more than anything else: half the bytes
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
