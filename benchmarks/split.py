@@ -25,9 +25,11 @@ from shoal.serve.api.chat_format import ChatTemplate
 from shoal.serve.batching import BatchingEngine, GenerationJob
 from shoal.serve.load_model import ServedModel
 from shoal.serve.nodes.distributed_model import DistributedModel
+from shoal.serve.nodes.layer_host import LayerRange
 from shoal.serve.nodes.model_description import describe_own_model
 from shoal.serve.nodes.placement import LayerPlanner, NodeState, RouteStage
 from shoal.transports.connect import serve
+from shoal.transports.interface import ListenOptions
 from shoal.transports.keys import new_token
 
 SETTINGS = schema.Gpt(hidden_size=384, num_layers=24, num_heads=6, max_seq_len=128)
@@ -40,7 +42,7 @@ class Equal(LayerPlanner):
 
     def fastest_split(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
         bounds = [len(self.costs) * i // len(nodes) for i in range(len(nodes) + 1)]
-        return tuple(node.stage(bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
+        return tuple(node.stage(LayerRange(bounds[i], bounds[i + 1])) for i, node in enumerate(nodes))
 
 
 def measure() -> list[Row]:
@@ -54,7 +56,8 @@ def measure() -> list[Row]:
             start = time.perf_counter()
             rates[kind] = written(stages) / (time.perf_counter() - start)
             assert stages.placement.current is not None
-            print("   ", kind.__name__, [(stop.name, stop.last - stop.first) for stop in stages.placement.current.stages], file=sys.stderr)
+            layers = [(stop.name, stop.layers.last - stop.layers.first) for stop in stages.placement.current.stages]
+            print("   ", kind.__name__, layers, file=sys.stderr)
     ratio = rates[LayerPlanner] / rates[Equal]
     return [Row("min–max split, slowdowns 1, 2, 4", rates[LayerPlanner], rates[Equal], "tokens/s", ratio, "≥ 1.5", "equal split beside it")]
 
@@ -63,7 +66,7 @@ def measure() -> list[Row]:
 def spread(model: Gpt, kind: type[LayerPlanner]) -> Iterator[DistributedModel]:
     """This process, and one for each slowdown after the first."""
     token = new_token()
-    server = serve(Zmq(port=0), token=token, keys=None, max_frame_bytes=1 << 26, hosts=("127.0.0.1",))
+    server = serve(Zmq(port=0), ListenOptions(("127.0.0.1",), token, None, 1 << 26))
     described = describe_own_model(SETTINGS, model)
     served = ServedModel(
         "bench", model, ByteTokenizer(), ChatTemplate(None, {}), Serving(), (), frozenset(), len(SLOWDOWNS), described=described

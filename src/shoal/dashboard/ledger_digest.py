@@ -42,9 +42,10 @@ class LedgerDigest:
 
     def _check(self, line: bytes) -> None:
         found = next(lines_of(line + b"\n", self._before))
-        if not found.sound:
-            self._add_problem("does not match its checksum")
-        self._before = found.checksum
+        if found.checksum:  # a line that was cut off has none, and is reported when it is read
+            if not found.sound:
+                self._add_problem("does not match its checksum")
+            self._before = found.checksum
 
     def _count(self, line: dict[str, Any]) -> None:
         version = int(line["version"])

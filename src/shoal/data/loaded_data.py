@@ -24,9 +24,14 @@ class Info(NamedTuple):
     """Finds passages for texts, where the model retrieves."""
 
     @property
+    def eos_id(self) -> int | None:
+        """End-of-text token of the tokenizer."""
+        return self.tokenizer.eos_id if self.tokenizer else None
+
+    @property
     def shapes(self) -> DataShapes:
         """What the networks and the task are built for."""
-        return DataShapes(self.image_shape, self.num_classes, self.vocab_size, self.tokenizer.eos_id if self.tokenizer else None)
+        return DataShapes(self.image_shape, self.num_classes, self.vocab_size, self.eos_id)
 
 
 class Data(NamedTuple):

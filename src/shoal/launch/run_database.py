@@ -49,8 +49,11 @@ def run_location(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, 
         yield RunLocation(run_dir, settings)
     elif not isinstance(settings, Postgres):
         # addresses that were asked for count more than the configuration, and workers of this machine need no particular port
-        given = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
-        yield RunLocation(run_dir, settings if invite and hosts == ("0.0.0.0",) else given)
+        if not invite:
+            settings = settings.replace(host=None, port=0)
+        elif hosts != ("0.0.0.0",):
+            settings = settings.replace(host=None)
+        yield RunLocation(run_dir, settings)
     elif settings.host != "embedded":
         yield RunLocation(run_dir, settings, role="STUDENT")
     else:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
+from shoal.errors import ShoalError
 from shoal.reporters.background_push import Pusher, Snapshot
 from shoal.reporters.hub_repository import PushError, Repository
 from shoal.reporters.model_card import facts_of, write_card
@@ -70,7 +71,7 @@ class HubUploads(Reporter):
         try:
             weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in self.recorder.engine.weights().items()}
             self.pusher.offer(Snapshot(self.recorder.step, facts_of(self.recorder), weights))
-        except (MemoryError, RuntimeError) as error:  # PyTorch reports a lack of memory as either
+        except (MemoryError, RuntimeError, ShoalError) as error:  # PyTorch reports a lack of memory as either of the first two
             self.recorder.message(f"warning: no copy of step {self.recorder.step} for the hub: {error}")
 
     # --- in the pusher's thread ----------------------------------------------------------------------

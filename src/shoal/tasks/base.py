@@ -54,7 +54,7 @@ class Task(ABC):
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of a batch of held-out data, which `evaluate` averages by the weights of the batches."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines neither `measure` nor `evaluate`")
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
