@@ -183,6 +183,17 @@ def test_a_growing_ledger_is_checked_line_by_line(tmp_path: Path) -> None:
     assert "cannot be read" in problems
 
 
+def test_a_line_that_was_cut_off_is_one_problem(tmp_path: Path) -> None:
+    ledger = FileLedger(tmp_path)
+    for version in (1, 2):
+        ledger.append({"version": version, "batches": 1, "from": [["ann", version, version - 1, 1.0, 8, 0, 0, 1, 1]]})
+    first, second = (tmp_path / "ledger.jsonl").read_bytes().splitlines()
+    digest = LedgerDigest()
+    for line in (first, second[:20], second):
+        digest.add(line)
+    assert digest.summary()["problems"] == ["line 2 cannot be read"]
+
+
 def test_prometheus_reads_the_figures_and_no_name_ends_a_label(tmp_path: Path) -> None:
     row = {"worker": 'ann"} 1\nshoal_up{run="x', "state": "computing", "rate": 1.0, "lag": 0, "accepted": 1, "rejected": 0, "bytes": 10}
     folder = folder_with(tmp_path / "run", members=[row], contributions={"accepted": 5}, figures={"train": {"loss": 0.5}, "eval": {}})
