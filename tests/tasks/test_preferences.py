@@ -23,7 +23,7 @@ from shoal.runs.trained_model import export, open_run
 from shoal.runs.training.train_alone import prepare
 from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_used, log_probs
 from shoal.tasks.dpo import Dpo
-from shoal.tasks.reward import Reward
+from shoal.tasks.reward import RewardModelTask
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
 IGNORED = -100
@@ -64,7 +64,7 @@ def gradients(task: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 
 
 def test_a_reward_model_starts_with_equal_scores_and_follows_bradley_and_terry() -> None:
-    task, batch = Reward({"model": ScoreModel(gpt()).double()}), pairs()
+    task, batch = RewardModelTask({"model": ScoreModel(gpt()).double()}), pairs()
     (loss,) = task.losses(batch)
     assert float(loss.value.detach()) == pytest.approx(math.log(2))
     assert float(loss.metrics["accuracy"]) == 0.5
@@ -85,7 +85,7 @@ def test_padding_on_either_side_changes_no_score(kind: str) -> None:
     network = gpt() if kind == "gpt" else Moe(schema.Moe(**SIZES, experts=schema.Experts(count=2, per_token=1)), 11).double()
     model = ScoreModel(network).double()
     torch.nn.init.normal_(model.head.weight)
-    task = Reward({"model": model})
+    task = RewardModelTask({"model": model})
     with as_used(model):
         scores = [
             task.score(PromptAnswers.of(pairs(width, left), "chosen_")) for width, left in ((9, False), (14, False), (9, True), (13, True))

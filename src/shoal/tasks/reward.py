@@ -17,11 +17,11 @@ from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, at_the_end,
 from shoal.tasks.base import Batch
 
 
-def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> Reward:
-    return Reward(players)
+def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], shapes: DataShapes) -> RewardModelTask:
+    return RewardModelTask(players)
 
 
-class Reward(PairwiseTask):
+class RewardModelTask(PairwiseTask):
     """−log σ(score of the chosen answer − score of the rejected one), each read at its last real token."""
 
     headline = "accuracy"

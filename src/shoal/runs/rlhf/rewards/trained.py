@@ -15,7 +15,7 @@ from shoal.models.generation.side_texts import make_side_texts, side_text_column
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.runs.trained_model import open_run
 from shoal.tasks.answer_logprobs import PromptAnswers, as_used
-from shoal.tasks.reward import Reward
+from shoal.tasks.reward import RewardModelTask
 
 _AT_ONCE = 16
 
@@ -25,7 +25,7 @@ def build(settings: TrainedReward, run: Run) -> Score:
         raise ShoalError("rlhf.reward.run: name the folder of the run that trained the reward model, or give rlhf.reward.preferences")
     trained = open_run(settings.run, lambda text: None)
     task, tokenizer = trained.task, trained.tokenizer
-    if not isinstance(task, Reward) or tokenizer is None:
+    if not isinstance(task, RewardModelTask) or tokenizer is None:
         raise ShoalError(f"rlhf.reward.run: the run at {settings.run} learned {trained.run.chosen_task.kind}, not reward")
     encoding = Encoding(tokenizer, trained.run.data.sequence_length or 128, "dynamic")
     model = task.players["model"]
