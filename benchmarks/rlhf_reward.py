@@ -32,7 +32,7 @@ from shoal.data.text.preferences import Pair, answer_samples, read_preferences
 from shoal.engines import SingleEngine
 from shoal.models.layers.value_head import ScoreModel
 from shoal.tasks.answer_logprobs import PromptAnswers, at_the_end, given_to
-from shoal.tasks.reward import Reward
+from shoal.tasks.reward import RewardModelTask
 
 KINDS = ("helpful", "harmless")
 FOLDS, PASSES, BATCH, RATE = 5, 15, 64, 0.01
@@ -130,7 +130,7 @@ def judged(said_ND: Tensor, train: Sequence[int], held_out: Sequence[int], seed:
     training = {"device": "cpu", "optimizer": optimizer, "schedule": {"kind": "cosine"}}
     tree = {"model": {"kind": "gpt"}, "seed": seed, "training": training}
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
-    task = Reward({"model": ScoreModel(Kept(said_ND), head_only=True)})
+    task = RewardModelTask({"model": ScoreModel(Kept(said_ND), head_only=True)})
     engine = SingleEngine(run, task, torch.device("cpu"), PASSES * -(-len(train) // BATCH))
     for turn in range(PASSES):
         order = np.random.default_rng([seed, turn]).permutation(train).tolist()

@@ -67,10 +67,10 @@ def test_it_fills_up_and_keeps_the_most_important() -> None:
     memory = memory_of(filled(replay_rate=0.0))
     assert (memory.importance_N > 0).all()
     least = memory.importance_N.min()
-    place = memory._place(float(least) / 2, -1, torch.full((32,), 7))
+    place = memory._choose_slot(float(least) / 2, -1, torch.full((32,), 7))
     assert place is None
-    assert memory._place(float(least) * 2, -1, torch.full((32,), 7)) == int(memory.importance_N.argmin())
-    assert memory._place(0.001, -1, memory.ids_NT[3].long()) == 3, "a sequence that is there stays where it is"
+    assert memory._choose_slot(float(least) * 2, -1, torch.full((32,), 7)) == int(memory.importance_N.argmin())
+    assert memory._choose_slot(0.001, -1, memory.ids_NT[3].long()) == 3, "a sequence that is there stays where it is"
 
 
 def test_importance_is_loss_times_the_gradients_norm() -> None:

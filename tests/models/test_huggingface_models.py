@@ -316,7 +316,7 @@ def test_a_model_without_a_cache_says_so():
 
     network = HuggingFace(Forgetful())
     network.register_parameter("nothing", torch.nn.Parameter(torch.zeros(1)))
-    with pytest.raises(ShoalError, match=r"Forgetful .* keeps no cache"):
+    with pytest.raises(ShoalError, match=r"Forgetful .* has no KV cache"):
         list(generate(network, prompt(), max_new_tokens=1, decoding=GREEDY))
 
 

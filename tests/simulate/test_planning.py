@@ -18,7 +18,7 @@ from shoal.config.schema.strategy import DiLoCo, Strategy
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 from shoal.simulate import planning
-from shoal.simulate.meta_model import build_meta_model, data_of, machines_that_fit, ways_to_fit
+from shoal.simulate.meta_model import build_meta_model, changes_that_fit, data_of, machines_that_fit
 from shoal.simulate.planning import Candidate, Planned, Prediction, chosen, plan, reason_for
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
@@ -161,9 +161,9 @@ def test_what_would_fit_is_said() -> None:
     run, found = loaded.run, build_meta_model(loaded.run)
     whole = found.memory(run).gb
     assert not machines_that_fit(found, run, {"m": FAST.replace(memory_gb=0.9 * whole)})
-    assert ways_to_fit(found, run, 0.9 * whole)[0].startswith("training.batch_size=16: ")
-    assert ways_to_fit(found, run, 0.9 * whole)[1].startswith("training.gradient_checkpointing=true and training.batch_size=")
-    shared = ways_to_fit(found, run, 0.5 * found.memory(run.replace(training=run.training.replace(batch_size=1))).gb)
+    assert changes_that_fit(found, run, 0.9 * whole)[0].startswith("training.batch_size=16: ")
+    assert changes_that_fit(found, run, 0.9 * whole)[1].startswith("training.gradient_checkpointing=true and training.batch_size=")
+    shared = changes_that_fit(found, run, 0.5 * found.memory(run.replace(training=run.training.replace(batch_size=1))).gb)
     assert re.match(r"engine.kind=fsdp over \d devices", shared[-2]) or "gradient_checkpointing" in shared[0]
     assert found.parts.single.vector.device.type == "meta", "no numbers are kept of a model that may be larger than this machine"
 
