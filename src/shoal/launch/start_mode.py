@@ -158,8 +158,8 @@ def _plan_pipeline(load: Load, loaded: LoadedConfig, options: StartOptions) -> S
         return _plan_alone(_checked(load([stages])) if options.workers else loaded, options)
     if options.workers:
         raise ShoalError("--workers: this machine has one stage of the pipeline; `shoal train` starts all stages on one machine")
-    if run.transport.kind != "zmq":
-        raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq, and this is {run.transport.kind}")
+    if run.transport.kind not in ("zmq", "xmlrpc"):
+        raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq or xmlrpc, and this is {run.transport.kind}")
     if not run.cluster.num_workers and not run.placed:
         raise ShoalError("how many machines join this one? --set cluster.num_workers=2, or list them in cluster.workers")
     return StartPlan(StartMode.GATHERS, loaded, options)

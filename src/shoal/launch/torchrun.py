@@ -21,7 +21,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.config.ranks import RankPlace, rank_environment, without_rank_variables
-from shoal.config.schema.cluster import Zmq
+from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Rendezvous
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, factory_arguments, gpus_for, worker_names
@@ -44,8 +44,10 @@ class TorchrunGroup:
 
     def __init__(self, run: Run, here: RankPlace) -> None:
         self.here, self.run = here, run
-        if not isinstance(run.transport, Zmq):
-            raise ShoalError(f"transport.kind {run.transport.kind}: the processes of torchrun speak zmq; start others with `shoal join`")
+        if not isinstance(run.transport, (Zmq, XmlRpc)):
+            raise ShoalError(
+                f"transport.kind {run.transport.kind}: the processes of torchrun speak zmq or xmlrpc; start others with `shoal join`"
+            )
         self.machines = int(os.environ.get("GROUP_WORLD_SIZE", here.nodes))
         self.per_worker = self._per_worker()
         self.workers = here.size // self.per_worker
