@@ -215,11 +215,31 @@ def test_the_clip_value_moves_and_explosions_slow_down() -> None:
         enabled=True, initial_clip_value=2.0, final_clip_value=1.0, warmup_steps=10, explosion_threshold=5.0, auto_reduce_lr=True
     )
     monitor = HealthMonitor(settings)
-    assert [monitor.clip_value(step) for step in (0, 5, 10, 99)] == [2.0, 1.5, 1.0, 1.0]
+    assert [monitor.clip_limit(step, None) for step in (0, 5, 10, 99)] == [2.0, 1.5, 1.0, 1.0]
     assert monitor.observe(1.0)
     assert monitor.observe(6.0)
     assert not monitor.observe(float("nan"))
     assert monitor.metrics() == {"explosions": 1, "skipped_steps": 1, "lr_scale": 0.25}
+
+
+def test_base_yaml_s_clip_schedule_counts_during_its_warm_up() -> None:
+    """base.yaml has 2.0 to 0.5 over the warm-up beside `max_gradient_norm: 0.5`, which would hide the schedule if the smaller counted."""
+    training = load("gpu/base").training
+    monitor, norm = HealthMonitor(training.gradient_health), training.clipping.max_norm
+    warmup = training.gradient_health.warmup_steps
+    assert norm == 0.5
+    assert [monitor.clip_limit(step, norm) for step in (0, warmup // 2, warmup, 2 * warmup)] == [2.0, 1.25, 0.5, 0.5]
+    assert monitor.clip_limit(warmup, 0.1) == 0.1
+
+
+def test_the_engine_clips_by_the_schedule_while_it_warms_up() -> None:
+    health = ["enabled=true", "initial_clip_value=0.004", "final_clip_value=0.002", "warmup_steps=2"]
+    engine = engine_for(run_with("training.clipping.max_norm=0.001", *(f"training.gradient_health.{part}" for part in health)))
+    limits = []
+    for batch in batches(4):
+        limits.append(engine.clip_limit())
+        engine.step([batch])
+    assert limits == pytest.approx([0.004, 0.003, 0.001, 0.001])
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:

@@ -299,8 +299,7 @@ class Engine(ABC):
         limit = self.settings.clipping.max_norm if self.settings.clipping.enabled else None
         if self.health is None:
             return limit
-        value = self.health.clip_value(self.step_count)
-        return value if limit is None else min(limit, value)
+        return self.health.clip_limit(self.step_count, limit)
 
     def healthy(self, norm: float) -> bool:
         """Whether a step with this gradient norm may be taken. Raises ShoalError after too many steps in a row that may not."""

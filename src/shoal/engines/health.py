@@ -21,10 +21,13 @@ class HealthMonitor:
         self.skipped_in_a_row = 0
         self.reductions = 0
 
-    def clip_value(self, step: int) -> float:
+    def clip_limit(self, step: int, max_norm: float | None) -> float:
+        """The largest gradient norm at a step. During the warm-up the schedule alone decides; afterwards the smaller of its final value and
+        `max_norm`, since a `max_norm` that counted from the start would hide a schedule which begins above it."""
         settings = self.settings
-        risen = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
-        return settings.initial_clip_value + (settings.final_clip_value - settings.initial_clip_value) * risen
+        if step < settings.warmup_steps:
+            return settings.initial_clip_value + (settings.final_clip_value - settings.initial_clip_value) * step / settings.warmup_steps
+        return settings.final_clip_value if max_norm is None else min(settings.final_clip_value, max_norm)
 
     def observe(self, norm: float) -> bool:
         """Whether a step with this gradient norm may be taken."""

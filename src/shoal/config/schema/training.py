@@ -190,9 +190,9 @@ class GradientHealth(Section):
 
     enabled: bool = False
     initial_clip_value: PositiveFloat = 2.0
-    """Limit on the gradient norm at the start."""
+    """Limit on the gradient norm at the start. During the warm-up this schedule alone counts, not clipping.max_norm."""
     final_clip_value: PositiveFloat = 0.5
-    """Limit on the gradient norm after the warm-up."""
+    """Limit on the gradient norm after the warm-up, if clipping.max_norm is not smaller."""
     warmup_steps: NonNegativeInt = 1000
     """Steps over which the clip value goes from initial to final."""
     explosion_threshold: PositiveFloat = 5.0
