@@ -224,6 +224,18 @@ def test_checkpointed_gradients_are_the_same(make_gpt, settings):
     assert len(calls) == 4
 
 
+def test_dropout_stays_off_when_a_pass_in_evaluation_is_computed_again(make_gpt):
+    model, tokens = make_gpt(dropout=0.5).eval(), ids(2, 12)
+    plain = gradients(model, tokens)
+    model.gradient_checkpointing(True)
+    model.zero_grad()
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    model.train()
+    loss.backward()
+    for expected, parameter in zip(plain, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-7, rtol=1e-5)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, LLAMA | {"num_kv_heads": 2}])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -157,6 +157,22 @@ def test_recomputation_takes_the_same_routes_and_counts_nothing_twice(kind):
     assert found[0][0].sum(1).tolist() == [72.0, 72.0]
 
 
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_recomputation_stays_in_the_mode_of_the_first_pass(kind):
+    """Feedback tasks compute a loss in evaluation mode, which drops no token, and take its gradient in training mode."""
+    found = []
+    for recompute in (False, True):
+        model = mixture(router=kind, capacity_factor=0.5).eval()
+        model.gradient_checkpointing(recompute)
+        loss = loss_of(model, tokens())
+        model.train()
+        loss.backward()
+        assert all(part.training for part in model.modules())
+        found.append([parameter.grad for parameter in model.parameters()])
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_as_mixtral_transformers_computes_the_same(tmp_path, tied):
     transformers = pytest.importorskip("transformers")

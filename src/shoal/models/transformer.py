@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import KeyValueCache, LayerCache
 from shoal.models.layers.embedding import TokenEmbedding
+from shoal.models.layers.recompute import recomputed
 from shoal.models.layers.rotary import Rotary
 
 INITIAL_STD = 0.02
@@ -211,7 +211,7 @@ class Trunk(nn.Module):
         inputs = self._remember(-1, x_BLD, inputs, cache)
         for i, block in enumerate(self.blocks.children()):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
-                x_BLD, own = checkpoint(block, x_BLD, inputs, use_reentrant=False)
+                x_BLD, own = recomputed(block, block, x_BLD, inputs)
             else:
                 x_BLD, own = block(x_BLD, inputs, cache.layers[i] if cache else None)
             outputs.append(own)

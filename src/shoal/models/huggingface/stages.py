@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
 from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache, mask_arguments
+from shoal.models.layers.recompute import recomputed
 from shoal.models.stages import without_weights
 from shoal.models.transformer import SideChannel
 
@@ -76,7 +76,7 @@ class HuggingFaceStage(nn.Module):
     ) -> Tensor:
         """The residual stream after these layers, as `Trunk.through`."""
         if self.checkpointing and cache is None and torch.is_grad_enabled():
-            return checkpoint(self._through, x_BLD, None, attention_mask, use_reentrant=False)
+            return recomputed(self, self._through, x_BLD, None, attention_mask)
         return self._through(x_BLD, cache, attention_mask)
 
     def _through(self, x_BLD: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None) -> Tensor:
