@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal import data
 from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.config.schema.rlhf import ExactReward as Exact
@@ -25,7 +26,7 @@ from shoal.models.kernels.cpu_packing import packed_for
 from shoal.models.layers.embedding import TokenEmbedding
 from shoal.models.layers.value_head import ScoreModel, add_value_head
 from shoal.runs.rlhf.rewards.interface import Answer
-from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
+from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt, prompts_of
 from shoal.runs.training.train_alone import prepare
 from shoal.tasks import advantages
 from shoal.tasks.answer_logprobs import PromptAnswers, as_text, as_used, given_to, log_probs
@@ -190,6 +191,30 @@ def test_prompts_that_do_not_fit_are_refused() -> None:
         answers(gpt(), prompts=[list(range(20))])
     with pytest.raises(ShoalError, match="a prompt is empty"):
         answers(gpt(), prompts=[[1], []])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("batching", ["packed", "dynamic"])
+def test_prompts_are_the_first_tokens_of_texts_in_memory_or_of_a_stream(streaming: bool, batching: str, tmp_path: Path) -> None:
+    texts = [f"{number:03} is the number of this text" for number in range(60)]
+    for text in texts:
+        (tmp_path / f"{text[:3]}.txt").write_text(text)
+    source = {"kind": "text", "path": str(tmp_path)}
+    settings = {
+        "model": {"kind": "gpt"},
+        "task": {"kind": "ppo"},
+        "data": {"source": source, "tokenizer": "bytes", "streaming": streaming, "batching": batching, "sequence_length": 32},
+        "rlhf": {"ppo": {"prompt_length": 5, "steps": 2, "rollout_size": 8, "mini_batch_size": 8}},
+    }
+    run = resolve_data(settings, name="test", dialect="shoal", environ={}).run
+    prompts, held_out = prompts_of(run, data.load(run))
+    assert prompts == prompts_of(run, data.load(run))[0]
+    assert all(len(prompt.ids) == 5 for prompt in prompts)
+    assert held_out
+    if batching == "dynamic":
+        assert {prompt.text for prompt in [*prompts, *held_out]} <= {text[:5] for text in texts}
+        assert not {prompt.text for prompt in prompts} & {prompt.text for prompt in held_out}
+    assert len(prompts) == 16 or not streaming
 
 
 # --- losses -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from shoal.data.fingerprint import fingerprint, local_fingerprint
 from shoal.data.interfaces import Batch, Feed, Samples, SampleStream
 from shoal.data.load_data import load
 from shoal.data.loaded_data import Data, Info
-from shoal.data.retrieval.augmented_samples import RetrievalSamples
+from shoal.data.retrieval.augmented_samples import RetrievalSamples, RetrievalStream
 from shoal.data.retrieval.finder import PassageFinder
 from shoal.data.retrieval.load_index import open_finder, retrieval_of
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_prompts
@@ -23,6 +23,7 @@ __all__ = [
     "PreferencePairs",
     "Prompt",
     "RetrievalSamples",
+    "RetrievalStream",
     "SampleStream",
     "Samples",
     "ShardFeed",

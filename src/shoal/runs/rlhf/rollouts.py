@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[
             )
         held = held_out_numbers(len(asked), run.seed) if len(asked) > 1 else np.zeros(1, np.bool_)
         return [one for one, out in zip(asked, held, strict=True) if not out], [one for one, out in zip(asked, held, strict=True) if out]
-    return _beginnings(samples.train, tokenizer, longest), _beginnings(samples.eval, tokenizer, longest)[:_HELD_OUT]
+    return _beginnings(samples.train, tokenizer, run), _beginnings(samples.eval, tokenizer, run)[:_HELD_OUT]
 
 
 def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> RolloutPrompt:
@@ -86,27 +87,41 @@ def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tu
     return RolloutPrompt(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
 
 
-def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[RolloutPrompt]:
+def _beginnings(samples: Any, tokenizer: data.Tokenizer, run: Run) -> list[RolloutPrompt]:
     """The prompts of pairs, or the first tokens of texts."""
+    assert run.rlhf is not None
+    longest = run.rlhf.ppo.prompt_length
     if samples is None:
         return []
-    if isinstance(samples, data.RetrievalSamples):  # passages are found when a prompt is answered
+    if isinstance(samples, (data.RetrievalSamples, data.RetrievalStream)):  # passages are found when a prompt is answered
         samples = samples.inner
     if isinstance(samples, data.PreferencePairs):
         prompts = [(data.Prompt(pair.prompt, context=pair.context), (pair.origin,)) for pair in samples.pairs if pair.prompt]
         return [_asked(prompt, tokenizer, longest, own) for prompt, own in prompts]
-    if not isinstance(samples, data.Samples):
-        raise ShoalError("data.streaming: prompts are taken from texts in memory, or from a file (rlhf.prompts)")
-    some = range(0, len(samples), -(-len(samples) // _MOST_PROMPTS))
-    batch, origins = samples.batch(some), getattr(samples, "origins", None)
+    batch, origins = _first_of_stream(samples, run) if isinstance(samples, data.SampleStream) else _spread_over(samples)
     found = []
-    for place, number in enumerate(some):
-        row_L = batch["input_ids"][place]
-        ids = (row_L[batch["attention_mask"][place]] if "attention_mask" in batch else row_L)[:longest].tolist()
-        context_ids = [token for token in batch["context_ids"][place, 0].tolist() if token >= 0] if "context_ids" in batch else []
-        own = tuple(origins.of(number)) if origins is not None else ()
+    for row, own in enumerate(origins):
+        row_L = batch["input_ids"][row]
+        ids = (row_L[batch["attention_mask"][row]] if "attention_mask" in batch else row_L)[:longest].tolist()
+        context_ids = [token for token in batch["context_ids"][row, 0].tolist() if token >= 0] if "context_ids" in batch else []
         found.append(RolloutPrompt(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
     return found
+
+
+def _spread_over(samples: data.Samples) -> tuple[Batch, list[tuple[str, ...]]]:
+    """Some samples, evenly spread over all of them, and the documents that each comes from."""
+    some = range(0, len(samples), -(-len(samples) // _MOST_PROMPTS))
+    origins = getattr(samples, "origins", None)
+    return samples.batch(some), [tuple(origins.of(number)) if origins is not None else () for number in some]
+
+
+def _first_of_stream(samples: data.SampleStream, run: Run) -> tuple[Batch, list[tuple[str, ...]]]:
+    """The samples that training would read first, as many as there are prompts in the run, and the documents that each comes from."""
+    assert run.rlhf is not None
+    assert run.data.shuffle_seed is not None  # derived with the configuration
+    count = min(_MOST_PROMPTS, run.rlhf.ppo.steps * run.rlhf.ppo.rollout_size)
+    drawn = list(islice(samples.read(shard=(0, 1), seed=run.data.shuffle_seed, epoch=0), count))
+    return samples.collate(drawn), [tuple(sample.origins) for sample in drawn]
 
 
 class Rollout(NamedTuple):
