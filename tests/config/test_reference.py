@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,11 @@ def test_trainer_config_reports_problems_by_field() -> None:
 def test_outer_schedule_none_is_constant() -> None:
     assert TrainerConfig("m", "d", outer_lr_schedule=None).to_run().strategy.outer_schedule == "constant"
     assert TrainerConfig("m", "d", outer_lr_schedule="polynomial").to_run().strategy.outer_schedule == "polynomial"
+
+
+def test_null_in_a_file_is_none_in_trainer_config(tmp_path: Path) -> None:
+    absent = [item.name for item in dataclasses.fields(TrainerConfig) if item.default is None]
+    assert {"outer_lr_schedule", "log_with"} <= set(absent)
+    file = tmp_path / "nulls.yaml"
+    file.write_text("model_name: m\ndataset_name: d\n" + "".join(f"{name}: null\n" for name in absent))
+    assert resolve([ConfigFile(str(file))], environ={}).run == TrainerConfig("m", "d").to_run()

@@ -25,6 +25,7 @@ def planned(settings: dict[str, Any], **asked: Any) -> StartPlan:
 
 
 DILOCO = {"strategy": {"kind": "diloco"}}
+EDP = {"strategy": {"kind": "edp"}}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ DILOCO = {"strategy": {"kind": "diloco"}}
         (DILOCO | {"cluster": {"num_workers": 4}}, {}, StartMode.COORDINATES, "diloco", 4),
         (DILOCO | {"cluster": {"num_workers": 4}, "coordinator": {"trains": True}}, {}, StartMode.COORDINATES, "diloco", 5),
         (DILOCO | {"engine": {"kind": "collectives"}, "launch": {"devices_per_node": 2}}, {}, StartMode.COORDINATES, "diloco", 1),
+        (DILOCO, {}, StartMode.COORDINATES, "diloco", 1),
         (DILOCO, {"invite": True}, StartMode.COORDINATES, "diloco", 0),
         (DILOCO | {"coordinator": {"trains": True}}, {"invite": True}, StartMode.COORDINATES, "diloco", 1),
     ],
@@ -60,7 +62,7 @@ def test_workers_that_need_live_objects_are_threads() -> None:
     ("settings", "asked", "words"),
     [
         ({}, {"invite": True}, "no workers to coordinate"),
-        (DILOCO, {}, "how many workers"),
+        (EDP, {}, "how many workers"),
         (DILOCO | {"transport": {"kind": "in-process"}}, {"invite": True}, "other machines do not reach"),
         (DILOCO | {"transport": {"kind": "postgres"}}, {"invite": True, "hosts": ("a", "b")}, "listens at one address"),
         (DILOCO | {"transport": {"kind": "xmlrpc"}}, {"workers": 2, "live": ("data",)}, "transport.kind is xmlrpc"),

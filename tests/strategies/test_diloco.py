@@ -112,7 +112,12 @@ def test_the_inner_learning_rate_follows_one_schedule_through_all_rounds(cluster
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("constant", [0.7, 0.7, 0.7, 0.7]), ("linear", [0.7, 0.525, 0.35, 0.175]), ("cosine", [0.7, 0.5975, 0.35, 0.1025])],
+    [
+        ("constant", [0.7, 0.7, 0.7, 0.7]),
+        ("linear", [0.7, 0.525, 0.35, 0.175]),
+        ("cosine", [0.7, 0.5975, 0.35, 0.1025]),
+        ("polynomial", [0.7, 0.39375, 0.175, 0.04375]),
+    ],
 )
 def test_the_outer_learning_rate_follows_its_schedule(cluster: Callable[..., Any], kind: str, expected: list[float]) -> None:
     together = cluster(SMALL, DILOCO, {"strategy": {"outer_schedule": kind}}, workers=1)

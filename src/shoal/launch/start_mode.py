@@ -106,9 +106,10 @@ def plan_start(load: Load, options: StartOptions) -> StartPlan:
         more.append(Override("transport.kind", "in-process", f"{options.live[0]}=…"))
         loaded = _checked(load(more))
     use_passive_waiting()
-    # all processes of the engine `collectives` are one worker; a resumed run has its own number of workers
-    default = 0 if options.resume else options.default_workers or int(loaded.run.engine.kind == "collectives")
-    here, count = rank_place(), options.workers or loaded.run.cluster.num_workers or default
+    here, given = rank_place(), options.workers or loaded.run.cluster.num_workers
+    count = given or _default_workers(loaded.run, options)
+    if count == 1 and not given and here is None:
+        note = "one worker: --workers N starts more, `shoal coordinate` lets other machines join"
     if derived := settings_from_start(loaded.run, here, count):
         loaded = _checked(load([*more, *derived]))
     if here is not None:
@@ -118,6 +119,15 @@ def plan_start(load: Load, options: StartOptions) -> StartPlan:
         raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({kind})")
     own = bool(count and loaded.run.coordinator.trains and not options.workers)  # a worker for the coordinator's machine
     return StartPlan(StartMode.COORDINATES, loaded, options, workers=count + own, note=note)
+
+
+def _default_workers(run: Run, options: StartOptions) -> int:
+    """The number of workers to start where neither the caller nor the settings give one; 0: there is no such number."""
+    if options.resume:  # a resumed run has its own number of workers
+        return 0
+    if run.engine.kind == "collectives":  # all processes are one worker
+        return 1
+    return options.default_workers or run.strategy.default_workers
 
 
 def _checked(loaded: LoadedConfig) -> LoadedConfig:

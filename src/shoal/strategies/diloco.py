@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from shoal.config import Run
 from shoal.config.schema.strategy import DiLoCo
+from shoal.config.schema.training import Schedule
 from shoal.coordinator import Barrier, Discounted, Everything
 from shoal.engines.learners.apply import OuterStep
 from shoal.strategies.policy_set import Policies
@@ -22,6 +23,7 @@ def policies(run: Run, expected: int) -> Policies:
     assert isinstance(settings, DiLoCo)
     weighs, steps = settings.late == "weigh", settings.inner_steps // settings.fragments
     quorum = None if settings.quorum is None else min(settings.quorum, expected)
+    schedule = Schedule(kind=settings.outer_schedule, power=settings.outer_power)
     rounds = Barrier(deadline_s=settings.round_timeout_s, quorum=quorum, grace_s=settings.grace_s, late_count=weighs)
     return Policies(
         rounds=rounds,
@@ -34,7 +36,7 @@ def policies(run: Run, expected: int) -> Policies:
             sends_weights=averages(run),
         ),
         admission=Discounted() if weighs else Everything(),
-        apply=OuterStep(settings.outer, settings.outer_schedule, settings.outer_clip_norm, averages(run)),
+        apply=OuterStep(settings.outer, schedule, settings.outer_clip_norm, averages(run)),
         pull=PullPolicy(blend=settings.overlap_blend if settings.overlap_steps else 1.0),
         expert_cap=settings.expert_weight_cap,
     )

@@ -45,15 +45,16 @@ class Row:
         also: tuple[str, ...] = (),
         old: tuple[str, ...] = (),
         yields_to: str = "",
+        null: Any = None,
     ) -> None:
-        """The key's path in the dialect, and its target settings. `convert` converts its value.
+        """The key's path in the dialect, and its target settings. `convert` converts its value; null stands for the setting `null`.
 
         `default` is the dialect's default, if it differs from Shoal's. `also` are other spellings of the key, `old` are old ones, which
         give a warning. `yields_to` is another key that overrides this one, with a warning, if both are given and differ.
         """
         self.path, self.to, self.convert, self.default = path, to, convert, default
         self.also, self.old, self.yields_to = also, old, yields_to
-        self.has_default = default is not NOTHING
+        self.has_default, self.null = default is not NOTHING, null
         self.spellings = (path, *also, *old)
 
 
@@ -187,7 +188,9 @@ class _Translation:
                 self.found.append(_Found(entry_row, spelling, Assignment(leaf, value, entry.key, self.layer, only_for)))
 
     def converted(self, entry_row: Row, node: YamlNode) -> YamlNode | None:
-        if entry_row.convert is None or node.value is None:
+        if node.value is None:
+            return node if entry_row.null is None else _relocated(entry_row.null, node)
+        if entry_row.convert is None:
             return node
         try:
             value = entry_row.convert(data_of(node))

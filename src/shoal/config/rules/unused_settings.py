@@ -55,6 +55,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.optimizer.learning_rate", "training.players", _all_have_rates, "each network has a rate of its own"),
     ("training.schedule.end_learning_rate", "training.schedule.kind", lambda kind: kind == "constant", "the learning rate stays as it is"),
     ("training.schedule.power", "training.schedule.kind", lambda kind: kind != "polynomial", "the schedule is no polynomial"),
+    ("strategy.outer_power", "strategy.outer_schedule", lambda kind: kind != "polynomial", "the outer schedule is no polynomial"),
     ("training.schedule.warmup", "training.schedule.warmup_steps", lambda steps: not steps, "there is no warm-up"),
     ("training.clipping.max_norm", "training.clipping.enabled", lambda clips: not clips, "gradients are not clipped"),
     ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),

@@ -31,6 +31,8 @@ class Strategy(Part, noun="strategy"):
     """Whether workers lease units: every sample of an epoch is then learned from or reported as given up."""
     gives_answers: ClassVar[bool] = False
     """Whether workers send answers to prompts, from which the coordinator learns; only for tasks that need prompts."""
+    default_workers: ClassVar[int] = 0
+    """Workers that `shoal train` starts if their number is not given; 0: the user must give it."""
 
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
@@ -167,6 +169,7 @@ class OuterOptimizer(Section):
 class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policies"):
     """DiLoCo: each worker takes many inner steps; the outer optimizer applies the mean of their pseudo-gradients."""
 
+    default_workers = 1
     kind: Literal["diloco"] = "diloco"
     inner_steps: PositiveInt = 500
     """Inner steps of each worker in a round."""
@@ -175,6 +178,8 @@ class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policies"):
     outer: OuterOptimizer = OuterOptimizer()
     outer_schedule: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
     """Schedule of the outer learning rate."""
+    outer_power: PositiveFloat = 2.0
+    """Exponent of the polynomial outer schedule; 1 is the linear one."""
     outer_clip_norm: PositiveFloat | None = None
     """Largest norm of the mean pseudo-gradient; null: no limit."""
     round_timeout_s: PositiveFloat = 600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
 from shoal.updates import clipping
 from shoal.updates.fragments import Span
-
-ScheduleKind = Literal["constant", "cosine", "linear", "polynomial"]
 
 
 class ApplyPolicy:
@@ -45,7 +43,7 @@ class OuterStep(ApplyPolicy):
     """An outer optimizer steps along the pseudo-gradient. `averages`: the new weights are the mean of the workers' weights."""
 
     optimizer: OuterOptimizer
-    schedule: ScheduleKind = "constant"
+    schedule: Schedule = Schedule()
     """The outer learning rate over the rounds."""
     clip_norm: float | None = None
     """Limit on the norm of the outer gradient."""
@@ -125,7 +123,7 @@ class OuterLearner(EngineLearner):
         super().__init__(engine)
         self.policy, outer = policy, policy.optimizer
         self.spans = spans or ((0, engine.vector.numel()),)
-        self.schedule = Schedule(kind=policy.schedule)
+        self.schedule = policy.schedule
         self.shaped = outer.name in optimizers.SHAPED
         self.parts = [nn.Parameter(engine.vector[start:end]) for start, end in self.spans]
         keywords = outer_keywords(outer)
