@@ -374,6 +374,7 @@ def test_rules_run_though_other_settings_are_wrong(tmp_path: Path) -> None:
 
 
 WARNED = [
+    "strategy: {kind: async}\nscheduler: {kind: priority, tasks: [{id: a, required_flops: 5}]}\n",
     "model: {kind: moe, episodic_memory: {enabled: true}}\ntask: dpo\ndata: {source: {kind: preferences, path: x}}\n",
     "task: gan\nmodel: {kind: dcgan}\ntraining: {optimizer: {learning_rate: 0.1}, players: {generator: {learning_rate: 0.1}, "
     "discriminator: {learning_rate: 0.2}}}\n",

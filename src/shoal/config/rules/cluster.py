@@ -171,6 +171,14 @@ def tasks_are_given_out(settings: Settings, tasks: tuple[Any, ...], kind: str) -
         settings.report("tasks", message, "scheduler.tasks", "scheduler.kind", help="set it to priority, capability or gale-shapley")
 
 
+@rule("scheduler.tasks", "scheduler.kind", "strategy.kind")
+def priority_goes_by_priority(settings: Settings, tasks: tuple[Any, ...], kind: str, strategy: str) -> None:
+    if kind == "priority" and strategy != "local" and any(task.required_flops for task in tasks):
+        message = "required_flops has no effect on which worker gets a task: the scheduler `priority` goes by priority and memory alone"
+        help = "`capability` and `gale-shapley` compare how long workers would take"
+        settings.report("no-effect", message, "scheduler.tasks", "scheduler.kind", severity="warning", help=help)
+
+
 @rule("scheduler.tasks", "strategy.kind", "engine.layers")
 def tasks_are_stages(settings: Settings, tasks: tuple[Any, ...], strategy: str, layers: tuple[int, ...]) -> None:
     """With the pipeline engine each task is a stage, and all stages together are one worker."""

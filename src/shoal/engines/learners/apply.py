@@ -20,6 +20,8 @@ from shoal.errors import ShoalError
 from shoal.updates import clipping
 from shoal.updates.fragments import Span
 
+_CONSTANT = Schedule()
+
 
 class ApplyPolicy:
     """How updates move the weights."""
@@ -43,7 +45,7 @@ class OuterStep(ApplyPolicy):
     """An outer optimizer steps along the pseudo-gradient. `averages`: the new weights are the mean of the workers' weights."""
 
     optimizer: OuterOptimizer
-    schedule: Schedule = Schedule()
+    schedule: Schedule = _CONSTANT
     """The outer learning rate over the rounds."""
     clip_norm: float | None = None
     """Limit on the norm of the outer gradient."""
