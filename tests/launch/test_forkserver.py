@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,3 +116,26 @@ def test_a_fork_server_has_no_threads_and_no_files_of_its_clients(folder: Path) 
     assert str(folder / "output") not in open_files_of(parent)
     process.stdin.close()
     assert process.wait(300) == 0
+
+
+def test_a_process_with_the_pid_of_an_earlier_one_is_not_taken_for_it() -> None:
+    """Pids come again after 32,768 processes: the exit code of the earlier one says nothing of the later one."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connection, server = forkserver.ForkServerConnection(ours), forkserver.MessageStream(theirs)
+        server.send({"pid": 7})
+        first = connection.start({}, [])
+        server.send({"ended": 7, "code": 3})
+        server.send({"pid": 7})
+        second = connection.start({}, [])
+        assert first is not None
+        assert second is not None
+        assert (first.poll(), second.poll()) == (3, None)
+        first.kill()
+        server.send({"ended": 7, "code": 0})
+        assert (first.poll(), second.poll()) == (3, 0)
+        asked = [message for messages in iter(server.receive, []) for message in messages or ()]
+        assert [*map(list, asked)] == [["start"], ["start"]], "the later one got no signal"
+        for process in (first, second):
+            process.stdin.close()
+        ours.close()

@@ -108,7 +108,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self.server.ended(self.pid)
+            self.server.refresh(self)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -171,14 +171,15 @@ def write_line(process: ChildProcess, text: str) -> None:
 
 
 class ForkServerConnection:
-    """This process's connection to the fork server. Threads may share it."""
+    """This process's connection to the fork server. Threads may share it.
+
+    Holds: an exit code belongs to the process that ended. The system gives its pid to a later process, which has none yet."""
 
     def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         """`process`: the fork server, where this process started it."""
         self.messages, self.process = MessageStream(line), process
         self._lock = threading.Lock()
-        self._pids: list[int] = []
-        self._codes: dict[int, int] = {}
+        self._running: dict[int, ForkedProcess] = {}
         self._alive = True
 
     @property
@@ -194,22 +195,20 @@ class ForkServerConnection:
         try:
             with self._lock:
                 self._alive = self.messages.send({"start": order}, [reading, *output])
-                while not self._pids and self._alive:
-                    self._receive(wait=True)
-                if self._pids:
-                    return ForkedProcess(self, self._pids.pop(), stdin)
+                while self._alive:
+                    if (process := self._receive(wait=True, stdin=stdin)) is not None:
+                        return process
         finally:
             os.close(reading)
         stdin.close()
         return None
 
-    def ended(self, pid: int) -> int | None:
-        """The exit code of a process that has ended, as `subprocess` gives it."""
+    def refresh(self, process: ForkedProcess) -> None:
+        """Set the exit code of a process that has ended, as `subprocess` gives it."""
         with self._lock:
             self._receive()
-            if pid not in self._codes and not self._alive and not _exists(pid):
-                return -signal.SIGKILL  # the real exit code is lost with the fork server
-            return self._codes.get(pid)
+            if process.returncode is None and not self._alive and not _exists(process.pid):
+                process.returncode = -signal.SIGKILL  # the real exit code is lost with the fork server
 
     def signal(self, pid: int, number: int) -> None:
         """Send a signal through the fork server, which knows whether the pid still belongs to this process."""
@@ -219,15 +218,18 @@ class ForkServerConnection:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _receive(self, wait: bool = False) -> None:
-        """Read the messages that have arrived; `wait`: until there are some."""
-        received = self.messages.receive(wait) if self._alive else None
+    def _receive(self, wait: bool = False, stdin: IO[bytes] | None = None) -> ForkedProcess | None:
+        """Read the messages that have arrived; `wait`: until there are some. Returns the process that was forked, if it is among them;
+        `stdin`: the pipe to it."""
+        received, started = self.messages.receive(wait) if self._alive else None, None
         self._alive = received is not None
         for message in received or ():
             if "pid" in message:
-                self._pids.append(message["pid"])
+                assert stdin is not None, "processes are started one at a time"
+                started = self._running[message["pid"]] = ForkedProcess(self, message["pid"], stdin)
             else:
-                self._codes[message["ended"]] = message["code"]
+                self._running.pop(message["ended"]).returncode = message["code"]
+        return started
 
 
 _own_connection: ForkServerConnection | None = None
