@@ -332,3 +332,27 @@ def test_a_model_that_reads_is_not_spread_over_machines() -> None:
     served: Any = SimpleNamespace(model=reading_model("episodic_memory"))
     with pytest.raises(ShoalError, match="is served by one machine: --nodes 1"):
         DistributedModel(served, None, print)  # type: ignore[arg-type]
+
+
+def test_a_request_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, heard, other, warned = make_model("learned"), Heard(), Heard(), []
+    one = engine(model)
+    one._warn = warned.append
+    plain = engine(model)
+    plain.submit(job([3, 1, 4], wanted := Heard()))
+    finish(plain)
+    one.submit(job([3, 1, 4], heard), job([5, 1, 4], other))
+    read = one.backend._read
+
+    def with_a_nan(batch):
+        logits_BV = read(batch).clone()
+        for row, number in enumerate(batch.requests):
+            if number == 1 and len(heard.tokens) >= 3:
+                logits_BV[row, 7] = float("nan")
+        return logits_BV
+
+    monkeypatch.setattr(one.backend, "_read", with_a_nan)
+    finish(one)
+    assert (other.end, heard.end) == ("not_finite", "length")
+    assert heard.tokens == wanted.tokens
+    assert "not finite" in warned[0]

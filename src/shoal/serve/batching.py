@@ -17,7 +17,17 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.models.generation.decoding import NO_PENALTIES, LogitPenalties, TokenDraws, Warp, apply_penalties, choose
+from shoal.errors import ShoalError
+from shoal.models.generation.decoding import (
+    NO_PENALTIES,
+    LogitPenalties,
+    NotFiniteError,
+    TokenDraws,
+    Warp,
+    apply_penalties,
+    choose,
+    finite_rows,
+)
 from shoal.serve.batched_kv_caches import PrefixCache
 
 _SMALLEST_CHUNK = 8
@@ -121,7 +131,8 @@ class GeneratedToken(NamedTuple):
     """The most likely tokens at this position."""
 
 
-EndReason = Literal["stop", "length", "timeout", "cancelled", "failed"]
+EndReason = Literal["stop", "length", "timeout", "cancelled", "failed", "not_finite"]
+"""`not_finite`: the model itself gives no finite numbers for this text; with several machines, the server has computed them itself."""
 
 
 class Finished(NamedTuple):
@@ -170,9 +181,18 @@ class QueueFullError(Exception):
 class BatchingEngine:
     """Requests in order of arrival: some run, the others wait."""
 
-    def __init__(self, backend: Backend, *, most_running: int, most_waiting: int, clock: Callable[[], float], kept_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        most_running: int,
+        most_waiting: int,
+        clock: Callable[[], float],
+        kept_tokens: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """`kept_tokens`: how many tokens of ended requests stay in the prefix cache."""
-        self.backend, self.most_running, self.most_waiting, self.clock = backend, most_running, most_waiting, clock
+        self.backend, self.most_running, self.most_waiting, self.clock, self._warn = backend, most_running, most_waiting, clock, warn
         self.arrived = threading.Condition()
         self.waiting: deque[GenerationJob] = deque()
         self.running: list[GenerationJob] = []
@@ -306,11 +326,25 @@ class BatchingEngine:
         if any(job.penalties != NO_PENALTIES for job in jobs):
             rows = zip(jobs, scores_BV, strict=True)
             scores_BV = torch.stack([apply_penalties(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
-        tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
+        try:
+            tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
+        except NotFiniteError as problem:
+            self._end_not_finite(jobs, logits_BV, finite_rows(scores_BV).tolist(), problem)
+            return
         self.wrote_at = self.clock()
         for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):
             self.tokens_written += 1
             self._take(job, logits_V, token)
+
+    def _end_not_finite(self, jobs: list[GenerationJob], logits_BV: Tensor, finite: list[bool], problem: ShoalError) -> None:
+        """End the jobs whose logits are not finite; the others get their tokens."""
+        for job, is_finite in zip(jobs, finite, strict=True):
+            if not is_finite:
+                self._warn(f"a request ended: {problem}")
+                self._end(job, "not_finite")
+        rows = [row for row, is_finite in enumerate(finite) if is_finite]
+        if rows:
+            self._choose([jobs[row] for row in rows], logits_BV[rows])
 
     def _take(self, job: GenerationJob, logits_V: Tensor, token: int) -> None:
         if token in job.eos_ids:

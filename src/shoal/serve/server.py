@@ -64,6 +64,7 @@ class ModelServer:
             most_waiting=settings.max_waiting,
             clock=time.monotonic,
             kept_tokens=settings.prefix_cache_tokens,
+            warn=warn,
         )
         self.driver = EngineThread(self.engine, warn)
         self.sockets = [listening_socket(host, port) for port in ports]

@@ -120,10 +120,17 @@ def finite_rows(logits_BV: Tensor) -> Tensor:
     return logits_BV.amax(-1).isfinite()  # amax propagates NaN
 
 
+class NotFiniteError(ShoalError):
+    """The logits of a row are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite: its weights are damaged, or its training diverged; use an earlier checkpoint")
+
+
 def require_finite(finite_B: Tensor) -> None:
-    """Raise ShoalError if the logits of a row were not finite."""
+    """Raise NotFiniteError if the logits of a row were not finite."""
     if not finite_B.all():
-        raise ShoalError("the model's logits are not finite: its weights are damaged, or its training diverged; use an earlier checkpoint")
+        raise NotFiniteError
 
 
 def draw_tokens(logits_BV: Tensor, warp: Warp, draws_B: Tensor) -> tuple[Tensor, Tensor]:

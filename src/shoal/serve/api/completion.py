@@ -102,6 +102,9 @@ class Generation:
             self.unfinished -= delta.finish_reason is not None
             if delta.finish_reason == "timeout":
                 raise RefusedError(504, "the answer took longer than serving.request_timeout_s", kind="server_error", code="timeout")
+            if delta.finish_reason == "not_finite":
+                message = "the model computes no finite numbers for this text: its weights are damaged, or its training diverged"
+                raise RefusedError(503, message, kind="server_error", code="not_finite")
             if delta.finish_reason in ("cancelled", "failed"):
                 message = "the server could not finish this answer; try again"
                 raise RefusedError(503, message, kind="server_error", code=delta.finish_reason)
