@@ -112,7 +112,7 @@ def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path]
     state = state_of(folder, settings)
     if not (state / "ledger.jsonl").exists():
         raise ShoalError(f"there is no ledger in {state}: only a run that had workers, and has come to its first version, can be audited")
-    running = is_held(state)
+    running = is_held(state) is not False  # another user may be unable to know: what is read may then change, too
     return gather(state, own, violations, claims), running
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shoal.cli.demo_scenes import require
 from shoal.errors import ShoalError
+from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
 from shoal.launch.local import last_line
 from shoal.launch.processes import ENDS_WITH_PARENT
@@ -58,7 +59,7 @@ _QUESTION = "Why do fish swim in a shoal? Answer in two sentences."
 
 def learn_from_a_reward(folder: Path, seconds: float) -> None:
     """Train a small base, then let it learn from a reward for some seconds, and show the difference."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / "vowels.py").write_text(_REWARD, encoding="utf-8")
     print(f"A model learns to please a function, which is yours to write; here {folder / 'vowels.py'}:\n")
     print("\n".join(f"    {line}" for line in _REWARD.splitlines()[-6:] if line))
@@ -81,7 +82,7 @@ def learn_from_a_reward(folder: Path, seconds: float) -> None:
 
 def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> None:
     """Run a command until the file `sign` has scores and then for some seconds; then ask it to save and end."""
-    with log.open("ab") as stream:
+    with open_file(log, "ab", private=True) as stream:
         process = forkserver.start(["-m", ENDS_WITH_PARENT, *command], stdout=stream, stderr=stream)
     try:
         until = time.monotonic() + _START_S
@@ -127,10 +128,10 @@ def chat(folder: Path, seconds: float) -> None:
     from shoal.serve.gguf import demo_file
 
     demo_file()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     log = folder / "serve.log"
     print("A model of 135 million parameters is opened (the first time it is converted, which takes a while) …", flush=True)
-    with log.open("ab") as stream:
+    with open_file(log, "ab", private=True) as stream:
         process = forkserver.start(["-m", ENDS_WITH_PARENT, "serve", "--demo", "--port", "0"], stdout=stream, stderr=stream)
     try:
         address = _address(log, process)

@@ -10,10 +10,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from shoal.cli.main import warn, writing
+from shoal.cli.main import warn
 from shoal.cli.options import parse_with_plugins
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
+from shoal.files import writing
 
 if TYPE_CHECKING:
     from shoal.runs.trained_model import TrainedModel

@@ -6,10 +6,10 @@ import argparse
 import os
 
 from shoal import ShoalError
-from shoal.cli.main import writing
 from shoal.config.fields import did_you_mean
 from shoal.config.load import DEFAULT_FILE
 from shoal.config.presets import find, names
+from shoal.files import writing
 
 
 def run(argv: list[str]) -> int:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import NoReturn
 
 from shoal import __version__
@@ -98,15 +96,6 @@ def parser_of(command: str, description: str, epilog: str) -> argparse.ArgumentP
 def warn(text: str) -> None:
     """Print a warning on standard error."""
     print(f"warning: {text}", file=sys.stderr)
-
-
-@contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Report a failure to write a file as a ShoalError."""
-    try:
-        yield
-    except OSError as error:
-        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def run_subcommand(command: str, help: str, subcommands: Mapping[str, Callable[[list[str]], int]], argv: list[str]) -> int:

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.main import writing
 from shoal.cli.options import load, make_parser, parse, require
 from shoal.config import Run
 from shoal.config.load import LoadedConfig, Override
 from shoal.config.machines import MachineKind, read_machines
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
+from shoal.files import writing
 
 if TYPE_CHECKING:
     from shoal.simulate.meta_model import MetaModel

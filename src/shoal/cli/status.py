@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.db import connected, database_location
-from shoal.cli.main import writing
 from shoal.cli.options import load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
+from shoal.files import writing
 from shoal.reporters import class_table
 from shoal.reporters.text_status import event_lines, lines, member_rows
 from shoal.runs.folder.run_reader import RunFolder, newest_run

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.options import load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.errors import ShoalError
+from shoal.files import make_folder, open_file, write_file
 
 if TYPE_CHECKING:
     from shoal.launch.batch_scripts import BatchScript
@@ -83,10 +84,10 @@ def _write(plan: StartPlan, folder: Path, arguments: argparse.Namespace) -> int:
     run, count = plan.run, arguments.workers or plan.run.cluster.num_workers or plan.run.launch.nodes
     if not count:
         raise ShoalError("the number of machines is missing: add --num_nodes N, or --workers N")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     folder = folder.absolute()
     config = folder / "config.yaml"
-    config.write_text(_settings(plan), encoding="utf-8")
+    write_file(config, _settings(plan))
     writer = batch_scripts.slurm if run.launch.kind == "slurm" else batch_scripts.kubernetes
     _show(writer(run, run.name or folder.name, folder, config, count))
     return 0
@@ -101,8 +102,6 @@ def _settings(plan: StartPlan) -> str:
 
 
 def _show(written: BatchScript) -> None:
-    from shoal.files import write_file
-
     write_file(written.path, written.text, private=True)
     print(f"wrote {written.path}\nstart it with:\n  {written.start}\nend it with:\n  {written.end}")
 
@@ -127,11 +126,11 @@ def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) 
 
     if running_process(folder) is not None:
         raise ShoalError(f"{folder} is up already: `shoal down {folder}` ends it")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     log = folder / _LOG
     spoken = log.stat().st_size if log.exists() else 0
     command = [sys.executable, "-m", "shoal", "up", *argv, *([] if named else ["--run-dir", str(folder)]), "--foreground"]
-    with log.open("ab") as stream:
+    with open_file(log, "ab", private=True) as stream:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
     until = time.monotonic() + _OPEN_S
     while b"shoal join " not in (said := log.read_bytes()[spoken:]) and process.poll() is None and time.monotonic() < until:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
 from shoal.launch.local import last_line, shared_cores
 from shoal.launch.processes import ENDS_WITH_PARENT
@@ -50,7 +51,7 @@ class DemoProcesses:
         self.coordinator: forkserver.ChildProcess | None = None
         self.workers: dict[str, forkserver.ChildProcess] = {}
         self.invitation: Invitation | None = None
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def __enter__(self) -> DemoProcesses:
         forkserver.prepare()
@@ -65,7 +66,7 @@ class DemoProcesses:
         """Start the coordinator, and wait until it prints how to join. Raises ShoalError. `resume`: it was killed and continues."""
         spoken, arguments = self.log.stat().st_size if self.log.exists() else 0, ["--resume"] if resume else self.arguments
         command = ["-m", ENDS_WITH_PARENT, "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
-        with self.log.open("ab") as log:
+        with open_file(self.log, "ab", private=True) as log:
             self.coordinator = forkserver.start(command, stdout=log, stderr=log, env=self.environ)
         words = shlex.split(self._printed_line(spoken, "  shoal join "))
         if is_address(words[2]):
@@ -92,9 +93,9 @@ class DemoProcesses:
         """Start a worker, which leaves when this process ends, however it ends."""
         assert self.invitation is not None
         kept = self.run / "workers"
-        kept.mkdir(parents=True, exist_ok=True)
+        make_folder(kept)
         command = ["-m", "shoal", "join", "--stdin", "--name", name, "--receipts", str(kept / f"{name}.jsonl"), "--state", str(kept / name)]
-        with (kept / f"{name}.log").open("ab") as log:
+        with open_file(kept / f"{name}.log", "ab", private=True) as log:
             process = forkserver.start([*command, *more], stdout=log, stderr=log, env=self.environ)
         forkserver.write_line(process, json.dumps(self.invitation._asdict()))
         self.workers[name] = process

@@ -19,6 +19,7 @@ from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.errors import ShoalError
+from shoal.files import open_file
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, last_line, pause_s, shared_cores
 from shoal.launch.waiting import wait_until
@@ -142,7 +143,7 @@ class LocalRanks:
         if "OMP_NUM_THREADS" not in environ:
             environ |= shared_cores(self.count)
         command = ["-m", "shoal", *self.arguments]
-        with (folder / f"{rank}.log").open("wb") as log:
+        with open_file(folder / f"{rank}.log", "wb", private=True) as log:
             output = None if rank == 0 else log
             # Ctrl-C reaches this process alone, which passes it on
             process = forkserver.start(command, stdout=output, stderr=output, env=environ, start_new_session=True, loads=self.libraries)

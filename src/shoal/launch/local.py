@@ -18,6 +18,7 @@ from typing import IO, Any
 from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
+from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
 from shoal.launch.forkserver import write_line
 from shoal.launch.waiting import wait_or_kill
@@ -109,7 +110,7 @@ class LocalWorkers:
         self.folder, self.invitation, self.gpus = folder, dict(invitation), gpus
         self.environ, self.again, self._log = environ, again, log
         self.workers = [LocalWorker(name, arguments) for name, arguments in workers.items()]
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def start(self) -> None:
         for worker in self.workers:
@@ -117,7 +118,7 @@ class LocalWorkers:
 
     def _start(self, worker: LocalWorker) -> None:
         worker.started_at = time.monotonic()
-        with self.log(worker).open("ab") as log:
+        with open_file(self.log(worker), "ab", private=True) as log:
             worker.process = self.open(worker, log)
         with suppress(OSError):  # the process has ended already, and `look_after` will notice
             write_line(worker.process, json.dumps(self.invitation_of(worker)))

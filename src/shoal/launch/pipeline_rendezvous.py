@@ -23,6 +23,7 @@ from shoal.config.load import Override
 from shoal.config.plugins import needed_by
 from shoal.config.ranks import RankPlace, rank_environment
 from shoal.errors import ShoalError
+from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
 from shoal.launch.engine_processes import ENDED, LOST
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
@@ -166,7 +167,7 @@ class PipelineHost:
         self._at_end = contextlib.ExitStack()
         state_path = run.coordinator.state_path or self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gathering-"))
         folder = Path(state_path)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         expected = placing.expected if placing else run.cluster.num_workers or 1
         self.server, self.invitation = listen(run, run.transport, hosts, folder, _LARGEST, expected)
         self.gathering = PipelineRendezvous(expected, run.cluster.workers, placing.choose if placing else None)
@@ -375,7 +376,7 @@ class PipelineMember:
         where = {"address": host, "port": place["port"], "group": group}
         here = RankPlace(place["rank"], place["size"], 0, 1, **where, apart=True, stage=place["stage"])
         environ = dict(os.environ) | rank_environment(here) | _speaking_at(host)
-        with (folder / "log").open("wb") as log:
+        with open_file(folder / "log", "wb", private=True) as log:
             command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder), *settings]
             self.process = forkserver.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)
             code = self.process.wait()

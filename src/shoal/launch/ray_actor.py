@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from shoal.files import open_file
 from shoal.launch.forkserver import OpenedProcess, write_line
 
 
@@ -20,7 +21,7 @@ class RayWorkerActor:
         self.receipts = self.folder / "receipts.jsonl"
         kept = ["--receipts", str(self.receipts), "--state", str(self.folder / "state")]
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", name, *kept, *arguments]
-        with self.log.open("ab") as log:
+        with open_file(self.log, "ab", private=True) as log:
             self.process = OpenedProcess(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
     def work(self, invitation: str) -> tuple[int, str]:

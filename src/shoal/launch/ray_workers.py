@@ -18,6 +18,7 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
+from shoal.files import make_folder, open_file
 from shoal.launch.local import USER_ERROR, last_line, pause_s
 from shoal.launch.ray_actor import RayWorkerActor
 from shoal.protocol.identities import Identity
@@ -62,7 +63,7 @@ class RayWorkers:
         self.invitation = invitation
         self.workers = [RayWorker(name, arguments) for name, arguments in workers.items()]
         self._next_check_at = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def start(self) -> None:
         """Reach the cluster and ask it for places. Raises ShoalError where there is no cluster."""
@@ -140,14 +141,14 @@ class RayWorkers:
             worker.log = None
 
     def _write(self, worker: RayWorker, text: str) -> None:
-        with (self.folder / f"{worker.name}.log").open("a", encoding="utf-8") as file:
+        with open_file(self.folder / f"{worker.name}.log", "a", private=True) as file:
             file.write(text)
 
     def _give_back(self, worker: RayWorker) -> None:
         """Fetch a worker's receipts, and let its place go."""
         with suppress(self.ray.exceptions.RayError):  # its node may be gone, and the receipts with it
             receipts = self.ray.get(worker.actor.end.remote(), timeout=_FETCH_S)
-            with (self.folder / f"{worker.name}.jsonl").open("a", encoding="utf-8") as file:
+            with open_file(self.folder / f"{worker.name}.jsonl", "a", private=True) as file:
                 file.write(receipts)
         self.ray.kill(worker.actor)
         import_module("ray.util.placement_group").remove_placement_group(worker.group)

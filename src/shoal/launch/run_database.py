@@ -12,7 +12,7 @@ from shoal.config import Run
 from shoal.config.fields import Secret
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
-from shoal.files import write_file
+from shoal.files import secret_in
 from shoal.launch.postgres.data_folder import processes_above
 from shoal.launch.postgres.server import CLASS, EmbeddedPostgres
 from shoal.runs.build_run import find_run_to_resume
@@ -83,9 +83,7 @@ def _create_class_role(server: EmbeddedPostgres) -> str:
     from shoal.transports.postgres import schema
     from shoal.transports.postgres.access import connect
 
-    file = server.folder / _TOKEN_FILE
-    token = file.read_text(encoding="utf-8").strip() if file.exists() else secrets.token_urlsafe(12)
-    write_file(file, token + "\n", private=True)
+    token = secret_in(server.folder / _TOKEN_FILE, lambda: secrets.token_urlsafe(12))
     with connect(server.access) as connection:
         schema.init(connection)
         schema.close_other_databases(connection)

@@ -17,6 +17,7 @@ from typing import IO, Any
 from shoal.config import Run
 from shoal.config.schema.cluster import Host
 from shoal.errors import ShoalError
+from shoal.files import open_file
 from shoal.launch.forkserver import OpenedProcess
 from shoal.launch.local import LocalWorker, LocalWorkers, last_line
 from shoal.runs.invitation import Invitation
@@ -146,7 +147,7 @@ class SshWorkers(LocalWorkers):
             where = f"{self.target(worker.name)}:{remote}"
             self.notify(f"warning: the receipts of {worker.name} stay in {where}, and an audit lacks them: {last_line(fetched.stderr)}")
             return
-        with (self.folder / f"{worker.name}.jsonl").open("a", encoding="utf-8") as kept:  # a resumed run has some from before
+        with open_file(self.folder / f"{worker.name}.jsonl", "a", private=True) as kept:  # a resumed run has some from before
             kept.write(fetched.stdout)
         self._run(worker.name, f"rm -rf {remote}; rmdir {_HOME_FOLDER} 2>/dev/null", _CHECK_S)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.files import make_folder
 from shoal.runs.connections import JoinOptions
 from shoal.runs.invitation import Invitation
 from shoal.runs.live_objects import LiveObjects
@@ -50,7 +51,7 @@ class WorkerThreads:
     """The workers of a run in this process."""
 
     def __init__(self, folder: Path, invitation: Invitation, names: Sequence[str], live: LiveObjects, tell: Callable[[str], None]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.workers = [
             WorkerThread(
                 JoinOptions(*invitation, name=name, receipts=folder / f"{name}.jsonl", state=folder / name, patience_s=_PATIENCE_S),

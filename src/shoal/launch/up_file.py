@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.files import JsonFormat
+from shoal.files import JsonFormat, make_folder
 from shoal.launch.processes import start_time, still_runs
 from shoal.launch.waiting import wait_until
 
@@ -21,7 +21,7 @@ _POLL_INTERVAL_S = 0.1
 @contextmanager
 def written_while_up(folder: Path) -> Iterator[None]:
     """Note that this process keeps the run up, while it does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / _FILE
     _FORMAT.write(path, {"pid": os.getpid(), "began": start_time(os.getpid())})
     try:

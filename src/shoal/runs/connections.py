@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
+from shoal.files import make_folder, read_file, write_file
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import Frames
 from shoal.runs.welcome import configuration
@@ -50,23 +49,18 @@ class WorkerKeyFile(NamedTuple):
 
     def read(self) -> Identity | None:
         """The key; None where there is no file yet. Raises ShoalError where it cannot be read."""
-        try:
-            secret = self.path.read_text(encoding="ascii").strip()
-        except FileNotFoundError:
+        content = read_file(self.path, private=True)
+        if content is None:
             return None
-        except (OSError, UnicodeError) as error:
-            raise ShoalError(f"the worker's key in {self.path} cannot be read: {error}") from None
+        secret = content.decode("ascii", "replace").strip()
         if not _SECRET.fullmatch(secret):
             raise ShoalError(f"the worker's key in {self.path} is damaged: delete the file to take part as a new worker")
         return Identity(secret)
 
     def write(self, identity: Identity) -> None:
-        """Write the key, readable by this user only. Raises OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")  # so that the file is never incomplete
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
-            file.write(identity.secret)
-        os.replace(partial, self.path)
+        """Write the key, readable by this user only. Raises ShoalError."""
+        make_folder(self.path.parent, private=True)
+        write_file(self.path, identity.secret, private=True)
 
 
 class JoinOptions(NamedTuple):

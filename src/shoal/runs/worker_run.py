@@ -121,7 +121,7 @@ class JoinedWorker:
             return
         try:
             self.options.key_file(name).write(self.protocol.identity)
-        except OSError as error:
+        except ShoalError as error:
             self.sender.report(f"warning: this worker's key cannot be saved ({error}): if it is started again, it gets another name")
 
     @property

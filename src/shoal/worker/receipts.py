@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
+from shoal.files import make_folder, open_file
 from shoal.worker.session import ContributionReceipt
 
 
@@ -15,8 +16,8 @@ class ReceiptsFile:
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            make_folder(path.parent)
+            self._file = open_file(path, "a", private=True, buffering=1)
 
     def write(self, worker: str, receipt: ContributionReceipt) -> None:
         if self._file is not None:

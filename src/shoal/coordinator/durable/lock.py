@@ -1,12 +1,17 @@
 """Lock on a folder: one coordinator per coordinator folder, one process per run folder. The operating system releases the lock when the
-process ends."""
+process ends.
+
+Holds: only the owner can open a lock file, so that no other user of the machine can hold the lock.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from shoal.errors import ShoalError
+from shoal.files import open_file
 
 try:
     import fcntl
@@ -22,15 +27,12 @@ class FolderLock:
     """The lock on a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._file = (folder / _NAME).absolute(), None  # type: tuple[Path, IO[bytes] | None]
+        self._path, self._file = (folder / _NAME).absolute(), None  # type: tuple[Path, BinaryIO | None]
 
     def take(self) -> None:
         """Hold the lock until `release`. Raises ShoalError where another process has it."""
         if self._file is None:
-            try:
-                file = self._path.open("ab")
-            except OSError as error:
-                raise ShoalError(f"cannot write in the coordinator's folder {self._path.parent}: {error.strerror or error}") from None
+            file = open_file(self._path, "ab", private=True)
             if not _try(file):
                 file.close()
                 raise ShoalError(f"another coordinator is at work in {self._path.parent}: end it first, or choose another --run-dir")
@@ -45,29 +47,32 @@ class FolderLock:
 
 
 def is_held_elsewhere(folder: Path) -> bool:
-    """Whether another process on this machine holds the lock of a folder."""
-    return (folder / _NAME).absolute() not in _held_here and is_held(folder)
+    """Whether another process on this machine holds the lock of a folder. False where that is unknown."""
+    return (folder / _NAME).absolute() not in _held_here and is_held(folder) is True
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a process on this machine holds the lock of a folder."""
+def is_held(folder: Path) -> bool | None:
+    """Whether a process on this machine holds the lock of a folder; None where this user cannot open its file."""
+    path = folder / _NAME
     try:
-        with (folder / _NAME).open("ab") as file:
+        if not os.path.lexists(path):
+            return False
+        with open_file(path, "r+b", private=True) as file:
             return not _try(file)
-    except OSError:  # there is no folder, or it is for reading only
-        return False
+    except (OSError, ShoalError):
+        return None
 
 
 def was_held(folder: Path) -> bool:
-    """Whether the lock of a folder was held and is free now. False where the file system has no locks."""
+    """Whether the lock of a folder was held and is free now. False where that is unknown, or the file system has no locks."""
     try:
-        with (folder / _NAME).open("r+b") as file:
+        with open_file(folder / _NAME, "r+b", private=True) as file:
             return _try(file, without_locks=False)
-    except OSError:
+    except ShoalError:
         return False
 
 
-def _try(file: IO[bytes], without_locks: bool = True) -> bool:
+def _try(file: BinaryIO, without_locks: bool = True) -> bool:
     """Take the lock, and return whether that worked. `without_locks`: the result where the file system has no locks."""
     if fcntl is None:
         return _try_on_windows(file)
@@ -80,7 +85,7 @@ def _try(file: IO[bytes], without_locks: bool = True) -> bool:
     return True
 
 
-def _try_on_windows(file: IO[bytes]) -> bool:
+def _try_on_windows(file: BinaryIO) -> bool:
     import msvcrt
 
     try:

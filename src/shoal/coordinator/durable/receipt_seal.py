@@ -13,8 +13,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
-from shoal.files import write_file
+from shoal.files import DamagedFileError, secret_in
 
 KEY_FILE = "receipts.key"
 _JSON = json.JSONEncoder(separators=(",", ":"))
@@ -22,14 +21,12 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 def key_in(folder: Path) -> bytes:
-    """The key of a run, created if there is none yet."""
+    """The key of a run, created if there is none yet. Raises ShoalError."""
     path = folder / KEY_FILE
-    if not path.exists():
-        write_file(path, secrets.token_hex(32), private=True)
     try:
-        return bytes.fromhex(path.read_text(encoding="ascii"))
+        return bytes.fromhex(secret_in(path, lambda: secrets.token_hex(32)))
     except ValueError:
-        raise ShoalError(f"{path} is damaged: restore it; or delete it, and an audit cannot check earlier receipts") from None
+        raise DamagedFileError(f"{path} is damaged: restore it; or delete it, and an audit cannot check earlier receipts") from None
 
 
 def digest_of(line: list[Any]) -> str:

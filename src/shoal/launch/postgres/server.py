@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import ShoalError
+from shoal.files import make_folder, open_file
 from shoal.launch.forkserver import OpenedProcess, write_line
 from shoal.launch.local import last_line
 from shoal.launch.postgres import data_folder, supervisor
@@ -92,10 +93,7 @@ class EmbeddedPostgres:
 
     def start(self) -> None:
         """Start the server, the first time on an empty database. Raises ShoalError."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ShoalError(f"cannot make {self.folder} for the run's database: {error.strerror}") from None
+        make_folder(self.folder)
         programs = programs_for(self.data)
         import_module("shoal.transports.postgres.access")  # raises ShoalError if the driver is missing, before anything is started
         known = ConnectionFile.of(self.folder)
@@ -249,7 +247,7 @@ def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict
     order = {"command": command, "cwd": str(programs.data), "user": programs.user, "front": front}
     order["stop"] = programs.command("pg_ctl", "stop", "--mode", "fast")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
-    with log.open("ab") as file:
+    with open_file(log, "ab", private=True) as file:
         keeper = OpenedProcess(
             [sys.executable, "-I", supervisor.__file__],
             stdin=subprocess.PIPE,

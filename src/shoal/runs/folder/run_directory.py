@@ -32,7 +32,7 @@ from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere, was_held
 from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
-from shoal.files import write_file
+from shoal.files import make_folder, write_file
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.resume_rules import SettingChange, changed_settings
 from shoal.runs.folder.run_reader import PROVENANCE, SUMMARY
@@ -78,12 +78,8 @@ class RunDirectory:
                 raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
             _remove([path / name for name in _OF_A_BEGINNING])
             warn(f"{path} held a run that was killed before it had learned anything: it is begun anew")
-        try:
-            fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
-        return cls(path, fresh).occupied()
+        fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        return cls(make_folder(path), fresh).occupied()
 
     def wait_until_free(self, warn: Callable[[str], None]) -> None:
         """Wait until another process that uses the folder ends. Raises ShoalError where it does not."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.config.schema.cluster import Coordinator
-from shoal.files import write_file
+from shoal.files import secret_in
 from shoal.transports.addresses import is_loopback
 from shoal.transports.metrics_page import MetricsPage
 
@@ -85,20 +85,11 @@ def metrics_page(
         yield
         return
     host, name = settings.metrics_host, folder.resolve().name
-    token = None if is_loopback(host) else _token(folder / "metrics-token")
+    token = None if is_loopback(host) else secret_in(folder / "metrics-token", lambda: secrets.token_urlsafe(24))
     page = MetricsPage(host, settings.metrics_port, token, lambda: exposition(run_metrics({name: status()})))
     with closing(page):
         tell(f"figures for Prometheus: {page.address}" + ("" if token is None else f" (token in {folder / 'metrics-token'})"))
         yield
-
-
-def _token(path: Path) -> str:
-    """The token in the file, so that it stays the same when the coordinator is started again; made where there is none."""
-    if path.exists():
-        return path.read_text(encoding="utf-8").strip()
-    token = secrets.token_urlsafe(24)
-    write_file(path, token, private=True)
-    return token
 
 
 def run_metrics(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:

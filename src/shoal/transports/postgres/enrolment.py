@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.files import DamagedFileError, JsonFormat
+from shoal.files import DamagedFileError, JsonFormat, make_folder
 from shoal.transports.database_address import Access, split_pin
 from shoal.transports.interface import Refused
 from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
@@ -33,7 +33,7 @@ def own_access(
         if line.run(_kind, patience_s) != "class":
             return access
         made = line.run(lambda connection: _enroll(connection, access, name), patience_s)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder, private=True)
     _FORMAT.write(file, {"user": made.user, "password": made.password})
     if kept is not None:
         warn(f"the class does not know `{kept.user}` any more: it may have been dropped for another. The new role is `{made.user}`")
