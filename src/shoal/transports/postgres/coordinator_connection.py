@@ -70,16 +70,18 @@ class CoordinatorDatabaseConnection:
         with connection.transaction():
             connection.execute("SELECT pg_advisory_xact_lock(hashtext('shoal.coordinator'))")
             found = connection.execute(
-                "SELECT host, pid, extract(epoch FROM clock_timestamp() - alive_at)::float8 FROM shoal.coordinator WHERE isfinite(alive_at)"
+                "SELECT host, pid, abs(extract(epoch FROM clock_timestamp() - alive_at))::float8 FROM shoal.coordinator"
+                " WHERE isfinite(alive_at)"
             ).fetchone()
             if found and found[2] < SILENT_S and _may_be_running(found[0], found[1]):
                 raise ShoalError(
                     f"another coordinator (process {found[1]} on {found[0]}) works on {self.connection.name}:"
                     f" stop it, or wait {SILENT_S:g} s after it died"
                 )
-            connection.execute("SELECT shoal.restart_lease_clock()")
+            (lease_now,) = connection.execute("SELECT shoal.lease_now()").fetchone() or (None,)
             connection.execute("DELETE FROM shoal.coordinator")
-            connection.execute("INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s)", mine)
+            taken = "INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s, clock_timestamp(), %s)"
+            connection.execute(taken, (*mine, lease_now))
 
     def _check_still_coordinator(self, connection: Connection) -> str:
         """The transaction's id. Raises CoordinatorReplaced if another coordinator has taken over."""
@@ -191,7 +193,10 @@ class CoordinatorDatabaseConnection:
     def close_connection(self) -> None:
         self._heartbeat.close()
         self.connection.stop()
-        stopped = "UPDATE shoal.coordinator SET alive_at = '-infinity', beat_at = clock_timestamp() - interval '5 s' WHERE id = %s"
+        stopped = (
+            "UPDATE shoal.coordinator SET alive_at = '-infinity', beat_at = clock_timestamp() - interval '5 s',"
+            " lease_at = shoal.lease_now() - interval '5 s' WHERE id = %s"
+        )
         self.connection.execute_last(stopped, (self.id,))
         self.connection.close()
 
@@ -203,6 +208,7 @@ class _Heartbeat:
         self._connection = ReconnectingConnection(conninfo)
         self._coordinator = coordinator
         self._vacuumed_bytes = 0
+        self._beaten_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shoal-heartbeat", daemon=True)
         self._thread.start()
 
@@ -212,8 +218,13 @@ class _Heartbeat:
                 self._connection.run_once(self._beat)
 
     def _beat(self, connection: Connection) -> None:
-        beat = "UPDATE shoal.coordinator SET alive_at = clock_timestamp(), beat_at = clock_timestamp() WHERE id = %s"
-        done = connection.execute(beat, (self._coordinator.id,))
+        now = time.monotonic()
+        beat = (
+            "UPDATE shoal.coordinator SET alive_at = clock_timestamp(), beat_at = clock_timestamp(),"
+            " lease_at = lease_at + make_interval(secs => least(%s::float8, 5)) WHERE id = %s"
+        )
+        done = connection.execute(beat, (now - self._beaten_at, self._coordinator.id))
+        self._beaten_at = now
         if done.rowcount == 0:
             self._coordinator.replaced.set()
             self._coordinator.connection.wake()

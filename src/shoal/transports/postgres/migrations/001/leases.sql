@@ -123,20 +123,6 @@ BEGIN
     UPDATE workers SET left_at = now(), seen_at = now(), state = CASE WHEN state LIKE 'left: %' THEN state ELSE 'left' END WHERE secret = p_secret;
 END $$;
 
--- --- the time of leases -------------------------------------------------------------------------------------
-
--- The clock of leases. It stops while no coordinator runs, so workers lose no lease to that.
-CREATE FUNCTION shoal.lease_now() RETURNS timestamptz LANGUAGE sql SET search_path = shoal, pg_temp AS
-    'SELECT coalesce((SELECT least(clock_timestamp(), c.beat_at + interval ''5 s'') FROM coordinator c), clock_timestamp())';
-
--- For a coordinator that starts: move the leases by the time that their clock stood still.
-CREATE FUNCTION shoal.restart_lease_clock() RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
-DECLARE
-    stood interval := clock_timestamp() - lease_now();
-BEGIN
-    UPDATE units SET deadline = deadline + stood, claimed_at = claimed_at + stood WHERE state = 'claimed' AND stood > interval '0';
-END $$;
-
 -- --- rounds -------------------------------------------------------------------------------------------------
 
 -- Whether an iteration has as many results as a round needs. A further result would come too late for it.
@@ -153,8 +139,8 @@ LANGUAGE sql SET search_path = shoal, pg_temp SET enable_seqscan = off AS $$
     SELECT p_present.quorum IS NOT NULL AND coalesce(p_unit_s, 0) >= 0.2 AND p_present.quorum <=
         (SELECT count(*) FROM units u WHERE u.iteration = p_present.iteration AND u.state = 'completed')
         + (SELECT count(*) FROM units u JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed' AND u.iteration = p_present.iteration
-            AND clock_timestamp() < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)
-            AND u.claimed_at + make_interval(secs => w.unit_s) < clock_timestamp() + make_interval(secs => p_unit_s))
+            AND (SELECT lease_now()) < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)
+            AND u.claimed_at + make_interval(secs => w.unit_s) < (SELECT lease_now()) + make_interval(secs => p_unit_s))
 $$;
 
 -- --- claiming -----------------------------------------------------------------------------------------------
@@ -169,7 +155,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp SET enable_se
 DECLARE
     caller workers := worker_with_secret(p_secret);
     present iterations;
-    paused timestamptz := (SELECT s.paused_until FROM standings s WHERE s.role = session_user AND s.paused_until > clock_timestamp());
+    paused timestamptz := (SELECT s.paused_until FROM standings s WHERE s.role = session_user AND s.paused_until > lease_now());
     allowed integer := least(p_count, 1000);
     ids bigint[];
 BEGIN
@@ -206,8 +192,8 @@ BEGIN
     ELSE
         RETURN QUERY SELECT NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::integer, NULL::bigint,
             extract(epoch FROM least(min(u.deadline), min(u.claimed_at + make_interval(secs => 0.06 + 1.5 * w.unit_s)) FILTER (WHERE
-                present.quorum IS NOT NULL AND clock_timestamp() < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)), paused)
-                - clock_timestamp())::double precision
+                present.quorum IS NOT NULL AND (SELECT lease_now()) < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)), paused)
+                - (SELECT lease_now()))::double precision
             FROM units u LEFT JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed';
     END IF;
 END $$;
@@ -287,7 +273,7 @@ BEGIN
             PERFORM attach_frames(p_blobs, p_sizes);
             INSERT INTO contributions (kind, worker, unit, iteration, epoch, start, batches, header, frames)
                 VALUES ('delivered', caller.name, u.id, u.iteration, u.epoch, u.start, u.batches, p_header, p_blobs);
-            took := extract(epoch FROM clock_timestamp() - u.claimed_at);
+            took := extract(epoch FROM lease_now() - u.claimed_at);
             UPDATE workers SET completed = completed + 1, seen_at = now(), last_unit = p_unit, last_lease = p_lease, last_outcome = 'accepted',
                 unit_s = coalesce(0.7 * unit_s, 0.7 * took) + 0.3 * took WHERE secret = p_secret;
             PERFORM pg_notify('shoal_inbox', '');
@@ -384,7 +370,7 @@ END $$;
 CREATE FUNCTION shoal.may_retry(p_epoch bigint, p_start bigint, p_lease_s double precision) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS $$
     SELECT NOT EXISTS (SELECT FROM failures f WHERE f.epoch = p_epoch AND f.start = p_start AND f.role = session_user
-            AND f.at > clock_timestamp() - make_interval(secs => p_lease_s))
+            AND f.at > (SELECT lease_now()) - make_interval(secs => p_lease_s))
         OR ((SELECT sum(f.times) FROM failures f WHERE f.epoch = p_epoch AND f.start = p_start)
                 < (SELECT i.max_retries FROM current_iteration i)
             AND NOT EXISTS (SELECT FROM active_roles a
@@ -403,7 +389,7 @@ BEGIN
     IF p_attempts < most THEN
         RETURN false;
     END IF;
-    SELECT coalesce(bool_or(f.first_at <= clock_timestamp() - make_interval(secs => retry_wait_s(p_present))), false) INTO has_waited
+    SELECT coalesce(bool_or(f.first_at <= (SELECT lease_now()) - make_interval(secs => retry_wait_s(p_present))), false) INTO has_waited
         FROM failures f WHERE f.epoch = p_epoch AND f.start = p_start;
     IF NOT EXISTS (SELECT FROM active_roles a WHERE a.reliable) THEN
         RETURN has_waited;

@@ -25,9 +25,9 @@ BEGIN
         RETURN;
     END IF;
     INSERT INTO note_times AS t (subject, untold) VALUES (p_subject, 1) ON CONFLICT (subject) DO UPDATE SET untold = t.untold + 1 RETURNING * INTO told;
-    IF told.told_at < clock_timestamp() - interval '1 minute' THEN
+    IF told.told_at < lease_now() - interval '1 minute' THEN
         PERFORM add_note(p_note || CASE WHEN told.untold > 1 THEN format(' (and %s times before, since this was last told)', told.untold - 1) ELSE '' END);
-        UPDATE note_times SET told_at = clock_timestamp(), untold = 0 WHERE subject = p_subject;
+        UPDATE note_times SET told_at = lease_now(), untold = 0 WHERE subject = p_subject;
     END IF;
 END $$;
 
@@ -35,8 +35,8 @@ END $$;
 CREATE FUNCTION shoal.note_slow_worker(p_role text, p_name text, p_took double precision, p_timeout double precision) RETURNS void
 LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 BEGIN
-    INSERT INTO standings AS t (role, slow_at) VALUES (p_role, clock_timestamp()) ON CONFLICT (role) DO UPDATE SET slow_at = excluded.slow_at
-        WHERE t.slow_at IS NULL OR t.slow_at < clock_timestamp() - interval '10 min';
+    INSERT INTO standings AS t (role, slow_at) VALUES (p_role, lease_now()) ON CONFLICT (role) DO UPDATE SET slow_at = excluded.slow_at
+        WHERE t.slow_at IS NULL OR t.slow_at < lease_now() - interval '10 min';
     IF FOUND THEN
         PERFORM add_note(format('warning: %s has computed one unit for %s s, longer than the timeout of %s s. Its lease is renewed while it is seen at work; '
             'smaller units (batches_per_unit) or a longer lease_timeout_s suit this class better', p_name, p_took::integer, p_timeout::integer));
@@ -101,7 +101,7 @@ BEGIN
         made := wanted || '-' || counter;
     END LOOP;
     EXECUTE format('CREATE ROLE %I LOGIN PASSWORD %L', made, p_verifier);
-    INSERT INTO roles (name, kind, enrolled_at, enrolled_from) VALUES (made, 'student', clock_timestamp(), address);
+    INSERT INTO roles (name, kind, enrolled_at, enrolled_from) VALUES (made, 'student', lease_now(), address);
     PERFORM limit_role(made), grant_student_functions(made);
     RETURN made;
 END $$;
@@ -129,7 +129,7 @@ CREATE FUNCTION shoal.idle_student(p_from text DEFAULT NULL) RETURNS text LANGUA
             OR EXISTS (SELECT FROM workers w JOIN worker_list l USING (id) WHERE w.role = r.name AND l.alive) AS here) presence
     WHERE r.kind = 'student' AND r.enrolled_at IS NOT NULL AND (p_from IS NULL OR r.enrolled_from = p_from)
         AND NOT EXISTS (SELECT FROM workers w WHERE w.role = r.name AND w.completed > 0)
-        AND (NOT presence.here OR (r.enrolled_at < clock_timestamp() - interval '10 min' AND EXISTS (SELECT FROM iterations)))
+        AND (NOT presence.here OR (r.enrolled_at < lease_now() - interval '10 min' AND EXISTS (SELECT FROM iterations)))
     ORDER BY presence.here, crowd.roles DESC, r.enrolled_at LIMIT 1
 $$;
 
@@ -173,13 +173,14 @@ DECLARE
     s standings;
     pause interval;
 BEGIN
-    INSERT INTO failures AS f (epoch, start, role, reason) VALUES (p_epoch, p_start, p_role, p_reason) ON CONFLICT (epoch, start, role) DO UPDATE
+    INSERT INTO failures AS f (epoch, start, role, reason, at, first_at) VALUES (p_epoch, p_start, p_role, p_reason, lease_now(), lease_now())
+        ON CONFLICT (epoch, start, role) DO UPDATE
         SET reason = excluded.reason, at = excluded.at, times = f.times + 1;
     INSERT INTO standings AS t (role, failed_in_row, failed) VALUES (p_role, 1, 1) ON CONFLICT (role) DO UPDATE
         SET failed_in_row = t.failed_in_row + 1, failed = t.failed + 1 RETURNING * INTO s;
     IF s.failed_in_row >= 5 AND is_student(p_role) THEN
         pause := least(interval '5 min', interval '5 s' * power(2, least(s.failed_in_row - 5, 10)));
-        UPDATE standings SET paused_until = clock_timestamp() + pause WHERE role = p_role;
+        UPDATE standings SET paused_until = lease_now() + pause WHERE role = p_role;
         IF s.failed_in_row IN (5, 8, 11) THEN
             PERFORM add_note(format('warning: %s units in a row failed at %s (%s): it gets no more for %s s', s.failed_in_row, p_role, left(coalesce(p_reason, 'no reason given'), 200),
                 extract(epoch FROM pause)::integer));
@@ -209,6 +210,6 @@ END $$;
 
 -- Why the calling student gets no work at the moment.
 CREATE FUNCTION shoal.why_no_work() RETURNS text LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
-    SELECT format('%s units in a row failed here: there is no more work for %s s', s.failed_in_row, ceil(extract(epoch FROM s.paused_until - clock_timestamp()))::integer)
-        FROM standings s WHERE s.role = session_user AND s.paused_until > clock_timestamp()
+    SELECT format('%s units in a row failed here: there is no more work for %s s', s.failed_in_row, ceil(extract(epoch FROM s.paused_until - lease_now()))::integer)
+        FROM standings s WHERE s.role = session_user AND s.paused_until > lease_now()
 $$;

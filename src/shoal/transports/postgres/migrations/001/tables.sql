@@ -16,8 +16,8 @@ CREATE TABLE shoal.student_functions (
     name text PRIMARY KEY
 );
 
--- The one process that coordinates. Each of its transactions holds FOR KEY SHARE on `id`: heartbeats (alive_at, beat_at) do not wait for
--- that lock, and a successor, which writes a new id, does.
+-- The one process that coordinates. Each of its transactions holds FOR KEY SHARE on `id`: heartbeats (alive_at, beat_at, lease_at) do not wait for
+-- that lock, and a successor, which writes a new id, does. `lease_at`: what the clock of leases showed at `beat_at`.
 CREATE TABLE shoal.coordinator (
     id uuid PRIMARY KEY,
     only_one boolean NOT NULL DEFAULT true UNIQUE CHECK (only_one),
@@ -26,8 +26,16 @@ CREATE TABLE shoal.coordinator (
     alive_at timestamptz NOT NULL,
     max_frame_bytes bigint NOT NULL,
     max_header_bytes bigint NOT NULL,
-    beat_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    beat_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    lease_at timestamptz NOT NULL DEFAULT clock_timestamp()
 ) WITH (fillfactor = 20);
+
+-- The clock of leases, which all deadlines follow. Each heartbeat of the coordinator moves it on by what the coordinator's monotonic clock
+-- measured; in between the server's clock counts, for 5 s at most and never backwards. So no jump of a machine's clock ends a lease or makes it
+-- last, and the clock stops while no coordinator runs: workers lose no lease to that.
+CREATE FUNCTION shoal.lease_now() RETURNS timestamptz LANGUAGE sql SET search_path = shoal, pg_temp AS $$
+    SELECT coalesce((SELECT c.lease_at + least(greatest(clock_timestamp() - c.beat_at, interval '0'), interval '5 s') FROM coordinator c), clock_timestamp())
+$$;
 
 -- --- the run ------------------------------------------------------------------------------------------------
 
@@ -224,15 +232,15 @@ CREATE TABLE shoal.standings (
     failed bigint NOT NULL DEFAULT 0
 );
 
--- Which role failed which piece of the data, how often, and when first and last.
+-- Which role failed which piece of the data, how often, and when first and last by the clock of leases.
 CREATE TABLE shoal.failures (
     epoch bigint NOT NULL,
     start bigint NOT NULL,
     role text NOT NULL,
     reason text,
-    at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    at timestamptz NOT NULL,
     times integer NOT NULL DEFAULT 1,
-    first_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    first_at timestamptz NOT NULL,
     PRIMARY KEY (epoch, start, role)
 );
 
@@ -302,7 +310,7 @@ ALTER TABLE shoal.picture ALTER png SET STORAGE EXTERNAL;
 
 CREATE VIEW shoal.worker_list AS
     SELECT w.id, w.name, w.about, w.state, w.figures, w.joined_at, w.seen_at, w.left_at, w.completed, w.late, w.cancelled, w.failed,
-        w.left_at IS NULL AND w.seen_at > now() - make_interval(secs => coalesce((SELECT r.silence_s FROM shoal.run r), 90)) AS alive
+        w.left_at IS NULL AND abs(extract(epoch FROM now() - w.seen_at)) < coalesce((SELECT r.silence_s FROM shoal.run r), 90) AS alive
     FROM shoal.workers w;
 
 CREATE VIEW shoal.unit_counts AS
