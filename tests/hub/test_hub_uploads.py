@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,8 +51,11 @@ def test_a_run_is_pushed_whole(hub: FakeHub, capsys: pytest.CaptureFixture[str],
     repo = hub.repos["me/digits"]
     assert repo.private == private
     assert repo.commits[-1].summary == "Step 12 of 12"
-    assert set(repo.commits[-1].files) == {"README.md", "config.yaml", "data.json", "metrics.jsonl", "model.safetensors"}
+    assert set(repo.commits[-1].files) == {"README.md", "config.yaml", "data.json", "metrics.jsonl", "model.safetensors", "manifest.json"}
     assert_end_is_there(hub)
+    listed = json.loads(repo.files["manifest.json"])["files"]
+    assert listed == {name: sha256(content).hexdigest() for name, content in repo.files.items() if name in listed}
+    assert set(listed) == set(repo.files) - {"README.md", "manifest.json"}
     assert repo.files["metrics.jsonl"] == Path("run/metrics.jsonl").read_bytes()
     assert repo.files["data.json"] == Path("run/data.json").read_bytes()
     for commit in repo.commits:

@@ -56,7 +56,7 @@ def test_a_run_alone_does_not_go_on_with_another_text(folder: Path, capsys: pyte
     (folder / "run" / "data.json").write_text(json.dumps(known))
     (folder / "text.txt").write_text(changed)
     assert main(["train", "text.yaml", "--run-dir", "run", "--resume", *settings]) == 2
-    assert "data.json is not a valid data description" in capsys.readouterr().err
+    assert "data.json is not as manifest.json beside it says" in capsys.readouterr().err
 
 
 def data_of(samples: Any, kind: Any = "text") -> Data:

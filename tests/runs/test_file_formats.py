@@ -17,6 +17,7 @@ from shoal.data.text.tokenizers.own import CharacterTokenizer
 from shoal.errors import ShoalError
 from shoal.launch.postgres.connection_file import ConnectionFile
 from shoal.launch.up_file import running_process, written_while_up
+from shoal.manifest import write_manifest
 from shoal.protocol.messages import SeatAssigned
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
@@ -134,6 +135,7 @@ def test_a_converted_model_of_another_format_is_converted_again(tmp_path: Path, 
     def convert(file: Path, folder: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
+        write_manifest(folder)
         made.append(folder)
 
     monkeypatch.setattr(gguf, "_convert", convert)
@@ -142,3 +144,16 @@ def test_a_converted_model_of_another_format_is_converted_again(tmp_path: Path, 
     assert gguf.converted(tmp_path / "model.gguf") == gguf.converted(tmp_path / "model.gguf") == made[0]
     monkeypatch.setattr(gguf, "_CACHE_FORMAT", 2)
     assert gguf.converted(tmp_path / "model.gguf") == made[1] != made[0]
+
+
+def test_a_converted_model_that_was_damaged_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(file: Path, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        write_manifest(folder)
+
+    monkeypatch.setattr(gguf, "_convert", convert)
+    monkeypatch.setattr(gguf, "state_folder", lambda: tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (gguf.converted(tmp_path / "model.gguf") / "config.json").write_text("[]")
+    assert (gguf.converted(tmp_path / "model.gguf") / "config.json").read_text() == "{}"

@@ -11,7 +11,7 @@ import pytest
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.runs.folder.resume_rules import changed_settings, forbidden_changes
+from shoal.runs.folder.resume_rules import changed_settings, forbidden_changes, settings_of
 from shoal.runs.folder.run_directory import settings_text
 from shoal.runs.invitation import CoordinatorSecrets
 from shoal.runs.storage import FolderStorage
@@ -42,9 +42,9 @@ def run_of(settings: Mapping[str, Any]) -> Run:
     ],
 )
 def test_operational_settings_may_change(now: Mapping[str, Any]) -> None:
-    before = run_of({"strategy": {"kind": "diloco"}})
-    assert changed_settings(before, run_of({"strategy": {"kind": "diloco"}} | now))
-    assert not forbidden_changes(before, run_of({"strategy": {"kind": "diloco"}} | now))
+    before = settings_of(run_of({"strategy": {"kind": "diloco"}}))
+    assert changed_settings(before, settings_of(run_of({"strategy": {"kind": "diloco"}} | now)))
+    assert not forbidden_changes(before, settings_of(run_of({"strategy": {"kind": "diloco"}} | now)))
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,20 @@ def test_operational_settings_may_change(now: Mapping[str, Any]) -> None:
     ],
 )
 def test_settings_that_shape_the_numbers_are_named_with_both_values(now: Mapping[str, Any], said: list[str]) -> None:
-    found = forbidden_changes(run_of({"strategy": {"kind": "diloco"}}), run_of({"strategy": {"kind": "diloco"}} | now))
+    found = forbidden_changes(
+        settings_of(run_of({"strategy": {"kind": "diloco"}})), settings_of(run_of({"strategy": {"kind": "diloco"}} | now))
+    )
     assert [str(change) for change in found] == said
 
 
 def test_settings_of_another_kind_are_not_set_before() -> None:
-    found = forbidden_changes(run_of({"strategy": {"kind": "edp"}}), run_of({"strategy": {"kind": "async"}}))
+    found = forbidden_changes(settings_of(run_of({"strategy": {"kind": "edp"}})), settings_of(run_of({"strategy": {"kind": "async"}})))
     assert "strategy.kind: edp before, async now" in map(str, found)
     assert "strategy.max_staleness: not set before, 50 now" in map(str, found)
 
 
 def test_secrets_are_never_told() -> None:
-    told = changed_settings(run_of({}), run_of({"transport": {"kind": "postgres", "password": "hunter2"}}))
+    told = changed_settings(settings_of(run_of({})), settings_of(run_of({"transport": {"kind": "postgres", "password": "hunter2"}})))
     assert not any("hunter2" in str(change) for change in told)
 
 
@@ -76,7 +78,7 @@ def test_a_run_whose_state_is_elsewhere_by_now_finds_it_there_and_never_begins_a
     before, now = (run_of({"strategy": {"kind": "diloco"}, "coordinator": {"state_path": str(tmp_path / name)}}) for name in ("old", "new"))
     (tmp_path / "config.yaml").write_text(settings_text(before))
     with pytest.raises(ShoalError, match=r"new holds no state of this run, which was kept in .*old"):
-        FolderStorage(now, str(tmp_path), True, now.transport, ())
+        FolderStorage(now, str(tmp_path), True, now.transport, (), print)
     (tmp_path / "new").mkdir()
     CoordinatorSecrets("token", new_keys(), expected=3).save(tmp_path / "new")
-    assert FolderStorage(now, str(tmp_path), True, now.transport, ()).expected == 3
+    assert FolderStorage(now, str(tmp_path), True, now.transport, (), print).expected == 3

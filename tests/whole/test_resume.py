@@ -177,7 +177,7 @@ def test_half_written_runs_are_told(folder: Path, capsys: pytest.CaptureFixture[
     assert train("starter", "--epochs", "1", "--run-dir", "run") == 0
     (folder / "run" / "data.json").write_text("{")
     assert main(["eval", "run"]) == 2
-    assert "is not a valid data description" in capsys.readouterr().err
+    assert "data.json is not as manifest.json beside it says" in capsys.readouterr().err
     (folder / "run" / "summary.json").write_text("[]")
     assert main(["runs", "."]) == 0
     assert "running or killed" in capsys.readouterr().out

@@ -37,6 +37,7 @@ COMMANDS = {
     "generate": "generate text or images with a run's model",
     "serve": "serve a model: OpenAI-compatible API and chat page",
     "export": "write a run's model for other programs",
+    "manifest": "check a folder with a model against the digests of its files",
     "runs": "list runs and compare them",
     "doctor": "check whether this machine can train",
     "demo": "watch workers train on built-in data while some are killed",

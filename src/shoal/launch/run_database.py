@@ -64,7 +64,7 @@ def run_location(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, 
 @contextmanager
 def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, host: str) -> Iterator[RunLocation]:
     """A PostgreSQL of the run's own, in its folder, with a role for those who join."""
-    directory = find_run_to_resume(run, run_dir, lambda text: None)[0] if resume else RunDirectory.create(run, run_dir)
+    directory = find_run_to_resume(run, run_dir, lambda text: None).occupied() if resume else RunDirectory.create(run, run_dir)
     password = settings.password.reveal() if settings.password else None
     server = EmbeddedPostgres(
         directory.path, host=host, port=settings.port or 0, database=settings.database, user=settings.user, password=password

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from shoal import manifest
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
@@ -83,6 +84,7 @@ class HubUploads(Reporter):
         with tempfile.TemporaryDirectory(prefix="shoal-hub-") as folder:
             files = self._files(snapshot) | {"model.safetensors": Path(folder) / "model.safetensors"}
             save_file(snapshot.weights, files["model.safetensors"], {"format": "pt", "step": str(snapshot.step)})
+            files[manifest.FILE] = manifest.manifest_of(files)
             self.repository.commit(files, f"Step {snapshot.step} of {snapshot.facts.total_steps}")
         while self.repository.notes:
             self.pusher.messages.put(f"warning: {self.repository.notes.pop()}")

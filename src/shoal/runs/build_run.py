@@ -20,7 +20,7 @@ from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
-from shoal.runs.folder.resume_rules import forbidden_changes, format_changes
+from shoal.runs.folder.resume_rules import Settings, changed_settings, forbidden_changes, format_changes, settings_of
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, task_for
@@ -196,37 +196,54 @@ def write_run(loaded: LoadedConfig, parts: RunParts, directory: RunDirectory, re
     if parts.engine.world.first:
         _write_data_info(directory, parts.data)
         save_initial_weights(loaded.run, parts.engine.task.players, directory.path)
+        directory.write_manifest()
 
 
-def find_run_to_resume(
-    run: Run, run_dir: str | None, warn: Callable[[str], None], alone: bool = False
-) -> tuple[RunDirectory, Checkpoint | None]:
-    """The run to resume, and its newest checkpoint: the run that is named, or the newest with the same settings. `alone`: check that no
-    other process uses the folder; otherwise the coordinator checks."""
+def find_run_to_resume(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> RunDirectory:
+    """The run to resume: the one that is named, or the newest with the same settings. Raises ShoalError where its files are damaged, or
+    the settings shape other numbers."""
     directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
     if directory is None:
         raise ShoalError(f"there is no earlier run with these settings in {run.output_dir}: name one with --run-dir")
     if not (directory.path / "config.yaml").exists():
         raise ShoalError(f"there is no run at {directory.path} to resume")
-    if different := forbidden_changes(directory.config(), run):
+    directory.check_files()
+    before = directory.recorded_settings(warn)
+    _warn_of_edits(directory, before, warn)
+    if different := forbidden_changes(before, settings_of(run)):
         raise ShoalError(
             f"{directory.path} was started with other settings. These shape its numbers, so they stay as they were; a new run may have "
             f"others:{format_changes(different)}"
         )
     plugin_record.expect_those_of(directory.path)
-    if alone:
-        directory.wait_until_free(warn)
+    return directory
+
+
+def newest_checkpoint(directory: RunDirectory, run: Run, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest readable checkpoint of a run without a coordinator, once no other process uses its folder."""
+    directory.wait_until_free(warn)
     checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
     if checkpoint is None:
         warn(f"{directory.path} has no checkpoint yet: it starts over")
-    return directory.occupied(), checkpoint
+    return checkpoint
+
+
+def _warn_of_edits(directory: RunDirectory, before: Settings, warn: Callable[[str], None]) -> None:
+    """Warn where config.yaml is not what the run wrote. It is written again from the settings that the run goes on with."""
+    try:
+        edits = changed_settings(before, settings_of(directory.config()))
+    except ShoalError as error:
+        warn(f"{directory.path / 'config.yaml'} cannot be read, and is written again: {error}")
+        return
+    if edits:
+        warn(f"{directory.path / 'config.yaml'} was edited or damaged since the run wrote it, and is written again:{format_changes(edits)}")
 
 
 def _newest_like(run: Run) -> RunDirectory | None:
     found = sorted(Path(run.output_dir).rglob("config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     for directory in (RunDirectory(path.parent) for path in found):
         try:
-            if not forbidden_changes(directory.config(), run):
+            if not forbidden_changes(directory.recorded_settings(lambda text: None), settings_of(run)):
                 return directory
         except ShoalError:  # of another version, or not a run
             continue

@@ -67,7 +67,7 @@ def prepare(
     """A coordinator, new or resumed, that listens. `above`: for a relay, its membership at the coordinator above."""
     run = loaded.run
     place = transport or run.transport
-    home = storage_for(run, run_dir, resume, place, hosts)
+    home = storage_for(run, run_dir, resume, place, hosts, warn_reporters(reporters))
     expected = home.expected or workers or run.cluster.num_workers or max(1, needed_contributions(run))
     if above is None:
         agreed = agree(run, expected, home.directory, progress, live)

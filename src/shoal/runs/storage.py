@@ -6,7 +6,7 @@ folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +18,7 @@ from shoal.data.images.transfer import image_chunks, images_to_serve, publish_im
 from shoal.errors import ShoalError
 from shoal.runs.build_run import find_run_to_resume
 from shoal.runs.folder.file_store import FileStore
-from shoal.runs.folder.resume_rules import forbidden_changes, format_changes
+from shoal.runs.folder.resume_rules import forbidden_changes, format_changes, settings_of
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import CoordinatorSecrets, GuestList, Invitation, listen
 from shoal.runs.welcome import configuration, unpack
@@ -27,6 +27,9 @@ from shoal.transports.database_address import access_of
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import PostgresServer
+
+
+Warn = Callable[[str], None]
 
 
 class OpenedStorage(NamedTuple):
@@ -47,16 +50,16 @@ class FolderStorage:
     `directory`: the folder of a resumed run; None for a new one. `expected`: workers that a resumed run was begun for; 0 for a new one.
     """
 
-    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> None:
+    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...], warn: Warn) -> None:
         self.run, self.resume, self.transport, self.hosts = run, resume, transport, hosts
-        self.directory = find_run_to_resume(run, run_dir, lambda text: None)[0] if resume else None
+        self.directory = find_run_to_resume(run, run_dir, warn).occupied() if resume else None
         if self.directory is not None:
             self._refuse_lost_state(self.directory)
         self.expected = CoordinatorSecrets.of(self._state(self.directory)).expected if self.directory else 0
 
     def _refuse_lost_state(self, directory: RunDirectory) -> None:
         """Raises ShoalError where coordinator.state_path was changed and the state was not moved there."""
-        folder, before = self._state(directory), directory.config().coordinator.state_path
+        folder, before = self._state(directory), directory.recorded_settings(lambda text: None).get("coordinator.state_path")
         if before != self.run.coordinator.state_path and not (folder / "secrets.json").exists():
             kept = before or directory.path / "coordinator"
             raise ShoalError(
@@ -81,7 +84,7 @@ class FolderStorage:
 class DatabaseStorage:
     """Durable state and messages in a database. The run's folder holds only logs and figures, and may be lost."""
 
-    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Postgres) -> None:
+    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Postgres, warn: Warn) -> None:
         from shoal.transports.postgres import stored_run
 
         self.run, self.resume, self.transport = run, resume, transport
@@ -90,21 +93,21 @@ class DatabaseStorage:
         self.expected = 0
         if resume:
             stored = stored_run(self.address)
-            self.directory = self._go_on(stored, run_dir)
+            self.directory = self._go_on(stored, run_dir, warn)
             self.expected = stored.header["shards"]
 
-    def _go_on(self, stored: Message, run_dir: str | None) -> RunDirectory:
-        if different := forbidden_changes(configuration(stored.header, ()), self.run):
+    def _go_on(self, stored: Message, run_dir: str | None, warn: Warn) -> RunDirectory:
+        if different := forbidden_changes(settings_of(configuration(stored.header, ())), settings_of(self.run)):
             raise ShoalError(
                 "the database holds a run with other settings: go on with its own configuration, or `shoal db reset` first. "
                 f"These differ:{format_changes(different)}"
             )
         try:
-            directory, _ = find_run_to_resume(self.run, run_dir, lambda text: None)
+            directory = find_run_to_resume(self.run, run_dir, warn)
         except ShoalError:  # the folder is lost or on another machine, and not needed
             directory = RunDirectory.create(self.run, run_dir)
             unpack(directory.path / "tokenizer", stored.header["tokenizer"], stored.frames)
-        return directory
+        return directory.occupied()
 
     def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> OpenedStorage:
         from shoal.transports.postgres import PostgresServer
@@ -132,7 +135,7 @@ class DatabaseStorage:
 RunStorage = FolderStorage | DatabaseStorage
 
 
-def storage_for(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> RunStorage:
+def storage_for(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...], warn: Warn) -> RunStorage:
     if isinstance(transport, Postgres):
-        return DatabaseStorage(run, run_dir, resume, transport)
-    return FolderStorage(run, run_dir, resume, transport, hosts)
+        return DatabaseStorage(run, run_dir, resume, transport, warn)
+    return FolderStorage(run, run_dir, resume, transport, hosts, warn)

@@ -16,6 +16,7 @@ from shoal.config.schema.model import Moe
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.manifest import check_manifest, write_manifest
 from shoal.models.mixtral import as_mixtral
 from shoal.models.transformer import Trunk
 from shoal.runs.build_run import stream_text
@@ -46,8 +47,10 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     pushed = root / "model.safetensors"  # a copy from the hub
     if not (root / "config.yaml").exists() or not (pushed.exists() or (root / "provenance.json").exists()):
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
+    if pushed.exists():
+        check_manifest(root)
     plugin_record.expect_those_of(root)
-    run = RunDirectory(root).config()
+    run = RunDirectory(root).config() if pushed.exists() else RunDirectory(root).config_as_written(warn)
     raw = DATA.read(root / "data.json")
     if raw is None:
         raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json")
@@ -112,12 +115,13 @@ def _refuse_full(folder: Path) -> None:
 
 
 def _appear(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder that appears whole or not at all."""
+    """Write a folder with its manifest, which appears whole or not at all."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         write(partial)
+        write_manifest(partial)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

@@ -12,6 +12,7 @@ import torch
 
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
+from shoal.manifest import check_manifest, write_manifest
 
 _CACHE_FORMAT = 1
 """Version of the converted folder, a part of its name: one of another version is not found, and the file is converted again."""
@@ -36,9 +37,17 @@ def converted(file: Path) -> Path:
     stamp = file.stat()
     digest = hashlib.sha256(f"{_CACHE_FORMAT} {file.resolve()} {stamp.st_size} {stamp.st_mtime_ns}".encode()).hexdigest()[:12]
     folder = state_folder() / "converted" / digest / file.stem
-    if not (folder / "config.json").is_file():
+    if not _is_whole(folder):
         _convert(file, folder)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the file was converted before, and the result is not damaged."""
+    try:
+        return check_manifest(folder) is not None
+    except ShoalError:
+        return False
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -65,5 +74,6 @@ def _convert(file: Path, folder: Path) -> None:
     plain = models.from_config(config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(str(partial))
+    write_manifest(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -12,6 +12,7 @@ from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.manifest import check_manifest
 from shoal.models.generation.side_texts import SideTexts
 from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
@@ -122,6 +123,8 @@ def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:
     folder = Path(settings.weights or settings.pretrained)
     if not folder.is_dir() or settings.from_scratch or not Path(settings.pretrained).is_dir():
         return None
+    for one in {folder, Path(settings.pretrained)}:
+        check_manifest(one)
     model = meta_model(Path(settings.pretrained))
     check_layers(settings, model.inner.config)
     tensors, own = WeightStore.of_folder(folder, "inner."), gpt_conversion(model)

@@ -15,6 +15,7 @@ from shoal.config.data_shapes import misfit
 from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
+from shoal.manifest import check_manifest
 
 FILES = "config.json, model.safetensors and the tokenizer's files"
 
@@ -22,6 +23,8 @@ FILES = "config.json, model.safetensors and the tokenizer's files"
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
     """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read."""
     transformers = _transformers()
+    for folder in {model.pretrained, model.weights or model.pretrained}:
+        check_manifest(Path(folder))
     with _explained("model.pretrained", model.pretrained):
         config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
     check_layers(model, config)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from shoal.config import Run
-from shoal.config.fields import as_data
+from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, scalar
 
 _OPERATIONAL: tuple[str, ...] = (
@@ -33,19 +35,28 @@ class SettingChange(NamedTuple):
         return f"{self.path}: {self.before} before, {self.now} now"
 
 
-def changed_settings(before: Run, now: Run) -> list[SettingChange]:
-    """All settings that differ. Secrets are masked."""
-    old, new = (dict(flat(run)) for run in (before, now))
+Settings = Mapping[str, Any]
+"""The value of every setting by its path, as plain data without secrets, which come from the environment."""
+
+
+def settings_of(run: Run) -> Settings:
+    found = {".".join(path): None if isinstance(value, Secret) else as_data(value, mask=None) for path, value in flat(run)}
+    plain: dict[str, Any] = json.loads(json.dumps(found))  # as it is read from a file
+    return plain
+
+
+def changed_settings(before: Settings, now: Settings) -> list[SettingChange]:
+    """All settings that differ."""
     return [
-        SettingChange(".".join(path), *(scalar(as_data(run[path])) if path in run else "not set" for run in (old, new)))
-        for path in dict.fromkeys([*old, *new])
-        if as_data(old.get(path)) != as_data(new.get(path)) or (path in old) != (path in new)
+        SettingChange(path, *(scalar(settings[path]) if path in settings else "not set" for settings in (before, now)))
+        for path in dict.fromkeys([*before, *now])
+        if before.get(path) != now.get(path) or (path in before) != (path in now)
     ]
 
 
-def forbidden_changes(before: Run, now: Run) -> list[SettingChange]:
+def forbidden_changes(before: Settings, now: Settings) -> list[SettingChange]:
     """The differences that a resumed run may not have."""
-    kinds, free = {before.engine.kind, now.engine.kind}, _OPERATIONAL
+    kinds, free = {before.get("engine.kind"), now.get("engine.kind")}, _OPERATIONAL
     if "collectives" not in kinds:
         free += _ENGINE + (_CUT_OF_A_STEP if kinds != {"single"} else ())
     return [change for change in changed_settings(before, now) if not _is_among(change.path, free)]

@@ -1,6 +1,7 @@
 """The folder of a run.
 
 config.yaml, provenance.json   every setting, and where it came from
+manifest.json                  digests of the files that a run writes once: what they hold is what the run wrote
 changes.jsonl                  settings that a resumed run changed, one line for each time
 plugins.json                   the plugins that the run uses, each with its digest
 metrics.jsonl                  figures, one record per line
@@ -25,18 +26,22 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.config import Run
-from shoal.config.fields import as_data
+from shoal.config.fields import Secret, as_data
 from shoal.config.load import ConfigFile, LoadedConfig, resolve
 from shoal.config.show import provenance, to_yaml
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere, was_held
 from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
-from shoal.files import make_folder, write_file
+from shoal.files import DamagedFileError, make_folder, write_file
+from shoal.manifest import FILE as MANIFEST
+from shoal.manifest import check_manifest, write_manifest
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.resume_rules import SettingChange, changed_settings
+from shoal.runs.folder.resume_rules import SettingChange, Settings, changed_settings, forbidden_changes, format_changes, settings_of
 from shoal.runs.folder.run_reader import PROVENANCE, SUMMARY
 
+_CONFIG, _PROVENANCE = "config.yaml", "provenance.json"
+_WRITTEN_ONCE = (_CONFIG, _PROVENANCE, "data.json", plugin_record.FILE)
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
 """Files that show that a run has begun."""
 _SIGNS_OF_LEARNING = ("summary.json", "metrics.jsonl", "checkpoints", "coordinator/ledger.jsonl")
@@ -44,7 +49,7 @@ _MAY_HOLD_MORE = ("invitation.json", "postgres")
 """Others may know how to join, or a database may be running: only the owner resumes such a run."""
 _OF_A_BEGINNING = (
     *("config.yaml", "provenance.json", "plugins.json", "changes.jsonl", "events.jsonl", "data.json", "tokenizer", "start.safetensors"),
-    *("status.json", "history.jsonl", "owner.json", "samples", "coordinator", "workers"),
+    *("manifest.json", "status.json", "history.jsonl", "owner.json", "samples", "coordinator", "workers"),
 )
 """Files that a run writes up to its first step. Other files stay."""
 _NOTHING_LEARNED = ("seated", "opened")
@@ -73,7 +78,7 @@ class RunDirectory:
         while not wanted and path.exists():
             number += 1
             path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{number}"
-        if wanted and (path / "config.yaml").exists():
+        if wanted and (path / _CONFIG).exists():
             if not is_abandoned(path):
                 raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
             _remove([path / name for name in _OF_A_BEGINNING])
@@ -123,18 +128,64 @@ class RunDirectory:
 
     def config(self) -> Run:
         """The settings of the run. Raises ShoalError where this version cannot read them."""
-        return resolve([ConfigFile(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
+        return resolve([ConfigFile(str(self.path / _CONFIG))], dialect="shoal", resolved=True).run
+
+    def check_files(self) -> None:
+        """Check the files that the run wrote once, except the settings. Raises ShoalError where one is damaged."""
+        check_manifest(self.path, lambda name: name not in (_CONFIG, _PROVENANCE))
+
+    def recorded_settings(self, warn: Callable[[str], None]) -> Settings:
+        """The settings that the run wrote last, even if config.yaml was edited or damaged since then."""
+        try:
+            check_manifest(self.path, lambda name: name == _PROVENANCE)
+            found = recorded_settings(self.path)
+        except DamagedFileError as error:
+            warn(f"{error}. The settings are taken from {_CONFIG}")
+            found = None
+        return settings_of(self.config()) if found is None else found
+
+    def config_as_written(self, warn: Callable[[str], None]) -> Run:
+        """The settings of config.yaml. Raises ShoalError where an edit by hand changed what shapes the run's numbers; warns of other edits.
+        An edit that the manifest knows counts as written by the run."""
+        self.check_files()
+        run = self.config()
+        if self._lists_config():
+            return run
+        before, now = self.recorded_settings(warn), settings_of(run)
+        edited = f"{self.path / _CONFIG} was edited or damaged since the run wrote it"
+        if different := forbidden_changes(before, now):
+            raise ShoalError(
+                f"{edited}: put back what was before; or, if the edit is meant, let `shoal manifest {self.path} --write` take the file as "
+                f"it is:{format_changes(different)}"
+            )
+        if edits := changed_settings(before, now):
+            warn(f"{edited}:{format_changes(edits)}")
+        return run
+
+    def _lists_config(self) -> bool:
+        """Whether config.yaml is as the manifest says."""
+        try:
+            return check_manifest(self.path, lambda name: name == _CONFIG) is not None
+        except DamagedFileError:
+            return False
+
+    def write_manifest(self) -> None:
+        """Write the digests of the files that the run writes once."""
+        write_manifest(self.path, unchanging_files(self.path))
 
     def write_config(self, loaded: LoadedConfig) -> list[SettingChange]:
         """Write the settings. Return what a resumed run changes; changes.jsonl records that."""
-        changed = changed_settings(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
+        begun = (self.path / _CONFIG).exists()
+        changed = changed_settings(self.recorded_settings(lambda text: None), settings_of(loaded.run)) if begun else []
+        with self._reporting(MANIFEST):
+            (self.path / MANIFEST).unlink(missing_ok=True)  # it is written again when all files are
         if changed:
             line = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}}
             with self._reporting("changes.jsonl"), (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        PROVENANCE.write(self.path / "provenance.json", {"settings": provenance(loaded)}, indent=2)
+        PROVENANCE.write(self.path / _PROVENANCE, {"settings": provenance(loaded)}, indent=2)
         plugin_record.write(self.path, loaded.run)
-        write_file(self.path / "config.yaml", settings_text(loaded.run))
+        write_file(self.path / _CONFIG, settings_text(loaded.run))
         return changed
 
     @contextmanager
@@ -206,6 +257,21 @@ class ReadOnlyDirectory(RunDirectory):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         pass
+
+
+def recorded_settings(folder: Path) -> Settings | None:
+    """The settings in provenance.json; None where there is no such file. Raises DamagedFileError."""
+    found = PROVENANCE.read(folder / _PROVENANCE)
+    try:
+        return found and {path: None if entry["value"] == Secret.MASK else entry["value"] for path, entry in found["settings"].items()}
+    except (AttributeError, KeyError, TypeError):
+        raise DamagedFileError(f"{folder / _PROVENANCE} is not a valid {PROVENANCE.kind}") from None
+
+
+def unchanging_files(folder: Path) -> list[str]:
+    """The names of the files that the run in a folder writes once: settings, data description, plugins and tokenizer."""
+    tokenizer = (path.relative_to(folder).as_posix() for path in (folder / "tokenizer").glob("*") if path.is_file())
+    return [*(name for name in _WRITTEN_ONCE if (folder / name).exists()), *tokenizer]
 
 
 def settings_text(run: Run) -> str:

@@ -100,7 +100,7 @@ class _LoadedPolicy:
     """The run's policy and prompts, loaded once for all units."""
 
     def __init__(self, folder: Path) -> None:
-        self.run = RunDirectory(folder).config()
+        self.run = RunDirectory(folder).config_as_written(lambda text: None)
         policies = policies_for(self.run, 1)
         parts = assemble(self.run, None, folder, lambda samples: 1)
         self.engine, learner = parts.single, policies.apply.learner(parts.single, (), parts.feed)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.engines.base import tensors_of
 from shoal.errors import ShoalError
+from shoal.manifest import check_manifest
 from shoal.runs.folder.checkpoint import find_checkpoint, load_weights, read_weights, save_weights
 from shoal.runs.folder.run_reader import DATA
 
@@ -44,6 +45,7 @@ def load_policy_weights(run: Run, players: dict[str, nn.Module], own_folder: Pat
     if kept is not None and kept.exists():
         weights = load_weights(kept)
     else:
+        check_manifest(run_folder_of(policy))
         weights = (read_weights(exported) if exported.exists() else find_checkpoint(policy, lambda text: None)).weights
     for player in players.values():
         _load(getattr(player, "trunk", player), weights, policy)

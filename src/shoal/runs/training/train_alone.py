@@ -21,6 +21,7 @@ from shoal.runs.build_run import (
     evaluation_batches,
     expect_same_data,
     find_run_to_resume,
+    newest_checkpoint,
     sample_writer,
     warn_reporters,
     write_run,
@@ -108,7 +109,9 @@ def _find_start(run: Run, run_dir: str | None, resume: bool, here: RankPlace | N
     directory, checkpoint = None, None
     if resume or (here is not None and here.restart):
         try:
-            directory, checkpoint = find_run_to_resume(run, run_dir, warn, alone=True)
+            directory = find_run_to_resume(run, run_dir, warn)
+            checkpoint = newest_checkpoint(directory, run, warn)
+            directory.occupied()
         except ShoalError:
             if resume:
                 raise  # else torchrun has restarted processes that had not created a folder yet

@@ -14,6 +14,7 @@ from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Tokenizer
 from shoal.data.text.tokenizers.library import PretrainedTokenizer, from_json, from_vocabulary_and_merges, train_bpe
 from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.errors import ShoalError
+from shoal.manifest import check_manifest, is_small
 
 OWN = ("bytes", "bpe", "characters")
 _FILES = "tokenizer.json, or vocab.json and merges.txt, or the files that transformers saves"
@@ -47,6 +48,7 @@ def load_tokenizer(
 
 
 def _from_folder(folder: Path) -> Tokenizer:
+    check_manifest(folder, is_small)
     if (own := FORMAT.read(folder / OWN_FILE)) is not None:
         return _own(folder / OWN_FILE, own)
     if (folder / "tokenizer.json").is_file():

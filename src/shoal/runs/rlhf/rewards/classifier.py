@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from shoal.config import Run
 from shoal.config.schema.rlhf import ClassifierReward
 from shoal.engines import choose_device
 from shoal.errors import ShoalError
+from shoal.manifest import check_manifest
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 
 _AT_ONCE = 8
@@ -57,6 +59,7 @@ def _loaded(name: str, token: str | None) -> tuple[Any, Any]:
         import transformers
     except ImportError:
         raise ShoalError("the reward `classifier` needs transformers: pip install 'shoal[hf]'") from None
+    check_manifest(Path(name))
     try:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(name, token=token)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, token=token, truncation_side="left", padding_side="right")
