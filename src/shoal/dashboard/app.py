@@ -24,6 +24,7 @@ from shoal.errors import ShoalError
 from shoal.runs.monitoring.prometheus import exposition, run_metrics
 from shoal.runs.owner import read_owner_file, send_command
 from shoal.transports.metrics_page import CONTENT_TYPE
+from shoal.web.auth import Receive, Scope, Send
 from shoal.web.pages import show_page
 
 _REFRESH_INTERVAL_S = 1.0
@@ -36,12 +37,33 @@ _MOST_QR_ROWS = 97
 _COMMANDS = ("pause", "resume", "stop", "evict", "readmit")
 
 
+class EventStream(StreamingResponse):
+    """A stream of events, which is refused where too many are open.
+
+    Holds: at most `_MOST_STREAMS` are open at a time. One that is admitted counts before any other is looked at."""
+
+    def __init__(self, events: AsyncIterator[str], open_streams: set[EventStream]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self.open_streams = open_streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.open_streams) >= _MOST_STREAMS:
+            refusal = JSONResponse({"error": f"{_MOST_STREAMS} pages are watching already: close one of them"}, 503)
+            await refusal(scope, receive, send)
+            return
+        self.open_streams.add(self)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.open_streams.discard(self)
+
+
 class Dashboard:
     """The routes' handlers, and the state that they share."""
 
     def __init__(self, runs: Sequence[WatchedRun], shows_invitation: bool, ending: Callable[[], bool], owner_secret: str) -> None:
         self.watched, self.shows_invitation, self.ending, self.owner_secret = runs, shows_invitation, ending, owner_secret.encode()
-        self.streams = 0
+        self.open_streams = set[EventStream]()
         self._refreshed_at = float("-inf")
         self._refreshing = asyncio.Lock()
 
@@ -59,30 +81,24 @@ class Dashboard:
         return self.watched[number]
 
     async def stream(self) -> Response:
-        if self.streams >= _MOST_STREAMS:
-            raise HTTPException(503, "too many are watching")
-        return StreamingResponse(self._events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return EventStream(self._events(), self.open_streams)
 
     async def _events(self) -> AsyncIterator[str]:
         """The whole state first, then the changes once a second."""
-        self.streams += 1
         positions, sent = [StreamPosition()] * len(self.watched), [""] * len(self.watched)
         sent_at = time.monotonic()
-        try:
-            while not self.ending():
-                await self._refresh()
-                for number, run in enumerate(self.watched):
-                    news, positions[number] = await asyncio.to_thread(run.since, positions[number])
-                    text = json.dumps({"run": number, "of": len(self.watched)} | news, separators=(",", ":"))
-                    if text != sent[number]:
-                        sent[number], sent_at = text, time.monotonic()
-                        yield f"data: {text}\n\n"
-                if time.monotonic() - sent_at > _ALIVE_EVERY_S:
-                    sent_at = time.monotonic()
-                    yield ": still here\n\n"
-                await asyncio.sleep(_REFRESH_INTERVAL_S)
-        finally:
-            self.streams -= 1
+        while not self.ending():
+            await self._refresh()
+            for number, run in enumerate(self.watched):
+                news, positions[number] = await asyncio.to_thread(run.since, positions[number])
+                text = json.dumps({"run": number, "of": len(self.watched)} | news, separators=(",", ":"))
+                if text != sent[number]:
+                    sent[number], sent_at = text, time.monotonic()
+                    yield f"data: {text}\n\n"
+            if time.monotonic() - sent_at > _ALIVE_EVERY_S:
+                sent_at = time.monotonic()
+                yield ": still here\n\n"
+            await asyncio.sleep(_REFRESH_INTERVAL_S)
 
     async def runs(self) -> Response:
         await self._refresh()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import os
 import socket
 import socketserver
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
-from shoal.transports.connection_limits import ConnectionLimiter
+from shoal.transports.connection_limits import AUTHENTICATION_S, ConnectionLimiter
+from shoal.transports.request_rate import SLOWEST_BYTES_PER_S, overdue_at
 
 HEADER_BYTES = 16 << 10
 """The most bytes before a request's body: http.server alone would take megabytes from any client."""
@@ -69,17 +71,31 @@ class LimitedHttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 
 class LimitedHandler(http.server.BaseHTTPRequestHandler):
-    """Bounds the request line and headers of each request together."""
+    """Bounds the request line and headers of each request together, and the time that a client takes to send and to read."""
+
+    timeout: ClassVar[float] = AUTHENTICATION_S
+    """Seconds that a client may take for the request line and headers, for a body and for reading an answer, beside the time that the bytes
+    take on the slowest link."""
 
     def setup(self) -> None:
         super().setup()
-        self.rfile: Any = _LimitedReader(self.rfile)
+        self.rfile.close()
+        self._arrivals = _TimedReader(self.connection)
+        self.rfile: Any = _LimitedReader(io.BufferedReader(self._arrivals))
 
     def handle_one_request(self) -> None:
         self.rfile.header_bytes_left = HEADER_BYTES
+        self._arrivals.begin(self.timeout)
         super().handle_one_request()
 
+    def read_body(self, size: int) -> bytes:
+        """The request's body of this size. Raises TimeoutError if it comes too slowly."""
+        self._arrivals.begin(self.timeout)
+        body: bytes = self.rfile.read(size)
+        return body
+
     def respond(self, status: int, content_type: str, body: bytes, **headers: str) -> None:
+        self.connection.settimeout(self.timeout + len(body) / SLOWEST_BYTES_PER_S)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
@@ -90,6 +106,30 @@ class LimitedHandler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: only the command line prints."""
+
+
+class _TimedReader(io.RawIOBase):
+    """What a connection receives. Raises TimeoutError when bytes are overdue, also if single bytes keep coming."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.begin(0.0)
+
+    def begin(self, grace_s: float) -> None:
+        """Begin to wait for the next part of a request."""
+        self._since, self._grace_s, self._received = time.monotonic(), grace_s, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = overdue_at(self._since, self._grace_s, self._received) - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request comes too slowly")
+        self._connection.settimeout(left_s)
+        count = self._connection.recv_into(buffer)
+        self._received += count
+        return count
 
 
 class _LimitedReader:

@@ -10,7 +10,6 @@ from shoal.transports import addresses
 from shoal.transports.http_server import LimitedHandler, LimitedHttpServer
 
 _MOST_CONNECTIONS = 32
-_IDLE_S = 10.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of Prometheus' text format."""
 
@@ -39,7 +38,6 @@ class MetricsPage(LimitedHttpServer):
 
 class _MetricsHandler(LimitedHandler):
     server: MetricsPage
-    timeout = _IDLE_S
 
     def do_GET(self) -> None:
         expected = self.server.expected

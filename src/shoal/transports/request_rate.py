@@ -1,4 +1,4 @@
-"""Rate limit per peer: a token bucket, which refills with time."""
+"""Limits on how fast a peer may send, a token bucket that refills with time, and on how slowly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import NamedTuple
 SLOWEST_BYTES_PER_S = 125_000
 """A link that is slower than a megabit per second counts as broken."""
 _MOST_PEERS = 4096
+
+
+def overdue_at(since: float, grace_s: float, received: int) -> float:
+    """When bytes are overdue that a server waits for: after a grace period, and as long as the bytes that came may take on the slowest
+    link. A peer that sends single bytes does not put it off."""
+    return since + grace_s + received / SLOWEST_BYTES_PER_S
 
 
 class Rate(NamedTuple):

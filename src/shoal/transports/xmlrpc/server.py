@@ -11,12 +11,12 @@ from shoal.transports import addresses, keys, wire
 from shoal.transports.http_server import LimitedHandler, LimitedHttpServer, shut_down
 from shoal.transports.interface import ListenOptions
 from shoal.transports.request_queue import QueueServer
-from shoal.transports.request_rate import SLOWEST_BYTES_PER_S, Rate
+from shoal.transports.request_rate import Rate
 from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loopback, unpack
 
 MOST_CONNECTIONS = 256
 IDLE_S = 30.0
-"""How long a connection may send nothing within a request."""
+"""How long a request may take to arrive, and an answer to be read, beside the time that the bytes take on the slowest link."""
 LINGER_S = 2.0
 
 
@@ -68,7 +68,7 @@ class _XmlRpcHandler(LimitedHandler):
     def do_POST(self) -> None:
         if not self._authorised() or not self._measured():
             return
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.read_body(int(self.headers["Content-Length"]))
         self.server.connections.mark_authenticated(self.connection, is_busy=True)
         try:
             pending = self.server.add(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
@@ -107,9 +107,7 @@ class _XmlRpcHandler(LimitedHandler):
         self._respond(status, reason.encode())
 
     def _respond(self, status: int, body: bytes) -> None:
-        self.connection.settimeout(IDLE_S + len(body) / SLOWEST_BYTES_PER_S)
         self.respond(status, "text/xml", body, **({"Connection": "close"} if self.close_connection else {}))
-        self.connection.settimeout(IDLE_S)
 
     def _gone(self) -> bool:
         """Whether the client hung up: nothing else can make its connection readable while it waits for us."""
@@ -118,8 +116,6 @@ class _XmlRpcHandler(LimitedHandler):
             self.connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return self.server.closed
-        finally:
-            self.connection.settimeout(IDLE_S)
         return True
 
     def _peer(self) -> bytes:
