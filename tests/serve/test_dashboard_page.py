@@ -88,15 +88,13 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
 
 
 @contextmanager
-def shown(folder: RunFolder, token: str | None = None, public: bool = False, word: str | None = None) -> Iterator[str]:
-    """The page's address. `word`: the owner's, where it is given; else nobody has it."""
+def shown(folder: RunFolder, token: str | None = None, public: bool = False) -> Iterator[tuple[str, str]]:
+    """The page's address, and the owner's password."""
     server = DashboardServer([folder], "127.0.0.1", [0], token, public)
-    if word is not None:
-        word = server.owner_secret
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.port}/" + (f"#owner={word}" if word else "")
+        yield f"http://127.0.0.1:{server.port}/", server.owner_password
     finally:
         server.stop()
         thread.join()
@@ -123,16 +121,15 @@ def opened(browser: Any, home: str, where: str = "", refusals: int = 0) -> Itera
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with shown(write_run(tmp_path_factory.mktemp("watched") / "run")) as address:
+    with shown(write_run(tmp_path_factory.mktemp("watched") / "run")) as (address, _):
         yield address
 
 
-def test_a_class_sees_pictures_laptops_and_how_to_join_and_goes_back_in_time(browser: Any, home: str) -> None:
+def test_a_class_sees_pictures_and_laptops_and_goes_back_in_time(browser: Any, home: str) -> None:
     with opened(browser, home, "#view=class") as page:
         sync_api.expect(page.locator("#class-workers-title")).to_have_text("3 laptops help")
         sync_api.expect(page.locator("#class-workers li").first).to_contain_text("ann")
-        sync_api.expect(page.locator("#class-line")).to_contain_text("--token secret")
-        sync_api.expect(page.locator("#class-code path")).to_be_visible()
+        sync_api.expect(page.locator("#class-join")).to_be_hidden()
         sync_api.expect(page.locator("#class-big")).to_contain_text("60.0 %")
         sync_api.expect(page.locator("#class-events")).to_contain_text("<script>")
         page.wait_for_function("document.getElementById('class-picture').width === 16")
@@ -182,7 +179,7 @@ def test_of_a_crowd_the_rows_in_sight_are_written_first(browser: Any, home: str)
 
 def test_new_records_arrive_while_one_looks(browser: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    with shown(folder) as address, opened(browser, address, "#view=class") as page:
+    with shown(folder) as (address, _), opened(browser, address, "#view=class") as page:
         sync_api.expect(page.locator("#class-big")).to_contain_text("60.0 %")
         with (folder.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 61, "split": "eval", "loss": 0.01, "accuracy": 0.875, "wall_s": 61.0}) + "\n")
@@ -191,7 +188,7 @@ def test_new_records_arrive_while_one_looks(browser: Any, tmp_path: Path) -> Non
 
 def test_whoever_watches_from_elsewhere_types_the_token_and_is_not_told_how_to_join(browser: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", workers=200, records=2000)
-    with shown(folder, TOKEN, public=True) as address, opened(browser, address, "#view=class", refusals=1) as page:
+    with shown(folder, TOKEN, public=True) as (address, _), opened(browser, address, "#view=class", refusals=1) as page:
         page.locator("#token").fill(TOKEN)
         page.locator("#token").press("Enter")
         sync_api.expect(page.locator("#class-workers-title")).to_have_text("200 laptops help")
@@ -205,20 +202,23 @@ def answered(page: Any) -> AbstractContextManager[Any]:
     return page.expect_response(lambda response: response.url.endswith("/orders"))
 
 
-def test_the_owner_pauses_and_evicts_and_others_see_no_button(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_owner_shows_how_to_join_pauses_and_evicts_and_others_cannot(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, given = write_run(tmp_path / "run"), list[tuple[str, str | None]]()
     monkeypatch.setattr("shoal.dashboard.app.read_owner_file", lambda path: path)
     monkeypatch.setattr(
         "shoal.dashboard.app.send_command", lambda owner, action, name: given.append((action, name)) or f"the owner: {HOSTILE}"
     )
-    with shown(folder, word="") as address:
-        home, _, word = address.partition("#")
-        with opened(browser, home, f"#{word}") as page:
+    with shown(folder) as (home, password):
+        with opened(browser, home, f"#view=class&owner={password}") as page:
+            sync_api.expect(page.locator("#class-line")).to_contain_text("--token secret")
+            sync_api.expect(page.locator("#class-code path")).to_be_visible()
             page.on("dialog", lambda asked: asked.accept())
             with answered(page):
                 page.locator("#pause").click()
             sync_api.expect(page.locator("#said")).to_contain_text("<script>")
-            assert page.evaluate("location.hash") == "", "the word does not stay in the address"
+            assert page.evaluate("location.hash") == "", "the password does not stay in the address"
             page.locator("body").press("e")
             with answered(page):
                 page.get_by_role("button", name="Evict zoe").click()
@@ -227,4 +227,5 @@ def test_the_owner_pauses_and_evicts_and_others_see_no_button(browser: Any, tmp_
         with opened(browser, home, "#view=class") as page:
             sync_api.expect(page.locator("#class-workers-title")).to_have_text("3 laptops help")
             sync_api.expect(page.locator("#owner")).to_be_hidden()
+            sync_api.expect(page.locator("#class-join")).to_be_hidden()
     assert given == [("pause", None), ("evict", "zoe"), ("stop", None)]

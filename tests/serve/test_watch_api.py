@@ -39,8 +39,8 @@ def folder_with(path: Path, records: int = 20, **status: Any) -> RunFolder:
     return RunFolder(path)
 
 
-def client(folder: RunFolder, token: str | None = None, public: bool = False) -> TestClient:
-    app: Any = AuthMiddleware(make_dashboard_app([WatchedRun(folder)], shows_invitation=not public), token, GUARDED)
+def client(folder: RunFolder, token: str | None = None, password: str = "") -> TestClient:
+    app: Any = AuthMiddleware(make_dashboard_app([WatchedRun(folder)], owner_password=password), token, GUARDED)
     return TestClient(app, base_url=LOCAL)
 
 
@@ -106,41 +106,51 @@ def test_whoever_only_watches_needs_the_token_and_never_learns_how_to_join(tmp_p
     write_join_command(folder.path, "shoal join tcp://127.0.0.1:1 --token secret")
     assert (folder.path / "invitation.json").stat().st_mode & 0o77 == 0
     token = "a" * 20
-    with client(folder, token, public=True) as asks:
+    with client(folder, token) as asks:
         assert asks.get("/api/runs/0/status").status_code == 401
         assert asks.get("/metrics").status_code == 401
         bearer = {"authorization": f"Bearer {token}"}
         assert asks.get("/api/runs/0/status", headers=bearer).status_code == 200
-        assert asks.get("/api/runs/0/invitation", headers=bearer).json() == {"line": "", "token": "", "code": []}
-    with client(folder) as asks:
-        told = asks.get("/api/runs/0/invitation").json()
+        assert asks.get("/api/runs/0/invitation", headers=bearer).status_code == 404
+        assert asks.get("/api/runs/0/invitation", headers=bearer | {"x-shoal-owner": ""}).status_code == 404
+
+
+def test_how_to_join_needs_the_owners_password(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    write_join_command(folder.path, "shoal join tcp://127.0.0.1:1 --token secret", "the class's token")
+    with client(folder, password="a" * 20) as asks:
+        for wrong in ({}, {"x-shoal-owner": ""}, {"x-shoal-owner": "b" * 20}, {"authorization": f"Bearer {'a' * 20}"}):
+            refused = asks.get("/api/runs/0/invitation", headers=wrong)
+            assert refused.status_code == 403
+            assert "token" not in refused.text
+        for path in ("/api/runs", "/api/runs/0/status", "/api/runs/0/settings", "/metrics"):
+            assert "secret" not in asks.get(path).text
+        told = asks.get("/api/runs/0/invitation", headers={"x-shoal-owner": "a" * 20}).json()
         assert told["line"].endswith("--token secret")
+        assert told["token"] == "the class's token"
         assert len(told["code"]) == len(told["code"][0]) >= 29
 
 
-def test_orders_need_the_owners_word_and_a_page_for_watching_has_no_way_to_give_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_orders_need_the_owners_password_and_a_page_for_watching_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, given = folder_with(tmp_path / "run"), list[tuple[str, str | None]]()
     monkeypatch.setattr("shoal.dashboard.app.read_owner_file", lambda path: path)
     monkeypatch.setattr("shoal.dashboard.app.send_command", lambda owner, action, name: given.append((action, name)) or "done")
-    word = {"x-shoal-owner": "a" * 20}
-    with client(folder) as asks:  # nobody gave this one the owner's word
-        assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=word).status_code == 405
-        assert asks.get("/api/owner", headers=word).status_code == 404
-    app: Any = AuthMiddleware(make_dashboard_app([WatchedRun(folder)], shows_invitation=True, owner_secret="a" * 20), None, GUARDED)
-    with TestClient(app, base_url=LOCAL) as asks:
+    password = {"x-shoal-owner": "a" * 20}
+    with client(folder) as asks:
+        assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=password).status_code == 405
+        assert asks.get("/api/owner", headers=password).status_code == 404
+    with client(folder, password="a" * 20) as asks:
         for wrong in ({}, {"x-shoal-owner": ""}, {"x-shoal-owner": "b" * 20}):
             assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=wrong).status_code == 403
             assert asks.get("/api/owner", headers=wrong).status_code == 403
-        form = word | {"content-type": "application/x-www-form-urlencoded"}
+        form = password | {"content-type": "application/x-www-form-urlencoded"}
         assert asks.post("/api/runs/0/orders", content='{"action": "stop"}', headers=form).status_code == 400
         for body in ({"action": "rm"}, {"action": "evict", "name": 7}, [], {"name": "x"}):
-            assert asks.post("/api/runs/0/orders", json=body, headers=word).status_code == 400
-        assert asks.post("/api/runs/0/orders", json={"action": "x" * 2000}, headers=word).status_code == 413
-        assert asks.post("/api/runs/3/orders", json={"action": "stop"}, headers=word).status_code == 404
+            assert asks.post("/api/runs/0/orders", json=body, headers=password).status_code == 400
+        assert asks.post("/api/runs/0/orders", json={"action": "x" * 2000}, headers=password).status_code == 413
+        assert asks.post("/api/runs/3/orders", json={"action": "stop"}, headers=password).status_code == 404
         assert given == []
-        assert asks.post("/api/runs/0/orders", json={"action": "evict", "name": "ann"}, headers=word).json() == {"text": "done"}
+        assert asks.post("/api/runs/0/orders", json={"action": "evict", "name": "ann"}, headers=password).json() == {"text": "done"}
         assert given == [("evict", "ann")]
 
 

@@ -16,7 +16,7 @@ def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "shoal watch",
         description="Show runs in the browser, live or replayed. It only reads their folders; on this machine, the printed address also "
-        "allows you to pause, resume and stop the run and to evict workers.",
+        "holds your password: with it the page pauses, resumes and stops the run, evicts workers, and shows how to join.",
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs' folders, to compare several (default: the newest in runs)")
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: this machine only; with --public everywhere)")
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     token = _token(arguments)
     ports = [PORT, 0] if arguments.port is None else [arguments.port]
     server = DashboardServer(folders, host, ports, token, arguments.public)
-    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.owner_secret)}", flush=True)
+    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.owner_password)}", flush=True)
     server.run()
     return 0
 
@@ -49,11 +49,11 @@ def _token(arguments: argparse.Namespace) -> str | None:
     return secrets.token_urlsafe(18) if arguments.public else None
 
 
-def _address(host: str, port: int, token: str | None, owner_secret: str) -> str:
-    """The address to open. Browsers do not send the part after `#`, which holds the token and the owner's secret."""
+def _address(host: str, port: int, token: str | None, owner_password: str) -> str:
+    """The address to open. Browsers do not send the part after `#`, which holds the token and the owner's password."""
     from shoal.transports.addresses import to_tell
 
     known = to_tell(host)
     shown = f"[{known}]" if ":" in known else known
-    secret = "&".join(f"{name}={value}" for name, value in (("token", token), ("owner", owner_secret)) if value)
+    secret = "&".join(f"{name}={value}" for name, value in (("token", token), ("owner", owner_password)) if value)
     return f"http://{shown}:{port}/" + (f"#{secret}" if secret else "")

@@ -1,6 +1,8 @@
 """The dashboard over HTTP: a page, a stream of changes, and metrics for Prometheus. It reads runs' folders and changes nothing.
 
-If it is started with an owner secret, it also passes commands of the owner to the run's coordinator.
+With the owner's password, which `shoal watch` prints, a browser can also send commands to the run's coordinator and read how to join.
+
+Holds: no answer contains a token or a key unless the request contains the owner's password.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class EventStream(StreamingResponse):
 class Dashboard:
     """The routes' handlers, and the state that they share."""
 
-    def __init__(self, runs: Sequence[WatchedRun], shows_invitation: bool, ending: Callable[[], bool], owner_secret: str) -> None:
-        self.watched, self.shows_invitation, self.ending, self.owner_secret = runs, shows_invitation, ending, owner_secret.encode()
+    def __init__(self, runs: Sequence[WatchedRun], ending: Callable[[], bool], owner_password: str) -> None:
+        self.watched, self.ending, self.owner_password = runs, ending, owner_password.encode()
         self.open_streams = set[EventStream]()
         self._refreshed_at = float("-inf")
         self._refreshing = asyncio.Lock()
@@ -117,23 +119,24 @@ class Dashboard:
             raise HTTPException(404, "there is no such sample")
         return Response(found, media_type="image/png") if isinstance(found, bytes) else PlainTextResponse(found)
 
-    async def invitation(self, number: int) -> Response:
-        """The command with which a worker joins. Viewers without that right get an empty one."""
-        found = self.run(number).folder.invitation() if self.shows_invitation else {}
-        line = str(found.get("line", ""))
-        return JSONResponse({"line": line, "token": found.get("token", ""), "code": qr_rows(line)})
-
     async def metrics(self) -> Response:
         await self._refresh()
         text = exposition(run_metrics({run.folder.name: run.status for run in self.watched}))
         return PlainTextResponse(text, headers={"content-type": CONTENT_TYPE})
 
-    # --- only for the owner, who sends the secret that `shoal watch` printed: other users of this machine can open the page, too ---
+    # --- only for the owner, who sends the password that `shoal watch` printed: other users of this machine can open the page, too ---
 
     async def check_owner(self, request: Request) -> Response:
         """Check that the caller may send commands."""
         self._expect_owner(request)
         return Response(status_code=204)
+
+    async def invitation(self, number: int, request: Request) -> Response:
+        """The command with which a worker joins. It holds the join token."""
+        self._expect_owner(request)
+        found = self.run(number).folder.invitation()
+        line = str(found.get("line", ""))
+        return JSONResponse({"line": line, "token": found.get("token", ""), "code": qr_rows(line)}, headers={"cache-control": "no-store"})
 
     async def command(self, number: int, request: Request) -> Response:
         self._expect_owner(request)
@@ -146,12 +149,13 @@ class Dashboard:
         return JSONResponse({"text": reply})
 
     def _expect_owner(self, request: Request) -> None:
-        if not hmac.compare_digest(request.headers.get("x-shoal-owner", "").encode(), self.owner_secret):
+        given = request.headers.get("x-shoal-owner", "").encode()
+        if not self.owner_password or not hmac.compare_digest(given, self.owner_password):
             raise HTTPException(403, "only the run's owner may do that: open the address that `shoal watch` printed")
 
 
 async def _command_in(request: Request) -> tuple[str, str | None]:
-    """The action in a request, and the worker that it is about. A form of a foreign page can send neither this type nor the secret."""
+    """The action in a request, and the worker that it is about. A form of a foreign page can send neither this type nor the password."""
     body = b""
     async for piece in request.stream():
         body += piece
@@ -178,12 +182,10 @@ def qr_rows(text: str) -> list[str]:
     return ["".join(map(str, row)) for row in code.matrix] if len(code.matrix) <= _MOST_QR_ROWS else []
 
 
-def make_dashboard_app(
-    runs: Sequence[WatchedRun], *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, owner_secret: str = ""
-) -> FastAPI:
+def make_dashboard_app(runs: Sequence[WatchedRun], *, ending: Callable[[], bool] = lambda: False, owner_password: str = "") -> FastAPI:
     """All routes; streams end once `ending` is true. FastAPI's own documentation pages are off: they load scripts from elsewhere.
-    `owner_secret`: what the owner's browser sends with a command; empty: the page accepts no commands."""
-    board, app = Dashboard(runs, shows_invitation, ending, owner_secret), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    `owner_password`: what the owner's browser sends; empty: there is nothing here for the owner alone."""
+    board, app = Dashboard(runs, ending, owner_password), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def refuse(request: Any, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -194,10 +196,10 @@ def make_dashboard_app(
     app.get("/api/runs/{number}/status")(board.status)
     app.get("/api/runs/{number}/settings")(board.settings)
     app.get("/api/runs/{number}/samples/{name}")(board.sample)
-    app.get("/api/runs/{number}/invitation")(board.invitation)
     app.get("/metrics")(board.metrics)
-    if owner_secret:
+    if owner_password:
         app.get("/api/owner")(board.check_owner)
+        app.get("/api/runs/{number}/invitation")(board.invitation)
         app.post("/api/runs/{number}/orders")(board.command)
     app.add_exception_handler(HTTPException, refuse)
     show_page(app, Path(__file__).parent / "board")

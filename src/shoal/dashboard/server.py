@@ -24,12 +24,12 @@ class DashboardServer:
     """Shows runs on one port, until `stop` or a signal."""
 
     def __init__(self, folders: Sequence[RunFolder], host: str, ports: Sequence[int], token: str | None, public: bool) -> None:
-        """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
+        """`ports`: the first of them that is free. `public`: for people who only watch."""
         require_token(host, token)
-        self.owner_secret = "" if public or not is_loopback(host) else secrets.token_urlsafe(18)
-        """What a browser of this machine needs to send commands; empty: the page accepts none."""
-        runs, secret = [WatchedRun(folder) for folder in folders], self.owner_secret
-        board = make_dashboard_app(runs, shows_invitation=not public, ending=lambda: self.server.should_exit, owner_secret=secret)
+        self.owner_password = "" if public or not is_loopback(host) else secrets.token_urlsafe(18)
+        """What a browser of this machine needs to send commands and to learn how to join; empty: the page does neither."""
+        runs, password = [WatchedRun(folder) for folder in folders], self.owner_password
+        board = make_dashboard_app(runs, ending=lambda: self.server.should_exit, owner_password=password)
         app: Any = AuthMiddleware(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
         self.port: int = self.socket.getsockname()[1]

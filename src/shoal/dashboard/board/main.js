@@ -116,9 +116,11 @@ function showTrouble(text) {
 
 async function watch() {
   try {
-    ask("api/runs/0/invitation", token).then((response) => response.json()).then((invitation) => classroom.showInvitation(invitation), () => {});
     find("key").hidden = true;
-    owner.checkAccess().then(draw);
+    owner.checkAccess().then(() => owner.invitation()).then((invitation) => {
+      if (invitation) classroom.showInvitation(invitation);
+      draw();
+    });
     await follow(token, onMessage, showTrouble);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
@@ -157,7 +159,7 @@ find("key").addEventListener("submit", (event) => {
 find("pause").addEventListener("click", () => owner.send(runs[0].status.state === "paused" ? "resume" : "pause"));
 find("stop").addEventListener("click", () => owner.stop());
 window.addEventListener("resize", draw);
-for (const [name, value] of [["token", token], ["owner", owner.secret]]) if (value) sessionStorage.setItem(name, value);
+for (const [name, value] of [["token", token], ["owner", owner.password]]) if (value) sessionStorage.setItem(name, value);
 if (asked.has("token") || asked.has("owner")) history.replaceState(null, "", location.pathname);
 if (shown) choose(shown, false);
 watch();

@@ -1,25 +1,32 @@
-// What the owner does from the page: pause the run, resume it, end it, keep a worker out. The secret that allows this is in the
+// What the owner does from the page: pause the run, resume it, end it, keep a worker out, see how to join. The password for this is in the
 // address that `shoal watch` printed, behind the #, and is sent in a header.
 
 import { make } from "./words.js";
 
 export class Owner {
-  constructor(secret, say) {
-    this.secret = secret;
+  constructor(password, say) {
+    this.password = password;
     this.say = say;
     this.allowed = false;
   }
 
-  /** Ask the server whether this browser may send commands. */
+  /** Ask the server whether this browser has the owner's password. */
   async checkAccess() {
-    if (!this.secret) return;
+    if (!this.password) return;
     const response = await fetch("api/owner", { headers: this.headers(), cache: "no-store" }).catch(() => null);
     this.allowed = Boolean(response?.ok);
   }
 
   headers() {
     const token = sessionStorage.getItem("token");
-    return { "x-shoal-owner": this.secret, ...(token ? { authorization: `Bearer ${token}` } : {}) };
+    return { "x-shoal-owner": this.password, ...(token ? { authorization: `Bearer ${token}` } : {}) };
+  }
+
+  /** The command with which workers join; null for others than the owner. */
+  async invitation() {
+    if (!this.allowed) return null;
+    const response = await fetch("api/runs/0/invitation", { headers: this.headers(), cache: "no-store" }).catch(() => null);
+    return response?.ok ? response.json() : null;
   }
 
   async send(action, name = null) {
