@@ -64,7 +64,7 @@ def open_file(path: Path, mode: str, *, private: bool = False, buffering: int = 
         try:
             _check_regular(path, os.fstat(descriptor))
             if private:
-                _make_private(descriptor)
+                make_private(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -82,7 +82,7 @@ def _check_regular(path: Path, found: os.stat_result | None) -> None:
         raise DamagedFileError(f"{path} is {what}, and a file belongs there: remove it, or put the file back")
 
 
-def _make_private(descriptor: int) -> None:
+def make_private(descriptor: int) -> None:
     """Correct the mode of a file that others can read. A file of another user stays as it is, and so does one on a read-only disk."""
     found = os.fstat(descriptor)
     if os.name == "posix" and found.st_mode & 0o077 and found.st_uid == os.geteuid():
@@ -97,7 +97,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES, *, private: bool = False
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as file:
             _check_regular(path, os.fstat(file.fileno()))
             if private:
-                _make_private(file.fileno())
+                make_private(file.fileno())
             content = file.read(most_bytes + 1)
     except FileNotFoundError:
         return None

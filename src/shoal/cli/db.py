@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.cli.main import run_subcommand
 from shoal.cli.options import load, make_parser, parse, require
-from shoal.cli.output import quoted
+from shoal.cli.output import print_secret, quoted
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
@@ -149,12 +149,12 @@ def _print_granted(arguments: argparse.Namespace, place: DatabaseLocation, passw
     theirs = Access(place.host, place.port or place.access.port, place.access.database, arguments.name, password, place.options)
     if arguments.kind == "coordinator":
         print(f"in its configuration:\n  transport: {{host: {theirs.host}, port: {theirs.port}, user: {theirs.user}}}")
-        print(f"in its environment:\n  DB_PASSWORD={password or '…'}")
+        print_secret(f"in its environment:\n  DB_PASSWORD={password or '…'}")
     else:
         start = "at:\n  " if arguments.kind == "reader" else "with:\n  shoal join "
         print(f"{start}{quoted(theirs._replace(password=None).address)}")
         if password:
-            print(f"password (it is asked for, or in DB_PASSWORD):\n  {password}")
+            print_secret(f"password (it is asked for, or in DB_PASSWORD):\n  {password}")
     if is_loopback(theirs.host):
         sys.stderr.write("note: this server listens for this machine only; `shoal coordinate` lets others in\n")
 

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from shoal.cli.output import print_secret
 from shoal.errors import ShoalError
 from shoal.runs.invitation import CoordinatorSecrets, GuestList
 from shoal.transports.keys import key_text
@@ -33,7 +34,7 @@ def run(argv: list[str]) -> int:
     if not arguments.withdraw:
         token = guests.invite(arguments.name, arguments.workers).token
         key = f" --key {key_text(known.keys.public)}" if known.encrypted else ""
-        print(f"{arguments.name} joins with:\n  shoal join {known.address} --token {token}{key}")
+        print_secret(f"{arguments.name} joins with:\n  shoal join {known.address} --token {token}{key}")
     elif guests.withdraw(arguments.name):
         print(f"the invitation of {arguments.name} is withdrawn: its workers are disconnected within a second, and refused from now on")
     else:

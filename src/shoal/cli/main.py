@@ -11,6 +11,7 @@ from typing import NoReturn
 from shoal import __version__
 from shoal.errors import ShoalError
 from shoal.process_exit import end_process
+from shoal.process_title import hide_secrets
 
 COMMANDS = {
     "train": "train a model",
@@ -59,6 +60,7 @@ commands:
 
 def program() -> NoReturn:
     """Run the command line and exit."""
+    hide_secrets()
     end_process(main())
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from shoal.config.environment import join_token
 from shoal.config.plugins import needed_by
+from shoal.files import make_private
 from shoal.runs.invitation import Invitation, write_join_command
 from shoal.transports import addresses
 from shoal.transports.database_address import is_address
@@ -74,9 +77,26 @@ def quoted(address: str) -> str:
     return f"'{address}'" if set(address) & set("?&*[]~$ ") else address
 
 
+def print_secret(text: str) -> None:
+    """Print a text with a secret. Where standard output is a file that other users can read, only its owner can from now on."""
+    with suppress(OSError, ValueError):  # it is closed, or no file
+        if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+            make_private(sys.stdout.fileno())
+    print(text, flush=True)
+
+
 def _secrets_of(invitation: Invitation) -> str:
     """The options of `shoal join` with the token and the coordinator's public key."""
     return f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
+
+
+def _print_command(who: str, command: str) -> None:
+    """Print the command with which workers join. A token that was given by the environment is known there already, and is left out: a
+    cluster scheduler shows this output to others."""
+    token = join_token()
+    if token is not None and f" --token {token}" in command:
+        command, who = command.replace(f" --token {token}", ""), f"{who} (with the token in SHOAL_TOKEN)"
+    print_secret(f"{who} with:\n  {command}")
 
 
 def _options_for_code(run: Run) -> str:
@@ -114,10 +134,10 @@ def _show_class(started: StartedRun, access: Access, functions: str) -> None:
         access = access._replace(user=started.role, password=None)
     line = f"shoal join {quoted(access._replace(password=None).address)}{functions}"
     write_join_command(started.loop.directory.path, line, access.password or "")
-    print(f"{_who_joins(access.host)} with:\n  {line}")
+    print(f"{_who_joins(access.host)} with:\n  {line}", flush=True)
     if access.password:
-        print(f"and with the class's token, which is asked for (or in SHOAL_TOKEN, or in a file: --token-file):\n  {access.password}")
-    sys.stdout.flush()
+        how = "which is asked for (or in SHOAL_TOKEN, or in a file: --token-file)"
+        print_secret(f"and with the class's token, {how}:\n  {access.password}")
 
 
 def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
@@ -135,14 +155,14 @@ def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
     rest = _secrets_of(invitation) + functions
     address = addresses.parse(invitation.address)
     write_join_command(started.loop.directory.path, f"shoal join {address} {rest}")
-    print(f"{_who_joins(address.host)} with:\n  shoal join {address} {rest}")
+    _print_command(_who_joins(address.host), f"shoal join {address} {rest}")
     if not hosts and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
         _show_other_addresses(address)
     for name in cluster.workers:
         host = cluster.hosts.get(name)
         if host is not None and (host.server_address or host.server_port):
             own = address._replace(host=host.server_address or address.host, port=host.server_port or address.port)
-            print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
+            _print_command(f"{name} joins", f"shoal join {own} --name {name} {rest}")
     sys.stdout.flush()
 
 
@@ -152,9 +172,9 @@ def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     where = "processes of this machine" if addresses.is_loopback(host) else "machines"
     rest = _secrets_of(invitation) + _options_for_code(run)
     for name in run.cluster.workers:
-        print(f"{name} joins with:\n  shoal join {invitation.address} --name {name} {rest}")
+        _print_command(f"{name} joins", f"shoal join {invitation.address} --name {name} {rest}")
     if not run.cluster.workers:
-        print(f"{where} join with:\n  shoal join {invitation.address} {rest}")
+        _print_command(f"{where} join", f"shoal join {invitation.address} {rest}")
     if not addresses.is_loopback(host):
         print("what the stages send each other is not encrypted: use a network that you trust")
     own = "a stage, too" if run.placed else "the first stage"
@@ -165,10 +185,9 @@ def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
     """Print the command with which machines join to hold layers of a served model."""
     rest = f"--node {_secrets_of(invitation)}"
     address = addresses.parse(invitation.address)
-    print(f"the layers are spread over {count + 1} machines, this one counted. The others join with:\n  shoal join {address} {rest}")
+    _print_command(f"the layers are spread over {count + 1} machines, this one counted. The others join", f"shoal join {address} {rest}")
     for name in run.cluster.workers:
-        print(f"{name} joins with:\n  shoal join {address} --name {name} {rest}")
-    sys.stdout.flush()
+        _print_command(f"{name} joins", f"shoal join {address} --name {name} {rest}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.engine_processes import as_rank, gather, ignore_signals, start_ranks
 from shoal.cli.main import report
 from shoal.cli.options import load, slowdowns
-from shoal.cli.output import download, print_log, show_invitation, show_outcome, stopping_on_signals
+from shoal.cli.output import download, print_log, print_secret, show_invitation, show_outcome, stopping_on_signals
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place
@@ -122,7 +122,7 @@ def _watched(loop: TrainingLoop | CoordinatorLoop, wanted: bool) -> Iterator[Non
         yield
         return
     with dashboard(loop.directory.path) as where:
-        loop.message(where)
+        print_secret(where)  # no message of the run: the address holds the owner's password
         yield
 
 

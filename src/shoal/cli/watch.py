@@ -6,6 +6,7 @@ import argparse
 import secrets
 from pathlib import Path
 
+from shoal.cli.output import print_secret
 from shoal.errors import ShoalError
 from shoal.launch.dashboard_process import check_dashboard
 
@@ -35,7 +36,7 @@ def run(argv: list[str]) -> int:
     token = _token(arguments)
     ports = [PORT, 0] if arguments.port is None else [arguments.port]
     server = DashboardServer(folders, host, ports, token, arguments.public)
-    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.owner_password)}", flush=True)
+    print_secret(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.owner_password)}")
     server.run()
     return 0
 

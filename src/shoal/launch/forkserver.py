@@ -28,6 +28,7 @@ from typing import IO, Any, NoReturn
 
 from shoal.errors import ShoalError
 from shoal.process_exit import end_process
+from shoal.process_title import set_title
 
 _LOADED = (
     "torch.distributed",
@@ -356,7 +357,7 @@ def _become(order: dict[str, Any]) -> None:
     _open_streams()
     _set_threads()
     rank = [f"[rank {os.environ['RANK']}]"] if "RANK" in os.environ else []
-    _show_as(*order["arguments"], *rank)
+    set_title([sys.executable, *order["arguments"], *rank])
     if (path := os.environ.get("PYTHONPATH", "")) != before:
         sys.path[1:1] = [entry for entry in path.split(os.pathsep) if entry]
 
@@ -379,13 +380,6 @@ def _set_threads() -> None:
         torch.set_num_threads(max(1, int(count)))
 
 
-def _show_as(*arguments: str) -> None:
-    """What `ps` and `top` show of this process. The first call must come before anything changes the environment."""
-    import setproctitle
-
-    setproctitle.setproctitle(" ".join([sys.executable, *arguments]))
-
-
 def _run(arguments: list[str]) -> None:
     """Run `-m MODULE …` or `FILE …` as the interpreter does."""
     if arguments[0] == "-m":
@@ -397,7 +391,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def main() -> NoReturn:
-    _show_as("fork server of shoal")
+    set_title([sys.executable, "fork server of shoal"])
     line = socket.socket(fileno=int(sys.argv[1]))
     server = ForkServer(line)
     for name in _LOADED:
