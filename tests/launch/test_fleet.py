@@ -5,13 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.config.ranks import RankPlace
 from shoal.launch import torchrun as fleets
 from shoal.launch.torchrun import TorchrunGroup
 from shoal.runs.invitation import Invitation
+from shoal.runs.owner import write_owner_file
 
 
 def test_who_is_started_again_hears_of_the_new_start_whoever_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +52,21 @@ def test_who_is_started_again_hears_of_the_new_start_whoever_comes_first(tmp_pat
     for thread in threading.enumerate():
         if thread.name == "fleet":
             thread.join(300)
+
+
+def test_torchruns_store_does_not_tell_other_users_of_the_machine_the_token(tmp_path: Path) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run = resolve([ConfigFile("demo-gpt")], [parse_override("strategy.kind=diloco")], environ={}).run
+    first, other = (TorchrunGroup(run, RankPlace(rank, 2, rank, 2, address="127.0.0.1", port=agent.port, hosted=True)) for rank in (0, 1))
+    other.number = first.number
+    asked, invitation = other.ask(), Invitation("zmq://127.0.0.1:5000", "the secret token", None)
+    write_owner_file(tmp_path, invitation)
+    first.announce(invitation, tmp_path)
+    assert other.answer_to(asked)[0] == invitation
+    for thread in threading.enumerate():
+        if thread.name == "fleet":
+            thread.join(300)
+    stranger = PrefixStore("fleet", TCPStore("127.0.0.1", agent.port, is_master=False, wait_for_workers=False))
+    read = [stranger.get(name).decode() for name in (f"hello {first.number} 1", f"answer {asked}", f"heard {asked}")]
+    assert asked in read
+    assert "secret" not in " ".join(read)

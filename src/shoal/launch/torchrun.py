@@ -2,7 +2,8 @@
 
 Where an engine is one process, each is a worker; where it spans several, those of a machine (or of `launch.nodes` machines) form one.
 The first process publishes the coordinator's address in torchrun's store. torchrun's restart count differs between machines, so it is not
-used: each process asks under a random number, and is answered under that number.
+used: each process asks under a random number, and is answered under that number. The store answers every user who can reach it. So on one
+machine the token is not in it, and is read from the run's owner.json; between machines it is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, factory_arguments, gpus_for, worker_names
 from shoal.launch.waiting import wait_until
 from shoal.runs.invitation import Invitation
+from shoal.runs.owner import FILE as OWNER_FILE
+from shoal.runs.owner import OwnerFile
 from shoal.transports.addresses import parse
 
 _PATIENCE_S = 1800.0
@@ -96,7 +99,8 @@ class TorchrunGroup:
         if self.machines > 1:
             address = address._replace(host=self.here.address)
         self.rendezvous.put(f"begun {self.number}", str(folder.absolute()))
-        answer = json.dumps([self.start, str(address), *invitation[1:3], str(folder.absolute())])
+        token = invitation.token if self.machines > 1 else ""  # torchrun's store gives every user of this machine what is in it
+        answer = json.dumps([self.start, str(address), token, invitation.key, str(folder.absolute())])
         threading.Thread(target=self._answer, args=(answer,), name="fleet", daemon=True).start()
         return self._worker(invitation, folder)
 
@@ -144,6 +148,9 @@ class TorchrunGroup:
         """How to join the coordinator, and the run's folder."""
         self.start, address, token, key, folder = json.loads(self.rendezvous.wait_for(f"answer {asked}", _PATIENCE_S))
         self.rendezvous.put(f"heard {asked}", self.start)
+        if not token:
+            owner = OwnerFile.read(Path(folder) / OWNER_FILE)
+            token = owner.token if owner is not None else ""
         return Invitation(address, token, key), Path(folder)
 
     def _keep(self, started: LocalWorkers, asked: str, notify: Callable[[str], None]) -> None:
