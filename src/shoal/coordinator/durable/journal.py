@@ -40,7 +40,9 @@ _SPARE = "spare-journal"
 
 
 class FileJournal:
-    """Journal in a folder. When `append` returns, the operating system has the record, so it survives the end of this process."""
+    """Journal in a folder. When `append` returns, the operating system has the record, so it survives the end of this process.
+
+    Holds: of several coordinators in one folder, only the one whose lock file is there writes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,6 +65,7 @@ class FileJournal:
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
         """Start a journal with these records; return its snapshot's number. If it fails, records still go to the journal before."""
         self._lock.take()
+        self._lock.check()
         number = max(journals(self.folder), default=0) + 1
         spare, path = self.folder / _SPARE, path_of(self.folder, number)
         file = self._opened(spare, "r+b" if spare.exists() else "xb")
@@ -135,6 +138,7 @@ class FileJournal:
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         assert self._file is not None
+        self._lock.check()
         parts, end = encode_record(record, frames, self._head, self._end)
         try:
             _write_all(self._file, parts)

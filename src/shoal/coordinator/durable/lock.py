@@ -1,7 +1,8 @@
 """Lock on a folder: one coordinator per coordinator folder, one process per run folder. The operating system releases the lock when the
 process ends.
 
-Holds: only the owner can open a lock file, so that no other user of the machine can hold the lock.
+Holds: only the owner can open a lock file, so that no other user of the machine can hold the lock. To remove or replace the
+file is to take the lock from its holder, which notices before it writes again; file systems without locks have only that.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shoal.errors import ShoalError
-from shoal.files import open_file
+from shoal.files import open_file, write_file
 
 try:
     import fcntl
@@ -33,11 +34,30 @@ class FolderLock:
         """Hold the lock until `release`. Raises ShoalError where another process has it."""
         if self._file is None:
             file = open_file(self._path, "ab", private=True)
-            if not _try(file):
+            taken = _try(file)
+            if taken is None:  # no locks here: a new file tells an earlier holder to stop
+                file.close()
+                write_file(self._path, "", private=True)
+                file = open_file(self._path, "ab", private=True)
+            elif not taken:
                 file.close()
                 raise ShoalError(f"another coordinator is at work in {self._path.parent}: end it first, or choose another --run-dir")
             self._file = file
             _held_here.add(self._path)
+
+    def check(self) -> None:
+        """Raises ShoalError where the lock was taken from this process."""
+        try:
+            if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ShoalError(f"cannot see whether {self._path} is still held: {error.strerror or error}") from None
+        raise ShoalError(
+            f"{self._path} was removed or replaced, so another coordinator may be at work in {self._path.parent}: this one stops and"
+            " writes nothing more. If there is no other, continue with --resume"
+        )
 
     def release(self) -> None:
         if self._file is not None:
@@ -58,7 +78,7 @@ def is_held(folder: Path) -> bool | None:
         if not os.path.lexists(path):
             return False
         with open_file(path, "r+b", private=True) as file:
-            return not _try(file)
+            return _try(file) is False
     except (OSError, ShoalError):
         return None
 
@@ -67,13 +87,13 @@ def was_held(folder: Path) -> bool:
     """Whether the lock of a folder was held and is free now. False where that is unknown, or the file system has no locks."""
     try:
         with open_file(folder / _NAME, "r+b", private=True) as file:
-            return _try(file, without_locks=False)
+            return _try(file) is True
     except ShoalError:
         return False
 
 
-def _try(file: BinaryIO, without_locks: bool = True) -> bool:
-    """Take the lock, and return whether that worked. `without_locks`: the result where the file system has no locks."""
+def _try(file: BinaryIO) -> bool | None:
+    """Take the lock, and return whether that worked; None where the file system has no locks."""
     if fcntl is None:
         return _try_on_windows(file)
     try:
@@ -81,7 +101,7 @@ def _try(file: BinaryIO, without_locks: bool = True) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return without_locks
+        return None
     return True
 
 

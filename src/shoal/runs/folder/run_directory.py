@@ -97,9 +97,12 @@ class RunDirectory:
             time.sleep(0.1)
 
     def occupied(self) -> RunDirectory:
-        """The same folder, locked by this process. Where the file system has no locks, it is used without."""
-        with suppress(ShoalError):
+        """The same folder, locked by this process, which may have locked it before. Raises ShoalError where another process has."""
+        try:
             self._lock.take()
+        except ShoalError:
+            if is_held_elsewhere(self.path):
+                raise
         return self
 
     @contextmanager
