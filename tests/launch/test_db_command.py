@@ -51,6 +51,22 @@ def test_init_makes_a_database_once(shoal: Shoal, address: str) -> None:
     assert "created" not in shoal("db", "init", address)[1]
 
 
+def test_the_doctor_lists_what_a_database_does_not_protect_a_class_from(
+    shoal: Shoal, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.launch.doctor.examine", lambda folder: iter(()))
+    shoal("db", "init", address)
+    code, out, _ = shoal("doctor", address)
+    assert code == 0
+    assert "not protected: students can also connect to" in out
+    assert "DO" not in out, "a superuser has prepared this one"
+    with connect(parse(address)) as owner:
+        owner.execute("GRANT USAGE ON LANGUAGE plpgsql TO PUBLIC; GRANT EXECUTE ON FUNCTION pg_export_snapshot() TO PUBLIC")
+    found = [one["detail"] for one in json.loads(shoal("doctor", address, "--json")[1])]
+    assert any("students can run code on the server" in detail for detail in found)
+    assert any("lock or write: pg_export_snapshot." in detail for detail in found)
+
+
 def test_status_for_people_and_programs(shoal: Shoal, address: str) -> None:
     shoal("db", "init", address)
     code, out, _ = shoal("db", "status", address)

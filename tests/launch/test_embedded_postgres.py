@@ -204,6 +204,19 @@ def test_what_a_dead_server_left_does_not_hinder(tmp_path: Path) -> None:
         assert one(again.access, "SELECT 1") == 1
 
 
+def test_the_servers_log_is_bounded_and_its_end_is_kept(server: EmbeddedPostgres) -> None:
+    kept = server.log.with_name("postgres.log.1")
+    with server.log.open("ab") as log:
+        log.write(b"x" * (17 << 20) + b"the last line\n")
+    eventually(lambda: kept.exists() and kept.read_bytes().endswith(b"the last line\n"))
+    assert server.log.stat().st_size < 1 << 20
+    assert kept.stat().st_size == 16 << 20
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    with pytest.raises(ShoalError):
+        connect(server.access._replace(password="wrong"))
+    eventually(lambda: b"password authentication failed" in server.log.read_bytes())
+
+
 def test_two_runs_do_not_meet(server: EmbeddedPostgres, tmp_path: Path) -> None:
     with EmbeddedPostgres(tmp_path) as other:
         assert other.access.port != server.access.port

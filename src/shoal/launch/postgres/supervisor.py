@@ -3,10 +3,12 @@
 It is started by its path, knows nothing of Shoal, and does one thing: start the server that the first line of its standard input
 describes, and shut it down when that input is closed or its parent is gone. On Linux the server also ends when this process is killed.
 Where students connect from other machines it also runs the TLS proxy (transports/tls_proxy.py), and restarts it when it ends.
+All of them append to one log, whose size is bounded here: strangers can make the server write lines, such as failed logins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +23,8 @@ _PATIENCE_S = 30.0
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 2 << 30
 """For one process of the server, shared memory aside. No statement of ours needs a tenth of it; a student's may ask for any amount."""
+_MOST_LOG_BYTES = 16 << 20
+"""A larger log is emptied, once a second. What was in it last is kept beside it."""
 
 
 def main() -> None:
@@ -42,7 +46,7 @@ def main() -> None:
     if order["front"]:
         threading.Thread(target=_keep_front, args=(order["front"], over, fronts), daemon=True).start()
     while not over.wait(_POLL_INTERVAL_S) and os.getppid() == parent:
-        pass
+        bound_log(order["log"], _MOST_LOG_BYTES)
     over.set()
     for front in fronts:
         front.kill()
@@ -59,6 +63,20 @@ def _keep_front(order: dict[str, Any], over: threading.Event, fronts: list[subpr
         front.stdin.flush()
         front.wait()
         over.wait(_POLL_INTERVAL_S)
+
+
+def bound_log(log: str, most_bytes: int) -> None:
+    """Empty a log that has grown too large; its end is kept beside it, in a file with `.1` at the end of its name. The writers of the log
+    append, so they go on at its new end. The log is emptied first: the disk may be full."""
+    with contextlib.suppress(OSError):
+        if os.path.getsize(log) <= most_bytes:
+            return
+        with open(log, "r+b") as full:
+            full.seek(-most_bytes, os.SEEK_END)
+            end = full.read(most_bytes)
+            full.truncate(0)
+        with open(os.open(f"{log}.1", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as kept:
+            kept.write(end)
 
 
 def identity(user: list[int] | None) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from psycopg.rows import dict_row
 
 from shoal.errors import ShoalError
 from shoal.transports.postgres.access import set_password
+from shoal.transports.postgres.protections import close_other_databases as close_other_databases
+from shoal.transports.postgres.protections import grant_coordinators_functions, may_alter_roles, revoke_defaults
+from shoal.transports.postgres.protections import missing_protections as missing_protections
 from shoal.transports.postgres.reconnecting import Connection
 
 KINDS = ("student", "reader", "coordinator", "class")
@@ -22,9 +25,6 @@ STUDENTS_FUNCTIONS = (
     *("read_run", "read_weights", "read_piece", "join_run", "heartbeat", "leave_run", "why_no_work"),
     *("claim", "is_lease_valid", "submit", "return_unit", "fail_unit"),
 )
-_SHUT_FUNCTIONS = r"^(pg_(try_)?advisory_.*|pg_(terminate|cancel)_backend|pg_notify|lo_.*|loread|lowrite)$"
-"""Built-in functions that any role may call by default and no student needs: advisory locks, signals, large objects."""
-_COORDINATORS_FUNCTIONS = ("pg_advisory_xact_lock(bigint)", "pg_notify(text, text)")
 READERS_TABLES = ("worker_list", "unit_counts", "progress", "metrics", "picture", "facts")
 _FILES = ("tables.sql", "limits.sql", "students.sql", "leases.sql")
 """The files of a migration, in an order in which each uses only what was created before it."""
@@ -62,7 +62,7 @@ def init(connection: Connection) -> int:
                 connection.execute("INSERT INTO shoal.migrations (version) VALUES (%s)", (number,))
         connection.execute("DELETE FROM shoal.student_functions")
         connection.execute("INSERT INTO shoal.student_functions SELECT unnest(%s::text[])", (list(STUDENTS_FUNCTIONS),))
-        _revoke_defaults(connection)
+        revoke_defaults(connection)
         for name, kind in connection.execute("SELECT name, kind FROM shoal.roles").fetchall():
             _allow(connection, name, kind)
     return latest()
@@ -91,32 +91,6 @@ def reset(connection: Connection) -> None:
         for role in roles:
             connection.execute("INSERT INTO shoal.roles (name, kind, enrolled_at, enrolled_from) VALUES (%s, %s, %s, %s)", role)
             _allow(connection, *role[:2])
-
-
-def missing_protections(connection: Connection) -> list[str]:
-    """Sentences about what this server does not protect a class from, and why. A server of the run's own has all protections."""
-    found: list[str] = []
-    if not _may_alter_roles(connection):
-        found.append("your role may not create roles: students cannot have roles of their own (CREATEROLE)")
-    if not _is_superuser(connection):
-        found.append("only a superuser can bound temporary files (temp_file_limit) and revoke advisory locks, pg_notify and large objects")
-    if connection.pgconn.ssl_in_use == 0 and connection.info.host not in ("", "localhost", "127.0.0.1", "::1"):
-        found.append("this connection is not encrypted: weights and results can be read in the network (sslmode=verify-full)")
-    query = (
-        "SELECT datname FROM pg_database WHERE datallowconn AND datname <> current_database()"
-        " AND has_database_privilege('public', oid, 'CONNECT') ORDER BY 1"
-    )
-    if others := [name for (name,) in connection.execute(query).fetchall()]:
-        found.append(f"students can also connect to {', '.join(others)}: REVOKE CONNECT ON DATABASE … FROM PUBLIC")
-    if connection.info.host not in ("localhost", "127.0.0.1", "::1"):
-        found.append("memory of the server's processes cannot be watched from another machine")
-    return found
-
-
-def close_other_databases(connection: Connection) -> None:
-    """On a server that is the run's own: let no role but its owner connect to another database of it."""
-    for (name,) in connection.execute("SELECT datname FROM pg_database WHERE datallowconn").fetchall():
-        connection.execute(sql.SQL("REVOKE CONNECT ON DATABASE {} FROM PUBLIC").format(sql.Identifier(name)))
 
 
 def end_over_memory(connection: Connection, processes: list[int]) -> None:
@@ -189,7 +163,7 @@ def _allow(connection: Connection, role: str, kind: str) -> None:
     do("GRANT USAGE ON SCHEMA shoal TO {role}")
     for function in ("schema_version", "role_kind"):
         do("GRANT EXECUTE ON FUNCTION shoal.{function} TO {role}", function=sql.Identifier(function))
-    if kind in ("student", "reader", "class") and _may_alter_roles(connection):
+    if kind in ("student", "reader", "class") and may_alter_roles(connection):
         connection.execute("SELECT shoal.limit_role(%s)", (role,))
     if kind == "class":
         do("GRANT EXECUTE ON FUNCTION shoal.enroll TO {role}")
@@ -203,34 +177,11 @@ def _allow(connection: Connection, role: str, kind: str) -> None:
         do("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA shoal TO {role}")
         do("GRANT ALL ON ALL SEQUENCES IN SCHEMA shoal TO {role}")
         do("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA shoal TO {role}")
-        if _is_superuser(connection):
-            for function in _COORDINATORS_FUNCTIONS:
-                do(f"GRANT EXECUTE ON FUNCTION pg_catalog.{function} TO {{role}}")
+        grant_coordinators_functions(connection, name)
         for table in ("migrations", "roles"):
             do("REVOKE INSERT, UPDATE, DELETE ON shoal.{table} FROM {role}", table=sql.Identifier(table))
         if connection.info.server_version >= 170000:
             do("GRANT MAINTAIN ON ALL TABLES IN SCHEMA shoal TO {role}")
-
-
-def _revoke_defaults(connection: Connection) -> None:
-    """Revoke what PostgreSQL grants to every role in a fresh database: calling functions, creating tables and large objects."""
-    connection.execute("REVOKE ALL ON SCHEMA shoal FROM PUBLIC")
-    connection.execute("REVOKE ALL ON ALL FUNCTIONS IN SCHEMA shoal FROM PUBLIC")
-    connection.execute(sql.SQL("REVOKE TEMPORARY ON DATABASE {} FROM PUBLIC").format(sql.Identifier(connection.info.dbname)))
-    if _value(connection, "SELECT pg_has_role(nspowner, 'USAGE') FROM pg_namespace WHERE nspname = 'public'"):
-        connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
-    if _is_superuser(connection):
-        query = "SELECT oid::regprocedure::text FROM pg_proc WHERE pronamespace = 'pg_catalog'::regnamespace AND proname ~ %s"
-        for (function,) in connection.execute(query, (_SHUT_FUNCTIONS,)).fetchall():
-            connection.execute(f"REVOKE EXECUTE ON FUNCTION {function} FROM PUBLIC".encode())
-
-
-def _is_superuser(connection: Connection) -> bool:
-    return bool(_value(connection, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user"))
-
-
-def _may_alter_roles(connection: Connection) -> bool:
-    return bool(_value(connection, "SELECT rolsuper OR rolcreaterole FROM pg_roles WHERE rolname = current_user"))
 
 
 def _newer(version: int) -> str:

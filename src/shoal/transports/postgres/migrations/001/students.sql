@@ -52,14 +52,22 @@ CREATE FUNCTION shoal.role_kind() RETURNS text LANGUAGE sql STABLE SECURITY DEFI
 CREATE FUNCTION shoal.is_student(p_role text DEFAULT session_user) RETURNS boolean LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS
     'SELECT EXISTS (SELECT FROM roles r WHERE r.name = p_role AND r.kind = ''student'')';
 
--- Set the limits that PostgreSQL has for a role. Only a superuser may limit temporary files: `shoal db init` reports where that is missing.
+-- Set the limits that PostgreSQL has for a role: connections, temporary files, and lines in the server's log, which failed statements and some settings
+-- write. A role cannot undo what only a superuser may set; an owner who may not set it either learns that from `shoal db init`.
 CREATE FUNCTION shoal.limit_role(p_role text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+DECLARE
+    setting text;
 BEGIN
     EXECUTE format('ALTER ROLE %I NOINHERIT CONNECTION LIMIT 8', p_role);
     EXECUTE format('ALTER ROLE %I SET statement_timeout = ''10min''', p_role);
-    IF (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) THEN
-        EXECUTE format('ALTER ROLE %I SET temp_file_limit = ''256MB''', p_role);
-    ELSE
+    FOREACH setting IN ARRAY ARRAY['temp_file_limit = ''256MB''', 'log_min_messages = fatal', 'log_min_error_statement = panic'] LOOP
+        BEGIN
+            EXECUTE format('ALTER ROLE %I SET %s', p_role, setting);
+        EXCEPTION WHEN insufficient_privilege THEN
+            NULL;
+        END;
+    END LOOP;
+    IF NOT (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) THEN
         EXECUTE format('GRANT %I TO CURRENT_USER', p_role);  -- so that the watchdog sees connections of the role, and may end them
     END IF;
 END $$;
