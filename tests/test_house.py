@@ -69,6 +69,24 @@ def test_a_module_keeps_the_rules(path: Path) -> None:
     assert not re.search(r"torch\.(load|save)\(|allow_pickle=True|\beval\(|\bexec\(|shell=True", text.replace(".eval()", ""))
 
 
+def test_one_module_reads_models_of_others_and_runs_no_code_of_theirs() -> None:
+    """`AutoModel…` and the others run what a folder brings, or ask on the terminal whether they may, unless each call says no."""
+    callers = [path for path in MODULES if names_an_auto_class(path)]
+    assert [path.relative_to(SOURCE).as_posix() for path in callers] == ["untrusted/huggingface.py"]
+    calls = [node for node in ast.walk(tree_of(callers[0])) if isinstance(node, ast.Call)]
+    reading = [call for call in calls if ast.unparse(call.func).endswith((".from_pretrained", ".from_config"))]
+    assert reading
+    for call in reading:
+        assert any(ast.unparse(keyword) == "trust_remote_code=False" for keyword in call.keywords), ast.unparse(call)
+
+
+def names_an_auto_class(path: Path) -> bool:
+    """Whether a module uses a class of transformers that chooses a class by a file's content, by its name or as an attribute."""
+    found = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+    found |= {node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return any(re.fullmatch(r"Auto(Model|Config|Tokenizer|Processor)\w*", name) for name in found)
+
+
 def test_no_path_of_a_machine_is_named() -> None:
     for path in MODULES:
         assert not re.search(r"/(home|root|work|Users)/", path.read_text()), path

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest, write_manifest
+from shoal.untrusted import huggingface
+from shoal.untrusted.gguf_header import check_gguf
 
 _CACHE_FORMAT = 1
 """Version of the converted folder, a part of its name: one of another version is not found, and the file is converted again."""
@@ -53,17 +53,13 @@ def _is_whole(folder: Path) -> bool:
 def _convert(file: Path, folder: Path) -> None:
     if find_spec("gguf") is None or find_spec("transformers") is None:
         raise ShoalError("reading a GGUF file needs the packages gguf and transformers: pip install gguf 'shoal[hf]'")
-    import transformers
-
-    models: Any = transformers.AutoModelForCausalLM
-    tokenizers: Any = transformers.AutoTokenizer
+    check_gguf(file)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    where: dict[str, Any] = {"gguf_file": file.name}
     try:
-        read = models.from_pretrained(str(file.parent), dtype=torch.float32, **where)
-        tokenizers.from_pretrained(str(file.parent), **where).save_pretrained(str(partial))
+        read, tokenizer = huggingface.read_gguf(file)
+        tokenizer.save_pretrained(str(partial))
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ShoalError(f"{file} cannot be read as a language model: {(str(error) or type(error).__name__).splitlines()[0]}") from None
@@ -71,7 +67,7 @@ def _convert(file: Path, folder: Path) -> None:
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = models.from_config(config, dtype=torch.float32)
+    plain: Any = huggingface.causal_model_of(config)
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(str(partial))
     write_manifest(partial)

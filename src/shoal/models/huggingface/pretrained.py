@@ -16,28 +16,24 @@ from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
+from shoal.untrusted import huggingface
 
 FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
     """The model in float32; mixed precision lowers only the computation. On the device `meta` no weights are read."""
-    transformers = _transformers()
+    _transformers()
     for folder in {model.pretrained, model.weights or model.pretrained}:
         check_manifest(Path(folder))
     with _explained("model.pretrained", model.pretrained):
-        config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
+        config = huggingface.read_config(model.pretrained, token)
     check_layers(model, config)
     if model.from_scratch or torch.get_default_device().type == "meta":
         with _explained("model.pretrained", model.pretrained):
-            return from_config(config)
+            return huggingface.causal_model_of(config)
     setting, name = ("model.pretrained", model.pretrained) if model.weights is None else ("model.weights", model.weights)
     return _with_weights(setting, name, config, token)
-
-
-def from_config(config: Any) -> nn.Module:
-    """A model with random weights."""
-    return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _transformers() -> Any:
@@ -50,10 +46,7 @@ def _transformers() -> Any:
 
 def _with_weights(setting: str, name: str, config: Any, token: str | None) -> nn.Module:
     with _explained(setting, name):
-        # Only safetensors: the older .bin files are pickles
-        inner, report = _transformers().AutoModelForCausalLM.from_pretrained(
-            name, config=config, token=token, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
+        inner, report = huggingface.read_causal_model(name, config, token)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ShoalError(f"{setting}: the weights of {name} lack {len(missing)} tensors of the model, such as {missing[0]}")
@@ -66,7 +59,7 @@ def as_classifier(inner: Any, head_1D: Tensor) -> Any:
     config.num_labels = 1
     config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     try:
-        made = _transformers().AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        made: Any = huggingface.classifier_of(config)
         made.score.weight.data.copy_(head_1D)
     except (ValueError, AttributeError) as error:
         raise ShoalError(f"transformers has no classifier for {type(inner).__name__}, so the score cannot be exported: {error}") from None

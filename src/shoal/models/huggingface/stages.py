@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache, mask_arguments
 from shoal.models.layers.recompute import recomputed
 from shoal.models.stages import without_weights
 from shoal.models.transformer import SideChannel
+from shoal.untrusted.huggingface import causal_model_of
 
 _WIDTHS = {
     "hidden_size": 32,
@@ -214,7 +214,7 @@ def _plain(model: HuggingFace) -> Any:
 def _body(config: Any, first: int, last: int) -> Any:
     """The model's class with the layers [first, last), without weights."""
     with without_weights():
-        return pretrained.from_config(narrowed(config, first, last)).eval()
+        return causal_model_of(narrowed(config, first, last)).eval()
 
 
 def narrowed(config: Any, first: int, last: int) -> Any:
@@ -318,7 +318,7 @@ def small_copy(config: Any) -> Any:
         text.num_key_value_heads = 2 if grouped else 4
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
-    small = pretrained.from_config(config).eval()
+    small = causal_model_of(config).eval()
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shoal.config.data_shapes import DataShapes
 from shoal.config.fields import as_data
@@ -16,6 +15,7 @@ from shoal.errors import ShoalError
 from shoal.models.huggingface.as_gpt import Get, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.stages import without_weights
+from shoal.untrusted import huggingface
 
 
 def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
@@ -37,14 +37,14 @@ def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
 
 
 def _hugging_face(config: str) -> HuggingFace:
+    if find_spec("transformers") is None:
+        raise ShoalError("models of kind huggingface need transformers: pip install 'shoal[hf]'")
     try:
-        import transformers
-    except ImportError as error:
-        raise ShoalError("models of kind huggingface need transformers: pip install 'shoal[hf]'") from error
-    makers: Any = transformers.AutoModelForCausalLM
-    with without_weights():
-        inner = makers.from_config(transformers.AutoConfig.for_model(**json.loads(config)), dtype=torch.float32)
-    return HuggingFace(inner)
+        read = huggingface.received_config(config)
+        with without_weights():
+            return HuggingFace(huggingface.causal_model_of(read))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ShoalError(f"the server's model cannot be made here: {_first_line(error)}") from None
 
 
 def describe_own_model(settings: Any, model: Any) -> dict[str, Any]:
@@ -58,10 +58,12 @@ def describe_huggingface_model(model: HuggingFace) -> dict[str, Any]:
 
 def meta_model(folder: Path) -> HuggingFace:
     """The model of a Hugging Face folder without weights. Raises ShoalError."""
-    import transformers
-
     try:
-        config = transformers.AutoConfig.from_pretrained(str(folder))
+        config = huggingface.read_config(str(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise ShoalError(f"model.pretrained: the folder {folder} does not give a model: {str(error).splitlines()[0]}") from None
+        raise ShoalError(f"model.pretrained: the folder {folder} does not give a model: {_first_line(error)}") from None
     return _hugging_face(json.dumps(config.to_dict(), default=str))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

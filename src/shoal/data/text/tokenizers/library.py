@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from shoal.data.packages import import_optional
 from shoal.data.text.tokenizers.interface import Ids, Tokenizer
 from shoal.errors import ShoalError
+from shoal.untrusted.tokenizer_files import check_tokenizer, check_tokenizer_file, check_tokenizer_folder, panic_is_an_error
 
 END_OF_TEXT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<end_of_turn>")
@@ -38,7 +39,8 @@ class LibraryBasedTokenizer(Tokenizer):
         return tuple(with_specials[: with_specials.index(plain[0])]) if plain and plain[0] in with_specials else ()
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+        with panic_is_an_error(self.name):
+            return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     @abstractmethod
     def _with_specials(self, text: str) -> list[int]: ...
@@ -48,6 +50,7 @@ class LibraryTokenizer(LibraryBasedTokenizer):
     """A tokenizer of the `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, *, name: str, eos: str | None = None, pad: str | None = None) -> None:
+        check_tokenizer(tokenizer, name)
         self._tokenizer = tokenizer
         self.name = name
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -65,9 +68,10 @@ class LibraryTokenizer(LibraryBasedTokenizer):
 
     def _encodings(self, texts: list[str]) -> list[Any]:
         # A loader process may be a fork, and the library's threads do not survive a fork.
-        if get_worker_info() is not None:
-            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        with panic_is_an_error(self.name):
+            if get_worker_info() is not None:
+                return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def _with_specials(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -85,6 +89,8 @@ class PretrainedTokenizer(LibraryBasedTokenizer):
     """A tokenizer that only transformers can read: a name on the hub, or a folder without a tokenizer.json."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            check_tokenizer(backend, name)
         self._tokenizer = tokenizer
         self.name = name
         self.vocab_size = max(max(tokenizer.get_vocab().values()) + 1, len(tokenizer))
@@ -93,7 +99,8 @@ class PretrainedTokenizer(LibraryBasedTokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         # verbose=False: its warning about long texts does not apply, since texts are cut to sequences later.
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        with panic_is_an_error(self.name):
+            encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
 
     def _with_specials(self, text: str) -> list[int]:
@@ -131,6 +138,7 @@ def _pieces(text: str) -> list[str]:
 
 def from_json(file: Path, name: str) -> LibraryTokenizer:
     """Load a tokenizer.json. Its end-of-text token is in the tokenizer_config.json of the same folder, or is a well-known one."""
+    check_tokenizer_file(file)
     try:
         tokenizer = import_optional("tokenizers").Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
@@ -138,13 +146,18 @@ def from_json(file: Path, name: str) -> LibraryTokenizer:
     tokenizer.no_truncation()  # a tokenizer.json may contain both
     tokenizer.no_padding()
     config = _config(file.parent)
-    return LibraryTokenizer(tokenizer, name=config.get("name") or name, eos=_token(config, "eos_token"), pad=_token(config, "pad_token"))
+    eos, pad = _token(config, "eos_token"), _token(config, "pad_token")
+    return LibraryTokenizer(tokenizer, name=_token(config, "name") or name, eos=eos, pad=pad)
 
 
 def _config(folder: Path) -> dict[str, Any]:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
-            config = json.loads((folder / name).read_text(encoding="utf-8"))
+            check_tokenizer_file(folder / name)
+            try:
+                config = json.loads((folder / name).read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                raise ShoalError(f"{folder / name} is damaged: {error}") from None
             if isinstance(config, dict) and (name.startswith("special") or config.get("eos_token")):
                 return config
     return {}
@@ -152,12 +165,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _token(config: dict[str, Any], key: str) -> str | None:
     value = config.get(key)
-    return value.get("content") if isinstance(value, dict) else value
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
 
 
 def from_vocabulary_and_merges(folder: Path, name: str) -> LibraryTokenizer:
     """A folder in GPT-2's style: vocab.json and merges.txt, byte-level BPE."""
     library = import_optional("tokenizers")
+    check_tokenizer_folder(folder)
     try:
         model = library.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:

@@ -15,6 +15,7 @@ from shoal.data.text.tokenizers.library import PretrainedTokenizer, from_json, f
 from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest, is_small
+from shoal.untrusted.huggingface import read_tokenizer
 
 OWN = ("bytes", "bpe", "characters")
 _FILES = "tokenizer.json, or vocab.json and merges.txt, or the files that transformers saves"
@@ -57,7 +58,8 @@ def _from_folder(folder: Path) -> Tokenizer:
         return from_vocabulary_and_merges(folder, folder.name)
     try:
         with quiet():
-            return PretrainedTokenizer(import_optional("transformers").AutoTokenizer.from_pretrained(str(folder)), folder.name)
+            import_optional("transformers")
+            return PretrainedTokenizer(read_tokenizer(str(folder)), folder.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ShoalError(f"no tokenizer in {folder}: expected {_FILES}") from error
 
@@ -76,8 +78,8 @@ def _from_hub(name: str, token: str | None) -> Tokenizer:
     online = hub_answers()
     try:
         with quiet():
-            automatic = import_optional("transformers").AutoTokenizer
-            return PretrainedTokenizer(automatic.from_pretrained(name, token=token, local_files_only=not online), name)
+            import_optional("transformers")
+            return PretrainedTokenizer(read_tokenizer(name, token, local_files_only=not online), name)
     except (OSError, ValueError, KeyError) as error:
         near = difflib.get_close_matches(name, OWN, 1)
         guess = f" (did you mean `{near[0]}`?)" if near else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shoal.engines import choose_device
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
 from shoal.runs.rlhf.rewards.interface import Answer, Score
+from shoal.untrusted import huggingface
 
 _AT_ONCE = 8
 _LONGEST = 4096
@@ -55,15 +57,13 @@ def _max_tokens(model: Any, tokenizer: Any) -> int:
 
 
 def _loaded(name: str, token: str | None) -> tuple[Any, Any]:
-    try:
-        import transformers
-    except ImportError:
-        raise ShoalError("the reward `classifier` needs transformers: pip install 'shoal[hf]'") from None
+    if find_spec("transformers") is None:
+        raise ShoalError("the reward `classifier` needs transformers: pip install 'shoal[hf]'")
     check_manifest(Path(name))
     try:
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(name, token=token)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, token=token, truncation_side="left", padding_side="right")
-    except (OSError, ValueError) as error:
+        model: Any = huggingface.read_classifier(name, token)
+        tokenizer = huggingface.read_tokenizer(name, token, truncation_side="left", padding_side="right")
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ShoalError(f"rlhf.reward.model: {name} cannot be loaded as a classifier of sequences: {str(error).splitlines()[0]}") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,0 +1,114 @@
+"""The header of a GGUF file, checked before a library reads the file.
+
+Holds: every count and every length lies within the file, the tensors together need no more bytes than the file has, and the model has no
+more layers, experts or positions than any model has.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from shoal.errors import ShoalError
+from shoal.untrusted.huggingface import check_config
+
+_MOST_ENTRIES = 100_000
+_MOST_ARRAY_ITEMS = 8_000_000
+_LONGEST_KEY = 65_535
+_MOST_DIMENSIONS = 4
+_LEAST_BYTES = 50 / 256
+"""Bytes of a number in the most compact of the formats."""
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+
+
+def check_gguf(file: Path) -> None:
+    """Raises ShoalError where the header of a GGUF file is malformed or claims more than the file has."""
+    try:
+        with file.open("rb") as content:
+            _Header(file, content).check()
+    except OSError as error:
+        raise ShoalError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+class _Header:
+    def __init__(self, file: Path, content: IO[bytes]) -> None:
+        self.file, self.content = file, content
+        self.size = file.stat().st_size
+        self.array_items = 0
+
+    def check(self) -> None:
+        if self._bytes(4) != b"GGUF":
+            self._refuse("it does not begin with GGUF")
+        if (version := self._number("I")) not in _VERSIONS:
+            self._refuse(f"its version is {version}, and versions 2 and 3 are read")
+        tensors, entries = self._count("tensors"), self._count("entries")
+        fields = {}
+        for _ in range(entries):
+            key = self._text(_LONGEST_KEY).decode("utf-8", "replace")
+            fields[key] = self._value(self._number("I"))
+        check_config(fields, str(self.file))
+        if sum(self._elements() for _ in range(tensors)) * _LEAST_BYTES > self.size:
+            self._refuse("its tensors need more bytes than it has")
+
+    def _count(self, what: str) -> int:
+        if (count := self._number("Q")) > _MOST_ENTRIES:
+            self._refuse(f"it claims {count:,} {what}, and at most {_MOST_ENTRIES:,} are allowed")
+        return count
+
+    def _elements(self) -> int:
+        """The numbers of the next tensor."""
+        self._text(_LONGEST_KEY)
+        if (dimensions := self._number("I")) > _MOST_DIMENSIONS:
+            self._refuse(f"a tensor has {dimensions:,} dimensions")
+        count = math.prod(self._number("Q") for _ in range(dimensions))
+        self._bytes(12)  # its format and where it begins, which the library checks
+        return count
+
+    def _value(self, kind: int) -> Any:
+        """A number, or None for a text or an array, which are skipped."""
+        if kind == _STRING:
+            self._skip(self._number("Q"))
+        elif kind == _ARRAY:
+            self._skip_array(self._number("I"), self._number("Q"))
+        elif kind in _FORMATS:
+            return self._number(_FORMATS[kind])
+        else:
+            self._refuse(f"an entry is of type {kind}, which there is not")
+
+    def _skip_array(self, kind: int, count: int) -> None:
+        self.array_items += count
+        if self.array_items > _MOST_ARRAY_ITEMS:
+            self._refuse(f"its lists claim {self.array_items:,} items, and at most {_MOST_ARRAY_ITEMS:,} are allowed")
+        if kind == _STRING:
+            for _ in range(count):
+                self._skip(self._number("Q"))
+        elif kind in _FORMATS:
+            self._skip(count * struct.calcsize(f"<{_FORMATS[kind]}"))
+        else:
+            self._refuse(f"a list has items of type {kind}")
+
+    def _text(self, longest: int) -> bytes:
+        if (length := self._number("Q")) > longest:
+            self._refuse(f"a name has {length:,} bytes")
+        return self._bytes(length)
+
+    def _skip(self, length: int) -> None:
+        if self.content.tell() + length > self.size:
+            self._refuse(f"a part of {length:,} bytes reaches beyond its end")
+        self.content.seek(length, 1)
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self._bytes(struct.calcsize(f"<{form}")))[0]
+
+    def _bytes(self, length: int) -> bytes:
+        content = self.content.read(length)
+        if len(content) != length:
+            self._refuse("it ends within its header")
+        return content
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ShoalError(f"{self.file} is no GGUF file that can be read: {reason}")

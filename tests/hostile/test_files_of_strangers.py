@@ -1,0 +1,216 @@
+"""Files that a stranger made: models that bring code, tokenizers, templates, GGUF files and data that cost more than they may."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config.schema import model as schema
+from shoal.data import load_tokenizer
+from shoal.errors import ShoalError
+from shoal.models.huggingface.pretrained import load
+from shoal.serve.nodes.model_description import meta_model, model_maker
+from shoal.untrusted import huggingface
+from shoal.untrusted.gguf_header import check_gguf
+from tests.support.processes import HANG_S
+
+CODE = "from pathlib import Path\nPath({mark!r}).touch()\n"
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
+
+
+# --- code that comes with a model ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def yes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Somebody, or a pipe, who answers every question on the terminal with yes; the questions."""
+    questions: list[str] = []
+    monkeypatch.setattr(builtins, "input", lambda text="": questions.append(text) or "y")
+    return questions
+
+
+def folder_with_code(folder: Path, kind: str, names: dict[str, Any]) -> Path:
+    """A folder whose configuration names code that leaves a mark when it runs."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": names} | TINY))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": names, "tokenizer_class": "Theirs"}))
+    (folder / "theirs.py").write_text(CODE.format(mark=str(folder / "ran")))
+    return folder
+
+
+EVERYTHING = {"AutoConfig": "theirs.A", "AutoModelForCausalLM": "theirs.B", "AutoTokenizer": ["theirs.C", "theirs.C"]}
+EVERYTHING |= {"AutoModelForSequenceClassification": "theirs.D"}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: load(schema.HuggingFace(pretrained=folder), None),
+        lambda folder: meta_model(Path(folder)),
+        lambda folder: load_tokenizer(folder),
+        lambda folder: huggingface.read_classifier(folder),
+    ],
+    ids=["policy", "server", "tokenizer", "reward"],
+)
+def test_code_in_a_folder_does_not_run_whatever_stdin_says(tmp_path, yes, read):
+    folder = folder_with_code(tmp_path / "theirs", "theirs", EVERYTHING)
+    with pytest.raises(ShoalError, match=r"theirs needs Python code of its own.*plugin"):
+        read(str(folder))
+    assert not (folder / "ran").exists()
+    assert not yes
+
+
+def test_code_that_a_server_names_does_not_run_on_a_node(tmp_path, yes):
+    """A model that this version of transformers has no class of, although it knows the configuration."""
+    folder = folder_with_code(tmp_path / "theirs", "vit", {"AutoModelForCausalLM": "theirs.B"})
+    config = json.dumps({"model_type": "vit", "_name_or_path": str(folder), "auto_map": {"AutoModelForCausalLM": f"{folder}--theirs.B"}})
+    with pytest.raises(ShoalError, match=r"the server's model|needs Python code of its own"):
+        model_maker({"config": config}, lambda name: None)[0]()
+    assert not (folder / "ran").exists()
+    assert not yes
+
+
+@pytest.mark.long
+def test_shoal_serve_refuses_a_folder_with_code_although_yes_is_piped_into_it(tmp_path):
+    folder = folder_with_code(tmp_path / "theirs", "theirs", EVERYTHING)
+    command = [sys.executable, "-m", "shoal", "serve", str(folder), "--port", "0"]
+    done = subprocess.run(command, input="y\n" * 20, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "needs Python code of its own" in done.stderr
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1e\\+09"),
+        ({"num_hidden_layers": 90_000}, "more than .* modules"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+        ({"attn_implementation": "them/kernel"}, "names code on the hub"),
+        ({"text_config": {"num_local_experts": 10**8}}, "num_local_experts"),
+        ({"head_dim": "wide"}, "cannot be made here"),
+    ],
+)
+def test_a_server_cannot_name_a_model_that_exhausts_a_node(monkeypatch, change, reason):
+    monkeypatch.setattr(huggingface, "MOST_MODULES", 1000)
+    with pytest.raises(ShoalError, match=reason):
+        model_maker({"config": json.dumps({"model_type": "llama"} | TINY | change)}, lambda name: None)[0]()
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | TINY))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
+    for read in (lambda: load(schema.HuggingFace(pretrained=str(tmp_path)), None), lambda: huggingface.read_classifier(str(tmp_path))):
+        with pytest.raises((ShoalError, OSError), match="safetensors"):
+            read()
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------------------
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, " ": 2}, "merges": []}
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+def tokenizer_file(folder: Path, **parts: Any) -> Path:
+    empty = dict.fromkeys(["truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"])
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": BPE} | empty | parts))
+    return file
+
+
+def split_at(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 40}}, "its normalizer can make a text"),
+        ({"decoder": {"type": "Sequence", "decoders": [DOUBLING] * 40}}, "its decoder can make a text"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 100_000}}, "its normalizer can make a text"),
+        ({"model": BPE | {"vocab": {"a": 2**32 - 1}}}, "its highest id is 4,294,967,295"),
+        ({"model": BPE | {"vocab": {"a": 0, "b" * 20_000: 1}}}, "a token has 20,000 letters"),
+        (
+            {"model": {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "", "vocab": {"a": 0}}
+             | {"max_input_chars_per_word": 10**9}},
+            "max_input_chars_per_word",
+        ),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_grows_without_bound_is_refused(tmp_path, parts, reason):
+    file = tokenizer_file(tmp_path, **parts)
+    for place in (file, tmp_path):
+        with pytest.raises(ShoalError, match=reason):
+            load_tokenizer(str(place))
+
+
+def test_a_tokenizer_file_of_any_size_is_not_read(tmp_path):
+    file = tokenizer_file(tmp_path)
+    with file.open("ab") as content:
+        content.truncate(300 << 20)  # it takes no room on the disk
+    with pytest.raises(ShoalError, match="may have 268,435,456"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_text_that_the_tokenizers_library_gives_up_on_is_an_error_and_no_crash(tmp_path):
+    tokenizer = load_tokenizer(str(tokenizer_file(tmp_path, pre_tokenizer=split_at("(a+)+b"))))
+    with pytest.raises(ShoalError, match="gives up on this text"):
+        tokenizer.encode("a" * 200)
+
+
+def test_a_damaged_tokenizer_configuration_is_named(tmp_path):
+    tokenizer_file(tmp_path)
+    for content in ("[" * 100_000, "{", '{"eos_token": ' + "9" * 5000 + "}"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ShoalError, match=r"tokenizer_config\.json is damaged"):
+            load_tokenizer(str(tmp_path))
+
+
+# --- GGUF ---------------------------------------------------------------------------------------------------------------
+
+
+def text(content: str) -> bytes:
+    return struct.pack("<Q", len(content)) + content.encode()
+
+
+def gguf(entries: int = 0, tensors: int = 0, body: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + body
+
+
+HONEST = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"GGML", "does not begin with GGUF"),
+        (b"GGUF\x03", "ends within its header"),
+        (gguf(entries=2**60), "claims 1,152,921,504,606,846,976 entries"),
+        (gguf(tensors=2**60), "claims 1,152,921,504,606,846,976 tensors"),
+        (gguf(1, body=struct.pack("<Q", 2**62)), "a name has"),
+        (gguf(1, body=text("a") + struct.pack("<IQ", 8, 2**62)), "reaches beyond its end"),
+        (gguf(1, body=text("a") + struct.pack("<IIQ", 9, 4, 2**50)), "lists claim"),
+        (gguf(1, body=text("a") + struct.pack("<IIQ", 9, 9, 1)), "items of type 9"),
+        (gguf(1, body=text("a") + struct.pack("<I", 77)), "type 77"),
+        (gguf(1, body=text("llama.block_count") + struct.pack("<IQ", 10, 2**40)), "block_count"),
+        (gguf(0, 1, text("t") + struct.pack("<IQQIQ", 2, 2**40, 2**20, 0, 0)), "need more bytes than it has"),
+        (gguf(0, 9, (text("t") + struct.pack("<IQIQ", 1, 1000, 0, 0)) * 9), "need more bytes than it has"),
+    ],
+)
+def test_a_gguf_file_that_claims_more_than_it_has_is_refused(tmp_path, content, reason):
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(ShoalError, match=f"model.gguf.*{reason}"):
+        check_gguf(tmp_path / "model.gguf")
+
+
+def test_an_honest_gguf_header_is_accepted(tmp_path):
+    tensor = text("t") + struct.pack("<IQIQ", 1, 32, 0, 0)
+    (tmp_path / "model.gguf").write_bytes(gguf(1, 1, HONEST + tensor) + bytes(256))
+    check_gguf(tmp_path / "model.gguf")
