@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import main
-from shoal.config import missing_packages as refusals
+from shoal.config import missing_parts as refusals
 from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.presets import names
 from shoal.config.schema import Run
@@ -118,3 +118,40 @@ def test_a_missing_package_is_a_warning_of_the_check_and_a_refusal_of_the_run(
 def test_every_engine_that_can_be_chosen_is_built() -> None:
     assert set(Engine.kinds) >= {"single", "ddp", "fsdp", "deepspeed", "pipeline", "collectives"}
     assert all(callable(kind.builder()) for kind in Engine.kinds.values())
+
+
+def test_the_check_says_what_a_file_alone_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`shoal train` refuses the same file in the same words, and nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    Path("lan.yaml").write_text("controller: {port: 8000}\ntasks: [{id: a}]\n")
+    for file in ("smolcluster/cluster_config_mp", "lan.yaml"):
+        assert main(["config", "check", file]) == 0
+        assert "warning[missing-model]: no model is given" in capsys.readouterr().err
+        assert main(["train", file]) == 2
+        assert "error[missing-model]: no model is given" in capsys.readouterr().err
+    assert main(["config", "check", "smolcluster/cluster_config_mp", "smolcluster/gpt_config"]) == 0
+    assert "missing-model" not in capsys.readouterr().err
+
+
+def test_the_check_gives_the_command_for_workers_and_names_missing_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "check", "classroom/small-class", "--set", "data.source.path=faces", "--set", "data.source.download=null"]) == 0
+    said = capsys.readouterr().err
+    assert "`shoal train FILE --workers N` starts N workers here" in said
+    assert "warning[missing-data]: there is nothing at faces on this machine" in said
+    Path("faces").mkdir()
+    assert main(["config", "check", "classroom/small-class", "--set", "data.source.path=faces", "--workers", "2"]) == 2, "no such option"
+
+
+def test_a_pipeline_reads_its_data_before_other_machines_are_asked_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["--set", "data.source.kind=wikitext", "--set", "data.source.path=nowhere", "--set", "transport.port=0"]
+    assert main(["coordinate", "smolcluster/cluster_config_mp", "smolcluster/gpt_config", *asked]) == 2
+    assert "there are no WikiText files in nowhere" in (said := capsys.readouterr().err) or "nowhere" in said
+    assert "shoal join" not in said

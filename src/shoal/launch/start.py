@@ -243,9 +243,14 @@ def _worker_names(plan: StartPlan, ready: ReadyCoordinator) -> list[str]:
 
 
 def pipeline_host(plan: StartPlan, arguments: Sequence[str], tell: Callable[[str], None]) -> PipelineHost:
-    """The coordinator of a pipeline over machines. `arguments`: those of `shoal train` for the first stage."""
+    """The coordinator of a pipeline over machines. `arguments`: those of `shoal train` for the first stage.
+
+    The data is read before other machines are asked to join: if it is missing, they need not wait for the error.
+    """
+    from shoal import data
     from shoal.launch.pipeline_rendezvous import PipelineHost
 
+    data.load(plan.run)
     hosts = plan.options.hosts or address_of_first(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",)
     return PipelineHost(plan.run, hosts, arguments, tell)
 

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.config.load import LoadedConfig, Override
-from shoal.config.missing_packages import package_problems
+from shoal.config.missing_parts import missing_parts
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place
 from shoal.config.schema.cluster import Postgres
@@ -132,7 +132,7 @@ def _default_workers(run: Run, options: StartOptions) -> int:
 
 def _checked(loaded: LoadedConfig) -> LoadedConfig:
     """The same configuration. Raises ConfigError with everything that is wrong with it."""
-    problems = loaded.problems if not loaded.ok else package_problems(loaded)
+    problems = loaded.problems if not loaded.ok else missing_parts(loaded)
     if problems:
         raise ConfigError(problems)
     return loaded

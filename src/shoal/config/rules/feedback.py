@@ -168,3 +168,28 @@ def penalties_in_use(settings: Settings, task: Task | None, penalties: Any) -> N
     elif given and task is not None and task.needs != "tokens":
         message = f"penalties have no effect: the task {task.kind} has a loss of its own"
         settings.report("no-effect", message, f"training.penalties.{given[0]}", "task.kind", severity="warning")
+
+
+@rule("task", "rlhf", "model.kind", "engine.kind")
+def values_have_a_place(settings: Settings, task: Task | None, rlhf: Rlhf | None, model: str, engine: str) -> None:
+    """The value function of ppo is a row on the policy, or a network of its own."""
+    if rlhf is None or task is None or task.needs != "prompts" or rlhf.algorithm != "ppo":
+        return
+    if rlhf.value == "head" and model == "huggingface":
+        message = "a value head is a row on the policy, and models of kind huggingface take none"
+        settings.report("model", message, "rlhf.value", "model.kind", help="set rlhf.value to network")
+    elif rlhf.value == "head" and engine == "deepspeed" and settings.get("engine.zero_stage") == 3:
+        message = "ZeRO-3 gathers a network for its output, which has no value beside it"
+        settings.report("engine", message, "rlhf.value", "engine.zero_stage", help="set rlhf.value to network")
+    elif rlhf.value == "network" and engine == "deepspeed" and settings.get("engine.nvme_offload"):
+        message = "one network can be on the disk, and the value network is a second"
+        settings.report("engine", message, "engine.nvme_offload", "rlhf.value", help="set rlhf.algorithm to rloo or grpo")
+
+
+@rule("strategy.kind", "model.experts.router")
+def answers_bring_no_statistics(settings: Settings, strategy: str, router: str) -> None:
+    if Strategy.kinds[strategy].gives_answers and router == "sigmoid-bias":
+        message = f"the router {router} keeps the loads of its experts, and answers do not contain them (strategy {strategy})"
+        settings.report(
+            "strategy", message, "model.experts.router", "strategy.kind", help="choose another router, or set strategy.kind to local"
+        )

@@ -1,8 +1,6 @@
-"""Rules for models and their data."""
+"""Rules for models."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import rule
@@ -114,26 +112,6 @@ def what_is_found_is_read(settings: Settings, retrieves: bool, chunk: int, lengt
         message = f"what is found for a chunk is read by those after it, and a sequence of {length} tokens has one chunk of {chunk}"
         paths = ("model.retrieval.chunk_size", "data.sequence_length", "model.retrieval.enabled")
         settings.report("retrieval", message, *paths, help=f"set `{settings.spelling(paths[0])}` lower")
-
-
-@rule("data.source.parts", "data.mixing.enabled")
-def mixture_can_be_drawn_from(settings: Settings, parts: tuple[Any, ...], mixing: bool) -> None:
-    weighted = [part for part in parts if part.weight is not None]
-    if not parts:
-        settings.report("mixture", "a mixture needs at least one part", "data.source.parts")
-    elif weighted and not mixing:
-        message = "the parts have weights, and data.mixing is off: they would come one after the other"
-        settings.report("mixture", message, "data.source.parts", "data.mixing.enabled", help="set data.mixing.enabled to true")
-    elif weighted and len(weighted) < len(parts):
-        settings.report("mixture", "some parts have a weight and some have none", "data.source.parts", help="give all of them one, or none")
-
-
-@rule("data.source.context_field", "model.kind")
-def contexts_are_attended_to(settings: Settings, field: str | None, model: str) -> None:
-    if field is not None and not (model == "moe" and settings.get("model.cross_attention.enabled")):
-        paths = ("data.source.context_field", "model.cross_attention.enabled", "model.kind")
-        help = "set model.cross_attention.enabled, or leave it out"
-        settings.report("model", "a text beside the input is read by cross-attention, and there is none", *paths, help=help)
 
 
 @rule("model.from_scratch", "model.weights")

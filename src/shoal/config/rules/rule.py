@@ -22,6 +22,8 @@ class Rule(NamedTuple):
 
 RULES: list[Rule] = []
 CUT_INTO_STAGES = ("gpt", "moe", "huggingface")
+WITHOUT_BLOCKS = ("lstm", "mlp", "dcgan")
+"""Models that have no blocks of a transformer."""
 SHARDING = ("fsdp", "deepspeed")
 """Engines that shard matrices over processes."""
 
@@ -53,3 +55,8 @@ def changed(settings: Settings, path: str) -> bool:
         return settings.given(path) and settings.get(path) != default_at(tuple(path.split(".")), settings.kinds)
     except UnavailableError:
         return False
+
+
+def names_a_model(settings: Settings) -> bool:
+    """Whether a file or an option says which model is trained. A file that does not may be completed by one that does."""
+    return any(path[0] == "model" and settings.given(".".join(path)) for path in settings.history)

