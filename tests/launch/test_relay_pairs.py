@@ -42,9 +42,10 @@ def test_rounds_of_syncps_go_up_to_a_run_that_applies_each_update_when_it_comes(
     upper = threading.Thread(target=lambda: ended.update(above=above.loop.train()))
     upper.start()
     joined = JoinedWorker(JoinOptions(*above.invitation, name="left", patience_s=HANG_S), lambda text: None)
-    below = settings_of(joined.welcome.header, overrides(BELOW))
+    below = settings_of(joined.welcome.header, overrides(BELOW), joined.options.permissions)
     relay = prepare(below, run_dir=str(tmp_path / "left"), resume=False, reporters=[], workers=2, above=joined)
-    workers = WorkerThreads(tmp_path / "left" / "workers", relay.invitation, ["ada", "ben"], NO_LIVE_OBJECTS, lambda text: None)
+    folder = tmp_path / "left" / "workers"
+    workers = WorkerThreads(relay.loop.run, folder, relay.invitation, ["ada", "ben"], NO_LIVE_OBJECTS, lambda text: None)
     workers.start()
     ended["left"] = relay.loop.train()
     upper.join(HANG_S)

@@ -62,7 +62,7 @@ def coordinated(folder: Path, preset: str, workers: int, **settings: str) -> tup
 
 
 def staff(made: Any, folder: Path, names: list[str]) -> WorkerThreads:
-    threads = WorkerThreads(folder / "run" / "workers", made.invitation, names, NO_LIVE_OBJECTS, lambda text: None)
+    threads = WorkerThreads(made.loop.run, folder / "run" / "workers", made.invitation, names, NO_LIVE_OBJECTS, lambda text: None)
     threads.start()
     return threads
 

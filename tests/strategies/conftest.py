@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.config.load import parse_override
+from shoal.config.received import permissions_for
 from shoal.config.schema.cluster import InProcess
 from shoal.runs.connections import JoinOptions
 from shoal.runs.coordinator_run import CoordinatorLoop
@@ -75,7 +76,8 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
             try:
                 name, place = f"w{number}", folder / "workers"
                 overrides = [parse_override(text) for text in own.get(number, ())]
-                way = JoinOptions(*invitation, name=name, receipts=place / f"{name}.jsonl", state=place / name, overrides=overrides)
+                kept = {"receipts": place / f"{name}.jsonl", "state": place / name}
+                way = JoinOptions(*invitation, name=name, **kept, overrides=overrides, permissions=permissions_for(loop.run))
                 worker = JoinedWorker(way, lambda text: None)
                 worker.prepare()
                 joined.append(worker)

@@ -27,6 +27,7 @@ from shoal.cli.output import download, print_log
 from shoal.config.environment import database_password, join_token
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.config.ranks import rank_place
+from shoal.config.received import Permissions
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Invitation
@@ -69,6 +70,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
+    add_data_option(parser)
     parser.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
     parser.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
     parser.add_argument(
@@ -86,6 +88,11 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--node", action="store_true", help="hold layers of a model of `shoal serve` instead of training")
     parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def add_data_option(parser: argparse.ArgumentParser) -> None:
+    what = "allow the run to read this file or folder; hub:NAME: to read NAME on the hub with your own token (repeatable)"
+    parser.add_argument("--data", action="append", default=[], metavar="PATH", help=what)
 
 
 def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -132,10 +139,10 @@ def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _join_pipeline(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Train a pipeline stage."""
-    from shoal.launch.pipeline_rendezvous import PipelineMember
+    from shoal.launch.pipeline_rendezvous import OwnSettings, PipelineMember
 
-    overrides = [parse_override(text) for text in arguments.settings]
-    machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
+    own = OwnSettings([parse_override(text) for text in arguments.settings], Permissions.of(arguments.data), arguments.factory)
+    machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", own, arguments.patience)
     stops.append(machine.stop)
     return machine.work(print_log)
 
@@ -202,6 +209,7 @@ def _options_of(arguments: argparse.Namespace, invitation: Invitation) -> JoinOp
         *invitation,
         name=arguments.name,
         overrides=[parse_override(text) for text in arguments.settings],
+        permissions=Permissions.of(arguments.data),
         receipts=Path(arguments.receipts) if arguments.receipts else None,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,

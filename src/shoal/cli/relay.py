@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.join import check_trust, typed
+from shoal.cli.join import add_data_option, check_trust, typed
 from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import print_log
 from shoal.config.load import Override, parse_override
+from shoal.config.received import Permissions
 from shoal.errors import ShoalError
 from shoal.transports.database_address import is_address
 
@@ -26,12 +27,8 @@ _OWN_SETTINGS = ("strategy", "data.source", "data.loader", "transport", "output_
 """Settings that a relay may change."""
 _NOT_FROM_ABOVE = {
     "transport.port": "0",
-    "transport.host": "null",
     "evaluation.batches": "0",
     "checkpoint.resume_from": "null",
-    "coordinator.state_path": "null",
-    "coordinator.checkpoint_path": "null",
-    "coordinator.trains": "false",
 }
 """Settings of the coordinator above that do not apply to a relay, and the relay's values."""
 
@@ -44,7 +41,8 @@ def run(argv: list[str]) -> int:
     from shoal.runs.connections import JoinOptions
     from shoal.runs.worker_run import JoinedWorker
 
-    options = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
+    permissions = Permissions.of(arguments.data)
+    options = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience, permissions=permissions)
     joined = JoinedWorker(options, print_log)
     try:
         check_trust(joined, arguments.factory)
@@ -70,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
+    add_data_option(parser)
     parser.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the coordinator above")
     parser.add_argument("--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="allow the run to call this function")
     return parser
@@ -85,7 +84,7 @@ def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str])
     given = {"cluster.num_workers": str(arguments.expect)} | _NOT_FROM_ABOVE
     own = [*(Override(path, value, "shoal relay") for path, value in given.items()), *_settings(arguments.settings)]
     asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), above=joined)
-    return carry_out(plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more]), asked), argv)
+    return carry_out(plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more], joined.options.permissions), asked), argv)
 
 
 def _settings(texts: list[str]) -> list[Override]:

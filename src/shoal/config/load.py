@@ -16,7 +16,7 @@ from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.ranks import process_count
 from shoal.config.schema import Run
 from shoal.config.source_span import SourceText, Span
-from shoal.config.text import YamlEntry, YamlNode, interpolate, parse_value, python_node, read
+from shoal.config.text import MAX_BYTES, YamlEntry, YamlNode, interpolate, parse, parse_value, python_node, read, unescape
 
 VARIABLES = {
     "DB_PASSWORD": "transport[postgres].password",
@@ -26,6 +26,8 @@ VARIABLES = {
     "LOG_LEVEL": "log_level",
     "LOG_FORMAT": "log_format",
 }
+LOG_VARIABLES = ("LOG_LEVEL", "LOG_FORMAT")
+"""Variables that say what this machine prints, whatever run it takes part in."""
 DEFAULT_FILE = "config.yaml"
 
 
@@ -66,6 +68,10 @@ class LoadedConfig:
             raise ConfigError(self.problems)
         return self._run
 
+    def replace_run(self, run: Run) -> None:
+        """Take another run, within this machine's limits, in place of the one that the settings describe."""
+        self._run = run
+
 
 class _ParsedFile(NamedTuple):
     root: YamlNode
@@ -101,6 +107,15 @@ def resolve(
     return _Loader(os.environ if environ is None else environ, dialect, resolved=resolved).load(files, list(overrides))
 
 
+def resolve_received(text: str, overrides: Iterable[Override] = (), *, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """The settings that another machine sent as native text, with this machine's own `overrides` on top.
+
+    Holds: nothing of this machine's environment gets into a value of the text. Variables set only what this machine prints.
+    """
+    loader = _Loader(os.environ if environ is None else environ, NATIVE, resolved=True, variables=LOG_VARIABLES)
+    return loader.load_text(text, list(overrides))
+
+
 def resolve_data(
     data: Mapping[str, Any],
     *,
@@ -117,8 +132,11 @@ def resolve_data(
 
 
 class _Loader:
-    def __init__(self, environ: Mapping[str, str], dialect: str | None, *, resolved: bool = False) -> None:
-        self.environ = environ
+    def __init__(
+        self, environ: Mapping[str, str], dialect: str | None, *, resolved: bool = False, variables: Iterable[str] = VARIABLES
+    ) -> None:
+        """`variables`: those that are read as settings."""
+        self.environ, self.variables = environ, tuple(variables)
         self.dialect = dialect
         self.resolved = resolved
         self.problems: list[Problem] = []
@@ -131,6 +149,17 @@ class _Loader:
         roots = [self.read(file, order) for order, file in enumerate(files)]
         expanded = [interpolate(root, self.environ, self.report) for root in roots if root]
         return self.finish(self.in_dialects(expanded), overrides)
+
+    def load_text(self, text: str, overrides: list[Override]) -> LoadedConfig:
+        """The settings of a text that another machine wrote, in which no variable is expanded."""
+        source = SourceText("the coordinator's settings", layer="coordinator")
+        if len(text.encode()) > MAX_BYTES:
+            message = f"the coordinator's settings are larger than {MAX_BYTES >> 20} MiB, which no configuration is"
+            self.report(Problem("too-large", message, (Label(source.whole()),)))
+            return self.finish([], overrides)
+        source.lines = text.split("\n")
+        root = parse(text, source, self.report)
+        return self.finish(self.in_dialects([unescape(root)] if root else []), overrides)
 
     def read(self, file: ConfigFile, order: int) -> YamlNode | None:
         preset = None if os.path.exists(file.path) else find_preset(file.path)
@@ -200,8 +229,8 @@ class _Loader:
 
     def from_environment(self) -> list[Assignment]:
         assignments = []
-        for name, target in VARIABLES.items():
-            text = self.environ.get(name)
+        for name in self.variables:
+            text, target = self.environ.get(name), VARIABLES[name]
             if text:
                 shown = "********" if name in ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY") else text
                 source = SourceText(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000)

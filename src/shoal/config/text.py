@@ -232,6 +232,15 @@ def interpolate(node: YamlNode, environ: Mapping[str, str], report: Report) -> Y
     return node.replaced(resolve(expanded) if node.plain and (whole or "$" not in expanded) else expanded)
 
 
+def unescape(node: YamlNode) -> YamlNode:
+    """The node with a plain `${` for every `$${`, and nothing else replaced: for settings that another machine has interpolated."""
+    if isinstance(node.value, dict):
+        return node.replaced({key: YamlEntry(entry.key, unescape(entry.value)) for key, entry in node.value.items()})
+    if isinstance(node.value, list):
+        return node.replaced([unescape(item) for item in node.value])
+    return node.replaced(node.value.replace("$${", "${")) if isinstance(node.value, str) and "$${" in node.value else node
+
+
 class _StopError(Exception):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from shoal.config import Run
+from shoal.config.received import arguments_for
 from shoal.errors import ShoalError
 from shoal.transports.keys import key_text, new_keys, new_token
 
@@ -38,7 +39,7 @@ def slurm(run: Run, name: str, folder: Path, config: Path, workers: int) -> Batc
     if gpus := _gpus(run):
         options.append(f"--gpus-per-node={gpus}")
     head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*options, *settings.options))]
-    body = _alone_on_slurm(run, workers) if run.alone else _together_on_slurm(workers)
+    body = _alone_on_slurm(run, workers) if run.alone else _together_on_slurm(run, workers)
     text = "\n".join([*head, "", "set -euo pipefail", *settings.setup, *_goes_on(folder, config), *body]) + "\n"
     path = folder / "job.sbatch"
     return BatchScript(path, text, f"sbatch {shlex.quote(str(path))}", f"scancel --name={name}")
@@ -66,7 +67,7 @@ def _alone_on_slurm(run: Run, nodes: int) -> list[str]:
     ]
 
 
-def _together_on_slurm(workers: int) -> list[str]:
+def _together_on_slurm(run: Run, workers: int) -> list[str]:
     return [
         "# The coordinator is on the first node. The token goes to workers through their environment, never on a command line.",
         'shoal coordinate $begin --run-dir "$run" --workers 0 &',
@@ -76,11 +77,18 @@ def _together_on_slurm(workers: int) -> list[str]:
         "done",
         'export SHOAL_TOKEN=$(printf %s "$line" | sed "s/.*--token \\([^ ]*\\).*/\\1/")',
         'join=$(printf %s "$line" | sed "s/ --token [^ ]*//")',
+        *(f'join="$join "{shlex.quote(words)}' for words in _allowances(run)),
         "# A worker that dies is started again by its own node until the run is over.",
         "srun --kill-on-bad-exit=0 --overlap bash -c 'for try in 1 2 3 4 5 6 7 8 9; do '\"$join\"' && exit 0; [ $? -eq 2 ] && exit 2;"
         " sleep 5; done; exit 1' &",
         'wait "$coordinator"',
     ]
+
+
+def _allowances(run: Run) -> list[str]:
+    """Options with which the workers may read what the configuration names, as words of a shell."""
+    words = arguments_for(run)
+    return [shlex.join(words)] if words else []
 
 
 # --- Kubernetes ------------------------------------------------------------------------------------------
@@ -134,7 +142,8 @@ def _coordinator(run: Run, name: str, port: int) -> dict[str, Any]:
 
 def _workers(run: Run, name: str, address: str, key: str, workers: int) -> dict[str, Any]:
     """A job with an index, so that each pod is the same worker again after it was moved."""
-    command = f"exec shoal join {address} --key {shlex.quote(key)} --name worker-$JOB_COMPLETION_INDEX"
+    allowed = "".join(f" {words}" for words in _allowances(run))
+    command = f"exec shoal join {address} --key {shlex.quote(key)} --name worker-$JOB_COMPLETION_INDEX{allowed}"
     container: dict[str, Any] = {
         "name": "worker",
         "image": run.launch.kubernetes.image,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.config import Run
+from shoal.config.environment import usable_cores
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file
@@ -32,8 +33,6 @@ _PAUSE_S, _LASTED_S = 1.0, 10.0
 
 def fair_threads(workers: int) -> int:
     """Threads for each of `workers` workers. The coordinator beside them has one, since it mostly waits."""
-    from shoal.updates.parallel_blocks import usable_cores
-
     return max(1, usable_cores() // max(1, workers))
 
 

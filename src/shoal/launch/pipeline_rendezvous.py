@@ -22,6 +22,7 @@ from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.plugins import needed_by
 from shoal.config.ranks import RankPlace, rank_environment
+from shoal.config.received import Permissions, Redactor
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
@@ -294,11 +295,20 @@ def _speaking_at(address: str) -> dict[str, str]:
 # --- a machine that joins ------------------------------------------------------------------------------------
 
 
+class OwnSettings(NamedTuple):
+    """What the user of a machine that joins has set and allowed."""
+
+    overrides: Sequence[Override] = ()
+    permissions: Permissions = Permissions()
+    functions: Sequence[str] = ()
+    """Functions that the run may call here."""
+
+
 class PipelineMember:
     """A machine that joins: asks for a rank, and runs its stage in a process."""
 
-    def __init__(self, invitation: Invitation, name: str, overrides: Sequence[Override], trusted: Sequence[str], patience_s: float) -> None:
-        self.invitation, self.name, self.overrides, self.trusted = invitation, name[:LONGEST_NAME], overrides, trusted
+    def __init__(self, invitation: Invitation, name: str, own: OwnSettings, patience_s: float) -> None:
+        self.invitation, self.name, self.own = invitation, name[:LONGEST_NAME], own
         self.line = TransportConnection(invitation.address, invitation.token, invitation.key)
         self.instance, self.patience_s = secrets.token_hex(8), patience_s
         self.last = 0
@@ -357,27 +367,27 @@ class PipelineMember:
         """Have a process be the stage, and wait for its end; its exit code. Raises ShoalError where it could not do its part."""
         self.last = int(place["start"])
         try:
-            refuse_unknown_functions(configuration(dict(place), self.overrides), self.trusted)
+            run = configuration(dict(place), self.own.overrides, self.own.permissions)
+            refuse_unknown_functions(run, self.own.functions)
             tell(f"this machine is stage {place['stage'] + 1} of {place['size']}")
             with tempfile.TemporaryDirectory(prefix="shoal-stage-") as folder:
+                (Path(folder) / "config.yaml").write_text(settings_text(run), encoding="utf-8")
                 code, said = self._run(Path(folder), place)
             if code == 2:
                 raise ShoalError(said)
         except ShoalError as problem:
-            self._call(FAILED, reason=str(problem))
+            self._call(FAILED, reason=Redactor(str(place["config"]))(str(problem)))
             raise
         return code
 
     def _run(self, folder: Path, place: Mapping[str, Any]) -> tuple[int, str]:
-        (folder / "config.yaml").write_text(place["config"], encoding="utf-8")
-        settings = [word for one in self.overrides for word in ("--set", f"{one.path}={one.value}")]
         host = parse(self.invitation.address).host
         group = f"{place['group']}-{place['start']}"
         where = {"address": host, "port": place["port"], "group": group}
         here = RankPlace(place["rank"], place["size"], 0, 1, **where, apart=True, stage=place["stage"])
         environ = dict(os.environ) | rank_environment(here) | _speaking_at(host)
         with open_file(folder / "log", "wb", private=True) as log:
-            command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder), *settings]
+            command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder)]
             self.process = forkserver.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)
             code = self.process.wait()
             self.process.stdin.close()

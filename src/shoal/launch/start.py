@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.config.derived_values import USER_KINDS
 from shoal.config.dialects import in_words_of
+from shoal.config.received import arguments_for
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
@@ -196,7 +197,7 @@ class _Coordination(NamedTuple):
         processes = EngineProcesses.of(loop.run, "join", loop.message, max(1, len(self.workers)))
         invitation = self.ready.invitation._asdict() | ({"crew": processes} if processes is not None else {})
         trusted, environ = factory_arguments(loop.run)
-        workers = {name: [*arguments, *trusted] for name, arguments in self.workers.items()}
+        workers = {name: [*arguments, *trusted, *arguments_for(loop.run)] for name, arguments in self.workers.items()}
         if not (plan.options.up and plan.run.launch.elsewhere):
             return LocalWorkers(folder, invitation, workers, gpus_for(loop.run), environ=environ)
         if loop.run.launch.kind == "ray":
@@ -215,7 +216,7 @@ class _Coordination(NamedTuple):
             raise ShoalError(f"transport.kind in-process: workers are threads of this process, and the engine {kind} is several")
         if any(self.workers.values()):
             raise ShoalError("transport.kind in-process: --netem and --slowdown are for workers that are processes of their own")
-        return WorkerThreads(folder, self.ready.invitation, list(self.workers), self.live, self.ready.loop.message)
+        return WorkerThreads(self.ready.loop.run, folder, self.ready.invitation, list(self.workers), self.live, self.ready.loop.message)
 
 
 @contextmanager

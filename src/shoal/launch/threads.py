@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shoal.config import Run
+from shoal.config.received import permissions_for
 from shoal.errors import ShoalError
 from shoal.files import make_folder
 from shoal.runs.connections import JoinOptions
@@ -50,11 +52,21 @@ class WorkerThread:
 class WorkerThreads:
     """The workers of a run in this process."""
 
-    def __init__(self, folder: Path, invitation: Invitation, names: Sequence[str], live: LiveObjects, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, folder: Path, invitation: Invitation, names: Sequence[str], live: LiveObjects, tell: Callable[[str], None]
+    ) -> None:
+        own = permissions_for(run)
         make_folder(folder)
         self.workers = [
             WorkerThread(
-                JoinOptions(*invitation, name=name, receipts=folder / f"{name}.jsonl", state=folder / name, patience_s=_PATIENCE_S),
+                JoinOptions(
+                    *invitation,
+                    name=name,
+                    receipts=folder / f"{name}.jsonl",
+                    state=folder / name,
+                    patience_s=_PATIENCE_S,
+                    permissions=own,
+                ),
                 live.copied(),
                 tell,
             )

@@ -22,6 +22,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.config.ranks import RankPlace, rank_environment, without_rank_variables
+from shoal.config.received import arguments_for
 from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Rendezvous
 from shoal.errors import ShoalError
@@ -196,4 +197,5 @@ class TorchrunGroup:
             environ = without_rank_variables(environ)
             gpus = gpus[self.here.local_rank % len(gpus) :][:1] if gpus else []
         log = f"{self.name}-{self.rank}" if several else self.name
-        return LocalWorkers(folder / "workers", invited, {self.name: trusted}, gpus, environ=environ, again=not several, log=log)
+        arguments = [*trusted, *arguments_for(self.run)]
+        return LocalWorkers(folder / "workers", invited, {self.name: arguments}, gpus, environ=environ, again=not several, log=log)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shoal import strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
+from shoal.config.received import Permissions
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.files import make_folder, read_file, write_file
@@ -76,6 +77,8 @@ class JoinOptions(NamedTuple):
     receipts: Path | None = None
     slowdown: float = 1.0
     patience_s: float = 600.0
+    permissions: Permissions = Permissions()
+    """What the coordinator may name on this machine."""
     state: Path | None = None
     """Folder for the worker's checkpoints and key; None: no checkpoints, and the key is saved in the user's state folder."""
 
@@ -306,19 +309,19 @@ def connect_worker(options: JoinOptions, tell: Callable[[str], None]) -> tuple[W
 
         # The worker's own database role, which is created where the address names the class's role
         address = own_access(parse(address), options.name, options.folder, options.patience_s, tell).address
-        if (board := _board(address, options.patience_s, tell)) is not None:
+        if (board := _board(address, options, tell)) is not None:
             return board, board
     return TransportConnection(address, options.token, options.key), TransportConnection(address, options.token, options.key)
 
 
-def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> DatabaseConnection | None:
+def _board(address: str, options: JoinOptions, tell: Callable[[str], None]) -> DatabaseConnection | None:
     """A connection to the database's leases; None where its run leases no units."""
     from shoal.transports.postgres import LeaseClient  # imported here: only databases need the driver
 
-    desk = LeaseClient(address, poll_interval_s=1.0, patience_s=patience_s, warn=tell)
+    desk = LeaseClient(address, poll_interval_s=1.0, patience_s=options.patience_s, warn=tell)
     try:
-        welcome = desk.read_run(wait_s=patience_s)
-        run = configuration(welcome.header, ())
+        welcome = desk.read_run(wait_s=options.patience_s)
+        run = configuration(welcome.header, options.overrides, options.permissions)
         feed = strategies.policies_for(run, welcome.header["shards"]).feed
         if feed.leased:
             assert isinstance(run.transport, Postgres)

@@ -21,7 +21,7 @@ from shoal.runs.folder.file_store import FileStore
 from shoal.runs.folder.resume_rules import forbidden_changes, format_changes, settings_of
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import CoordinatorSecrets, GuestList, Invitation, listen
-from shoal.runs.welcome import configuration, unpack
+from shoal.runs.welcome import stored_configuration, unpack
 from shoal.transports import Message, Server
 from shoal.transports.database_address import access_of
 
@@ -97,7 +97,7 @@ class DatabaseStorage:
             self.expected = stored.header["shards"]
 
     def _go_on(self, stored: Message, run_dir: str | None, warn: Warn) -> RunDirectory:
-        if different := forbidden_changes(settings_of(configuration(stored.header, ())), settings_of(self.run)):
+        if different := forbidden_changes(settings_of(stored_configuration(stored.header)), settings_of(self.run)):
             raise ShoalError(
                 "the database holds a run with other settings: go on with its own configuration, or `shoal db reset` first. "
                 f"These differ:{format_changes(different)}"

@@ -4,7 +4,6 @@ it, or reports why it cannot."""
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -12,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Run, plugins
-from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
+from shoal.config.environment import hub_token
+from shoal.config.fields import Secret
+from shoal.config.load import LoadedConfig, Override, resolve_received
 from shoal.config.problems import ConfigError
+from shoal.config.received import Permissions, hub_names, read_received
 from shoal.data import fingerprint
 from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, choose_device, cuda_graph
@@ -31,14 +33,14 @@ _PLAIN_NAME = re.compile(r"[\w.-]+")
 def parts_for(
     welcome: Message,
     overrides: Sequence[Override],
+    permissions: Permissions,
     rendezvous: Rendezvous | None,
     progress: Progress | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> RunParts:
     """The parts of the run on this machine. Raises ShoalError where they differ from the coordinator's."""
     header, frames = welcome
-    fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
-    run = configuration(header, [*overrides, *fetched])
+    run = configuration(header, overrides, permissions)
     here = rendezvous.here if rendezvous is not None else None
     device = choose_device(run.training.device, here.local_rank if here else 0)
     fp8.check(run.training, device)
@@ -57,27 +59,41 @@ def parts_for(
     return parts
 
 
-def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
-    """The settings that the coordinator sent, with this worker's overrides. Raises ShoalError."""
-    text = header["config"]
-    if hashlib.sha256(text.encode()).hexdigest() != header["digest"]:
-        raise ShoalError("the configuration was damaged on its way: try again")
+def configuration(header: dict[str, Any], overrides: Sequence[Override], permissions: Permissions) -> Run:
+    """The settings that the coordinator sent, with this worker's overrides, within this machine's limits. Raises ShoalError."""
+    _refuse_damaged(header)
     plugins.require_same(header.get("plugins", {}), "this run")
     for override in overrides:
         if not override.path.startswith(WORKER_SETTINGS):
             raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(WORKER_SETTINGS)}")
-    loaded = settings_of(header, overrides)
+    loaded = settings_of(header, overrides, permissions)
     if not loaded.ok:
         raise ConfigError(loaded.problems)
-    return loaded.run
+    return _with_hub_token(loaded.run, permissions)
 
 
-def settings_of(header: dict[str, Any], overrides: Sequence[Override]) -> LoadedConfig:
-    """The settings that a coordinator sent, with overrides on top."""
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(header["config"], encoding="utf-8")
-        return resolve([ConfigFile(str(path))], list(overrides), dialect="shoal", resolved=True)
+def _with_hub_token(run: Run, permissions: Permissions) -> Run:
+    """The run with this machine's own token for the hub, if its user allowed that for every name that the run reads there."""
+    names, token = hub_names(run), hub_token()
+    if token is None or not names or not names <= permissions.hub_names:
+        return run
+    return run.replace(hub=run.hub.replace(token=Secret(token)))
+
+
+def stored_configuration(header: dict[str, Any]) -> Run:
+    """The settings of a run that its own coordinator has stored, and reads again. Raises ShoalError."""
+    _refuse_damaged(header)
+    return resolve_received(header["config"]).run
+
+
+def _refuse_damaged(header: dict[str, Any]) -> None:
+    if hashlib.sha256(header["config"].encode()).hexdigest() != header["digest"]:
+        raise ShoalError("the configuration was damaged on its way: try again")
+
+
+def settings_of(header: dict[str, Any], overrides: Sequence[Override], permissions: Permissions) -> LoadedConfig:
+    """The settings that a coordinator sent, with overrides on top, within this machine's limits."""
+    return read_received(header["config"], overrides, permissions, sends_tokenizer=bool(header.get("tokenizer")))
 
 
 def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:

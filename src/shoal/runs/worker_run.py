@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal import data, strategies
+from shoal.config.load import Override
 from shoal.config.ranks import RankPlace, batch_share
+from shoal.config.received import Redactor
 from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
 from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, World
@@ -48,8 +50,13 @@ _PROGRESS_EVERY_S = 30.0
 class JoinedWorker:
     def __init__(self, options: JoinOptions, tell: Callable[[str], None]) -> None:
         self.options, identity = options, options.own_key()
+        self.overrides = list(options.overrides)
+        """This machine's own settings."""
         self.connections = connect_worker(options, tell)
-        self.protocol = WorkerSession(options.name, describe_machine(), PROTOCOL, secrets.token_hex(8), options.patience_s, identity)
+        self.redact = Redactor()
+        self.protocol = WorkerSession(
+            options.name, describe_machine(), PROTOCOL, secrets.token_hex(8), options.patience_s, identity, self.redact
+        )
         self.sender = Sender(self.connections[0], self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
@@ -60,7 +67,8 @@ class JoinedWorker:
             if options.name:
                 self._save_key(options.name)
             self.welcome = self._join()
-            self.run = configuration(self.welcome.header, options.overrides)
+            self.redact.sent = json.dumps(self.welcome.header, ensure_ascii=False)
+            self.run = configuration(self.welcome.header, options.overrides, options.permissions)
             if self.run.engine.experts is not None:
                 self._announce_experts(self.run.engine.experts)
         except BaseException as problem:
@@ -145,12 +153,13 @@ class JoinedWorker:
             raise
 
     def _fetch_images(self, progress: Progress | None) -> None:
-        """Download images that this machine lacks from the class's database. The welcome then carries their path to all processes."""
+        """Download images that this machine lacks from the class's database. All processes then read them where they are."""
         connection, header = self.connections[0], self.welcome.header
         if "images" in header and isinstance(connection, DatabaseConnection) and is_without_images(self.run):
             offer = ImageOffer.of(header["images"])
             found = fetch_images(offer, connection.desk.read_piece, self.options.folder / "images", progress)
-            self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
+            fetched = Override("data.source.path", json.dumps(str(found)), "images of the class")
+            self.overrides = [*self.overrides, fetched]
 
     @property
     def state(self) -> str:
@@ -158,7 +167,7 @@ class JoinedWorker:
 
     def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         rendezvous = self._share_welcome(here) if here is not None else None
-        parts = parts_for(self.welcome, self.options.overrides, rendezvous, progress, live)
+        parts = parts_for(self.welcome, self.overrides, self.options.permissions, rendezvous, progress, live)
         share = WorkerParts.of(parts, self.welcome.header, self.options, self.sender.report)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
@@ -181,10 +190,11 @@ class JoinedWorker:
         )
 
     def _share_welcome(self, here: RankPlace) -> Rendezvous:
-        """Pass the coordinator's welcome to the other processes of this worker."""
+        """Pass the coordinator's welcome, and this machine's own settings, to the other processes of this worker."""
         rendezvous = Rendezvous(here)
         parts = [json.dumps(self.welcome.header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
         rendezvous.put("words", str(len(parts)))
+        rendezvous.put("own settings", json.dumps(self.overrides))
         for number, part in enumerate(parts):
             rendezvous.put(f"word {number}", part)
         return rendezvous
@@ -364,7 +374,8 @@ def _follow(rendezvous: Rendezvous, options: JoinOptions) -> World:
     count = int(rendezvous.wait_for("words", options.patience_s + _FOLLOWER_EXTRA_S))
     header, *frames = [rendezvous.wait_for(f"word {number}", options.patience_s + _FOLLOWER_EXTRA_S) for number in range(count)]
     welcome = Message(json.loads(header), tuple(frames))
-    share = WorkerParts.of(parts_for(welcome, options.overrides, rendezvous), welcome.header, options, lambda text: None)
+    overrides = [Override(*given) for given in json.loads(rendezvous.wait_for("own settings", options.patience_s))]
+    share = WorkerParts.of(parts_for(welcome, overrides, options.permissions, rendezvous), welcome.header, options, lambda text: None)
     IslandFollower(share.parts.engine, share.feed_for, share.checkpoints).work()
     return share.parts.engine.worker_world
 

@@ -16,6 +16,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.config.environment import usable_cores
+
 Floats = NDArray[np.float32]
 BLOCK = 1 << 17
 """Numbers in a block: half a megabyte of floats, so that a block, its result and a scratch copy fit the cache."""
@@ -28,11 +30,6 @@ _own = threading.local()
 @lru_cache(maxsize=1)
 def _pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores(), thread_name_prefix="blocks")
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, by its CPU affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores() -> int:

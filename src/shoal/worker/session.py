@@ -12,7 +12,7 @@ Holds: at most one request of a worker is under way. Every request carries a num
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,8 +140,10 @@ class WorkerSession:
         instance: str,
         patience_s: float = 600.0,
         identity: Identity | None = None,
+        redact: Callable[[str], str] = lambda text: text,
     ) -> None:
-        """`identity`: the worker's own key; None: a new one is made."""
+        """`identity`: the worker's own key; None: a new one is made. `redact`: removes from a reason what only this machine knows."""
+        self.redact = redact
         self.identity = identity or Identity.new()
         self.joining = Join(name, protocol, about, instance, self.identity.key)
         self.patience_s = patience_s
@@ -203,11 +205,11 @@ class WorkerSession:
         self._returns.append(GiveBack("", 0, unit))
 
     def fail(self, unit: int, reason: str) -> None:
-        self._returns.append(Fail("", 0, unit, reason[:LONGEST_REASON]))
+        self._returns.append(Fail("", 0, unit, self.redact(reason)[:LONGEST_REASON]))
 
     def leave(self, reason: str = "") -> None:
         """Leave the run. `reason`: reported to the run's owner if the worker cannot continue."""
-        self._leaves, self._reason = True, reason[:LONGEST_REASON]
+        self._leaves, self._reason = True, self.redact(reason)[:LONGEST_REASON]
 
     def stop(self) -> None:
         """Prepare to leave: from now on the session does not wait for rounds to close."""

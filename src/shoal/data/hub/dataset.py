@@ -22,6 +22,7 @@ from shoal.data.text.rows import Fields, rows_to_documents
 from shoal.errors import ShoalError
 
 _SLICE = re.compile(r"^(?P<split>\w+)\s*(\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?$")
+_ON_HUB = "hf://"
 _ROWS = 1000
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
@@ -110,14 +111,20 @@ def _local_splits(path: Path, configuration: str | None, request: DataRequest) -
 
 def _hub_splits(configuration: str | None, request: DataRequest) -> Mapping[str, Any]:
     name = request.name
+    if name in import_optional("datasets.packaged_modules")._PACKAGED_DATASETS_MODULES:
+        raise ShoalError(f"data.source.name: `{name}` is a file format of the datasets library, no data set: name a data set or a path")
     online = hub_answers()
     if request.progress:
         request.progress(f"{name} from the hub", 0, None)
     try:
         with offline(not online):
-            splits = import_optional("datasets").load_dataset(
-                name, configuration, streaming=request.streaming, cache_dir=request.cache_dir, token=request.token
+            builder = import_optional("datasets").load_dataset_builder(
+                name, configuration, cache_dir=request.cache_dir, token=request.token
             )
+            _refuse_other_files(name, builder)
+            if not request.streaming:
+                builder.download_and_prepare()
+            splits = builder.as_streaming_dataset() if request.streaming else builder.as_dataset()
     except ConnectionError as error:
         otherwise = request.otherwise or (
             f"on a machine with a network run `python -c \"import datasets; datasets.load_dataset('{name}').save_to_disk('DIR')\"`, "
@@ -128,6 +135,13 @@ def _hub_splits(configuration: str | None, request: DataRequest) -> Mapping[str,
         size = next(iter(splits.values())).info.download_size or 0
         request.progress(f"{name} from the hub", size, size)
     return dict(splits)
+
+
+def _refuse_other_files(name: str, builder: Any) -> None:
+    """Raises ShoalError where the card of a data set names files that are not on the hub, such as files of this machine."""
+    files = [str(file) for split in (builder.config.data_files or {}).values() for file in split]
+    if other := [file for file in files if not file.split("::")[-1].startswith(_ON_HUB)]:
+        raise ShoalError(f"data.source.name: the data set {name} names files that are not on the hub, such as {other[0]}: it is refused")
 
 
 def _slice(dataset: Any, subset: Subset, name: str) -> Any:

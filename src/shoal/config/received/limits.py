@@ -1,0 +1,218 @@
+"""The table of all settings: what a coordinator may set on a worker's machine, and within which bounds.
+
+Holds: every setting of the schema stands in exactly one row, itself or with its section, so that a new setting cannot be
+forgotten. The `kind` of a section stands in no row: it is one of the kinds that this machine's own Shoal and plugins have.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.config.fields import Checker, ListType, MappingType, OptionalType, Section, SectionType, TaggedType
+from shoal.config.schema import Run
+
+
+class Limit(Enum):
+    """What a coordinator may do with a setting."""
+
+    ANY = auto()
+    """Set it. It is a number, a choice or a word of the computation, and the schema bounds it."""
+    OWN = auto()
+    """Nothing: this machine uses its own value, or the default."""
+    READS = auto()
+    """Name a file or folder that this machine allows to be read."""
+    READS_OR_HUB = auto()
+    """The same, or name something on the hub."""
+    HUB = auto()
+    """Name something on the hub."""
+    TOKENIZER = auto()
+    """Name a built-in tokenizer, or as READS_OR_HUB. Not read where the coordinator sends the tokenizer's files."""
+    READS_IF_ALLOWED = auto()
+    """Name a file or folder; one that this machine does not allow is left out, since the run does not need it on every machine."""
+    WRITES = auto()
+    """Name a folder that this machine allows by name; otherwise the default is used."""
+    FUNCTION = auto()
+    """Name a function that this machine allows with --factory (`runs/live_objects.py` refuses others)."""
+    PROCESSES = auto()
+    """At most as many as this machine has cores."""
+    LOADERS = auto()
+    """Taken as at most the cores that the processes of this machine leave; batches do not depend on it."""
+
+
+class Row(NamedTuple):
+    """Settings of one section that have the same limit."""
+
+    section: str
+    """Path of the section, with the kind where there are several: `data.source[text]`. Empty: the root."""
+    limit: Limit
+    names: str
+    """Names of settings, or of whole sections."""
+
+
+_TRANSFORMER = (
+    "vocab_size hidden_size num_layers num_heads num_kv_heads intermediate_size max_seq_len positions feed_forward norm norm_eps bias "
+    "tied_embeddings dropout"
+)
+
+TABLE: tuple[Row, ...] = (
+    Row("", Limit.ANY, "name seed log_level log_format"),
+    Row("", Limit.WRITES, "output_dir"),
+    Row("", Limit.OWN, "hub serving simulation"),
+    Row("task[reward]", Limit.ANY, "head_only"),
+    Row("task[dpo]", Limit.ANY, "beta label_smoothing"),
+    # --- models
+    Row("model[mlp]", Limit.ANY, "input_dim hidden_sizes output_dim"),
+    Row("model[lstm]", Limit.ANY, "vocab_size hidden_size num_layers dropout"),
+    Row("model[gpt]", Limit.ANY, _TRANSFORMER),
+    Row("model[moe]", Limit.ANY, f"{_TRANSFORMER} attention_dropout initializer_range"),
+    Row("model[moe].experts", Limit.ANY, "count per_token capacity_factor router aux_loss_weight z_loss_weight bias_step"),
+    Row("model[moe].mixture_of_heads", Limit.ANY, "enabled active_share shared_heads balance_weight"),
+    Row("model[moe].mixture_of_activations", Limit.ANY, "enabled"),
+    Row("model[moe].cross_attention", Limit.ANY, "enabled every_layers encoder_layers"),
+    Row("model[moe].retrieval", Limit.ANY, "enabled encoder top_k chunk_size passage_words passage_tokens max_passages"),
+    Row("model[moe].retrieval", Limit.READS, "passages index"),
+    Row("model[moe].episodic_memory", Limit.ANY, "enabled capacity top_k chunk_size vectors replay_rate replay_weight"),
+    Row("model[dcgan]", Limit.ANY, "latent_dim generator_features discriminator_features image_size channels"),
+    Row("model[huggingface]", Limit.READS_OR_HUB, "pretrained weights"),
+    Row("model[huggingface]", Limit.ANY, "from_scratch num_layers"),
+    Row("model[huggingface].lora", Limit.ANY, "rank alpha dropout target_modules"),
+    Row("model[factory]", Limit.FUNCTION, "function loss"),
+    # --- data
+    Row("data", Limit.TOKENIZER, "tokenizer"),
+    Row("data", Limit.ANY, "sequence_length batching padding_side truncation streaming shuffle_buffer shuffle_seed reshuffle_each_epoch"),
+    Row("data", Limit.ANY, "max_samples max_train_samples max_eval_samples"),
+    Row("data.source[builtin]", Limit.ANY, "name"),
+    Row("data.source[mnist]", Limit.READS, "path"),
+    Row("data.source[images]", Limit.READS, "path"),
+    Row("data.source[images]", Limit.HUB, "download"),
+    Row("data.source[images]", Limit.ANY, "serve"),
+    Row("data.source[text]", Limit.READS, "path"),
+    Row("data.source[text]", Limit.ANY, "text_field context_field"),
+    Row("data.source[huggingface]", Limit.READS_OR_HUB, "name"),
+    Row("data.source[huggingface]", Limit.ANY, "subset text_field context_field"),
+    Row("data.source[wikitext]", Limit.READS, "path"),
+    Row("data.source[snli]", Limit.READS, "path"),
+    Row("data.source[preferences]", Limit.READS, "path"),
+    Row("data.source[preferences]", Limit.ANY, "chosen_field rejected_field context_field"),
+    Row("data.source[mixture].parts", Limit.ANY, "weight"),
+    Row("data.source[factory]", Limit.FUNCTION, "function eval_function collate"),
+    Row("data.mixing", Limit.ANY, "enabled temperature"),
+    Row("data.loader", Limit.LOADERS, "num_workers"),
+    Row("data.loader", Limit.ANY, "drop_last pin_memory prefetch_factor persistent_workers"),
+    # --- training
+    Row("training", Limit.ANY, "batch_size gradient_accumulation_steps global_batch_size epochs max_steps polyak_alpha allow_emulation"),
+    Row("training", Limit.ANY, "gradient_checkpointing compile cuda_graph device"),
+    Row("training.optimizer", Limit.ANY, "name learning_rate weight_decay beta1 beta2 eps momentum moments kwargs"),
+    Row("training.players", Limit.ANY, "name learning_rate weight_decay beta1 beta2"),
+    Row("training.schedule", Limit.ANY, "kind warmup_steps warmup end_learning_rate power"),
+    Row("training.clipping", Limit.ANY, "enabled max_norm"),
+    Row("training.precision[fp8]", Limit.ANY, "margin interval"),
+    Row("training.penalties", Limit.ANY, "repetition_weight repetition_window immediate_repetition_weight eos_weight min_sequence_length"),
+    Row("training.early_stopping", Limit.ANY, "patience threshold"),
+    Row("training.gradient_health", Limit.ANY, "enabled initial_clip_value final_clip_value warmup_steps explosion_threshold"),
+    Row("training.gradient_health", Limit.ANY, "auto_reduce_lr lr_reduction_factor"),
+    *(Row(f"engine[{kind}]", Limit.ANY, "experts") for kind in ("single", "ddp", "fsdp", "deepspeed", "pipeline", "collectives")),
+    Row("engine[fsdp]", Limit.ANY, "cpu_offload reshard_after_forward"),
+    Row("engine[deepspeed]", Limit.ANY, "zero_stage cpu_offload nvme_offload allgather_bucket_size reduce_bucket_size"),
+    Row("engine[deepspeed]", Limit.ANY, "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters"),
+    Row("engine[deepspeed]", Limit.WRITES, "nvme_path"),
+    Row("engine[pipeline]", Limit.ANY, "micro_batches schedule layers timeout_s"),
+    # --- strategies and updates
+    Row("strategy[workunits]", Limit.ANY, "batches_per_unit units_per_update lease_timeout_s max_retries"),
+    Row("strategy[rollouts]", Limit.ANY, "prompts_per_unit max_lag inexact_share lease_timeout_s max_retries"),
+    Row("strategy[edp]", Limit.ANY, "pull_every_steps look_ahead"),
+    Row("strategy[syncps]", Limit.ANY, "pull_every_steps round_timeout_s window"),
+    Row("strategy[async]", Limit.ANY, "max_staleness adaptive min_staleness max_staleness_multiplier contributions_per_update look_ahead"),
+    Row("strategy[diloco]", Limit.ANY, "inner_steps rounds outer_schedule outer_power outer_clip_norm round_timeout_s quorum grace_s late"),
+    Row("strategy[diloco]", Limit.ANY, "balance_speeds fragments overlap_steps overlap_blend expert_weight_cap"),
+    Row("strategy[diloco].outer", Limit.ANY, "name learning_rate momentum nesterov kwargs"),
+    Row("updates", Limit.ANY, "clip_norm memory experts_apart below_quorum"),
+    Row("updates.privacy", Limit.ANY, "enabled unit noise_multiplier delta"),
+    *(Row(f"updates.codec[{kind}]", Limit.ANY, "error_feedback") for kind in ("fp16", "int8", "int4", "ternary")),
+    Row("updates.codec[topk]", Limit.ANY, "ratio values error_feedback error_decay"),
+    Row("updates.mixing[bucketing]", Limit.ANY, "size"),
+    Row("updates.mixing[nearest-neighbours]", Limit.ANY, "byzantine"),
+    Row("updates.aggregation[trimmed-mean]", Limit.ANY, "trim_ratio"),
+    Row("updates.aggregation[geometric-median]", Limit.ANY, "iterations smoothing"),
+    *(Row(f"updates.aggregation[{kind}]", Limit.ANY, "byzantine") for kind in ("krum", "multi-krum", "bulyan")),
+    Row("updates.aggregation[multi-krum]", Limit.ANY, "select"),
+    Row("updates.aggregation[centered-clipping]", Limit.ANY, "radius iterations"),
+    # --- machines: where a relay listens, what it starts and where it writes is its own
+    Row("transport[zmq]", Limit.OWN, "host port"),
+    Row("transport[zmq]", Limit.ANY, "connections connections_per_address"),
+    Row("transport[xmlrpc]", Limit.OWN, "host port"),
+    Row("transport[postgres]", Limit.OWN, "host port database user password"),
+    Row("transport[postgres]", Limit.ANY, "poll_interval_s"),
+    Row("cluster", Limit.OWN, "server workers hosts"),
+    Row("cluster", Limit.ANY, "num_workers"),
+    Row("coordinator", Limit.OWN, "trains metrics_port metrics_host state_path checkpoint_path"),
+    Row("coordinator", Limit.ANY, "heartbeat_interval_s telemetry_alpha joins_per_minute workers_at_once failures_per_worker"),
+    Row("coordinator", Limit.ANY, "devices_per_worker"),
+    Row("launch", Limit.OWN, "kind ssh ray slurm kubernetes"),
+    Row("launch", Limit.PROCESSES, "devices_per_node"),
+    Row("launch", Limit.ANY, "nodes"),
+    Row("scheduler", Limit.ANY, "kind"),
+    Row("scheduler.tasks", Limit.ANY, "id model_share data_share required_flops priority"),
+    # --- what a run writes and contacts
+    Row("evaluation", Limit.ANY, "strategy every_steps batches batch_size"),
+    Row("checkpoint", Limit.ANY, "strategy every_steps keep_last"),
+    Row("checkpoint", Limit.READS_IF_ALLOWED, "resume_from"),
+    Row("logging", Limit.ANY, "every_steps track_gradients"),
+    Row("logging", Limit.OWN, "sinks directory project"),
+    # --- feedback: the coordinator scores the answers and has the prompts; a worker reads no file for it, and contacts no address
+    Row("rlhf", Limit.OWN, "fine_tune reward prompts"),
+    Row("rlhf", Limit.READS_IF_ALLOWED, "policy"),
+    Row("rlhf", Limit.ANY, "algorithm beta group_size value stop_penalty"),
+    Row(
+        "rlhf.ppo",
+        Limit.ANY,
+        "rollout_size mini_batch_size epochs clip_range value_clip_range value_weight entropy_weight gamma gae_lambda",
+    ),
+    Row("rlhf.ppo", Limit.ANY, "whiten_advantages whiten_rewards scale_scores stop_kl prompt_length response_length temperature steps"),
+    Row("rlhf.kl", Limit.ANY, "penalty coefficient adaptive target horizon"),
+)
+
+Setting = tuple[type[Section], str]
+"""A section's class, and the name of a setting in it."""
+
+
+def limit_of(section: type[Section], name: str) -> Limit | None:
+    """The limit of a setting; None for a setting that a plugin declares."""
+    return _limits().get((section, name))
+
+
+@lru_cache(maxsize=1)
+def _limits() -> dict[Setting, Limit]:
+    homes = sections()
+    return {(homes[row.section], name): row.limit for row in TABLE for name in row.names.split()}
+
+
+@lru_cache(maxsize=1)
+def sections() -> dict[str, type[Section]]:
+    """The sections of the schema by their paths. A section that occurs in several places has the path of the first."""
+    found: dict[str, type[Section]] = {}
+    _collect(Run, "", found)
+    return found
+
+
+def _collect(section: type[Section], path: str, found: dict[str, type[Section]]) -> None:
+    if section in found.values():
+        return
+    found[path] = section
+    for name, field in section.fields().items():
+        below = f"{path}.{name}".lstrip(".")
+        checker = innermost(field.checker)
+        if isinstance(checker, TaggedType):
+            for kind, one in checker.kinds.items():
+                _collect(one, f"{below}[{kind}]", found)
+        elif isinstance(checker, SectionType):
+            _collect(checker.section, below, found)
+
+
+def innermost(checker: Checker) -> Checker:
+    """The checker of a single value: that of a list's or a mapping's items."""
+    while isinstance(checker, OptionalType | ListType | MappingType):
+        checker = checker.item
+    return checker
