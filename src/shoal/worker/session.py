@@ -143,8 +143,7 @@ class WorkerSession:
         redact: Callable[[str], str] = lambda text: text,
     ) -> None:
         """`identity`: the worker's own key; None: a new one is made. `redact`: removes from a reason what only this machine knows."""
-        self.redact = redact
-        self.identity = identity or Identity.new()
+        self.identity, self.redact = identity or Identity.new(), redact
         self.joining = Join(name, protocol, about, instance, self.identity.key)
         self.patience_s = patience_s
         self.welcome: dict[str, Any] = {}
