@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import json
 import struct
 import subprocess
@@ -16,10 +17,13 @@ from shoal.config.schema import model as schema
 from shoal.data import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained import load
+from shoal.serve.api.chat_format import template_in
+from shoal.serve.load_model import encoder_for
 from shoal.serve.nodes.model_description import meta_model, model_maker
-from shoal.untrusted import huggingface
+from shoal.untrusted import huggingface, prompt_process
 from shoal.untrusted.gguf_header import check_gguf
 from tests.support.processes import HANG_S
+from tests.support.small_service import small_served
 
 CODE = "from pathlib import Path\nPath({mark!r}).touch()\n"
 TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
@@ -91,7 +95,7 @@ def test_shoal_serve_refuses_a_folder_with_code_although_yes_is_piped_into_it(tm
     ("change", "reason"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1e\\+09"),
-        ({"num_hidden_layers": 90_000}, "more than .* modules"),
+        ({"num_hidden_layers": 2000}, "more than .* modules"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
         ({"attn_implementation": "them/kernel"}, "names code on the hub"),
         ({"text_config": {"num_local_experts": 10**8}}, "num_local_experts"),
@@ -162,7 +166,7 @@ def test_a_tokenizer_file_of_any_size_is_not_read(tmp_path):
 def test_a_text_that_the_tokenizers_library_gives_up_on_is_an_error_and_no_crash(tmp_path):
     tokenizer = load_tokenizer(str(tokenizer_file(tmp_path, pre_tokenizer=split_at("(a+)+b"))))
     with pytest.raises(ShoalError, match="gives up on this text"):
-        tokenizer.encode("a" * 200)
+        tokenizer.encode("a" * 30)
 
 
 def test_a_damaged_tokenizer_configuration_is_named(tmp_path):
@@ -171,6 +175,65 @@ def test_a_damaged_tokenizer_configuration_is_named(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(ShoalError, match=r"tokenizer_config\.json is damaged"):
             load_tokenizer(str(tmp_path))
+
+
+# --- chat templates, and tokenizers that take their time ------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_process, "SECONDS", 1)
+
+
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (FOREVER, "more than 1 seconds"),
+        ("{{ 'a' * 10**11 }}", "too much memory"),
+        ("{{ '%099999999999d' % 1 }}", "too much memory|refuses"),
+        ("{{ 'a' * 20000000 }}", "letters, and 16,777,216 are allowed"),
+        ("{{ 9 ** (9 ** (8 + messages|length)) }}", "more than 1 seconds"),
+        ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    ],
+)
+def test_a_template_that_never_ends_or_fills_the_memory_is_stopped(tmp_path, impatient, template, reason):
+    (tmp_path / "chat_template.jinja").write_text("{% if messages[0].content == 'now' %}" + template + "{% else %}fine{% endif %}")
+    rendered = template_in([tmp_path])
+    with pytest.raises(ShoalError, match=f"chat template .*({reason})"):
+        rendered.prompt([{"role": "user", "content": "now"}])
+    assert rendered.prompt([{"role": "user", "content": "later"}]) == "fine", "the next request is answered"
+
+
+def test_a_template_of_any_size_or_kind_is_refused(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("x" * (5 << 20))
+    with pytest.raises(ShoalError, match=r"chat_template\.jinja is too large"):
+        template_in([tmp_path])
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ShoalError, match="chat template refuses"):
+        template_in([tmp_path])
+
+
+def test_a_pattern_that_takes_for_ever_ends_one_request_and_not_the_service(tmp_path, impatient):
+    """The time of this pattern grows with the square of a text's length."""
+    tokenizer = load_tokenizer(str(tokenizer_file(tmp_path, pre_tokenizer=split_at("a+b"))))
+    served = small_served()._replace(tokenizer=tokenizer, encoder=encoder_for(tokenizer))
+    with pytest.raises(ShoalError, match=r"the tokenizer .* was stopped: it took more than 1 seconds"):
+        served.encode("a" * 200_000)
+    assert served.encode("ab a") == tokenizer.encode("ab a") == [0, 1, 2, 0]
+
+
+def test_the_process_that_encodes_ends_with_the_model_it_serves(tmp_path):
+    encoder = encoder_for(load_tokenizer(str(tokenizer_file(tmp_path))))
+    assert encoder is not None
+    process = encoder._process
+    assert process.poll() is None
+    del encoder
+    gc.collect()
+    assert process.poll() is not None
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ from shoal.serve.api.chat_format import ChatTemplate, read_object, template_in
 from shoal.serve.gguf import converted
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model
 from shoal.serve.nodes.weights import WeightStore
+from shoal.untrusted.prompt_process import PromptProcess
+
+_ENCODER_BYTES = 8 << 30
+"""Memory for encoding a request, the vocabulary included."""
 
 
 class ServedModel(NamedTuple):
@@ -48,6 +52,11 @@ class ServedModel(NamedTuple):
     """Where machines join, and which there are."""
     beside: SideTexts | None = None
     """The source of the texts that the model retrieves; null: it retrieves nothing, or only from its memory."""
+    encoder: PromptProcess | None = None
+    """Encodes with the tokenizer of a model's maker; null: the tokenizer is Shoal's own, or one that only transformers can read."""
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text) if self.encoder is None else self.encoder.ask(text)
 
 
 def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> ServedModel:
@@ -89,6 +98,7 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
         nodes,
         run=run,
         beside=side_texts_for(trained),
+        encoder=encoder_for(tokenizer),
     )
     if isinstance(model, HuggingFace):
         return _computed(served, WeightStore(model.state_dict()))
@@ -104,7 +114,13 @@ def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
     tokenizer, folder = data.load_tokenizer(settings.pretrained, token=token), Path(settings.pretrained)
     start_ids, ends = tokenizer.opening, _ends(model, tokenizer, [folder])
     served = ServedModel(name, model.eval(), tokenizer, template_in([folder]), run.serving, start_ids, ends, nodes, run=run)
+    served = served._replace(encoder=encoder_for(tokenizer))
     return _computed(served, tensors or WeightStore(model.state_dict()))
+
+
+def encoder_for(tokenizer: data.Tokenizer) -> PromptProcess | None:
+    content = tokenizer.as_json()
+    return None if content is None else PromptProcess(f"the tokenizer {tokenizer.name}", _ENCODER_BYTES, tokenizer=content)
 
 
 def _computed(served: ServedModel, tensors: WeightStore) -> ServedModel:

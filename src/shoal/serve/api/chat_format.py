@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.files import read_file
+from shoal.untrusted.prompt_process import PromptProcess
 
 Message = Mapping[str, str]
+_TEMPLATE_BYTES = 1 << 30
+"""Memory for rendering a template, its program included."""
+_MOST_TEMPLATE_BYTES = 4 << 20
+_MOST_JSON_BYTES = 64 << 20
 _LABELS = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 
 
@@ -19,7 +24,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, specials: Mapping[str, str]) -> None:
         self._specials = dict(specials)
-        self._template = None if source is None else _compiled(source)
+        self._template = None if source is None else PromptProcess("the model's chat template", _TEMPLATE_BYTES, template=source)
 
     @property
     def stop_words(self) -> tuple[str, ...]:
@@ -31,28 +36,9 @@ class ChatTemplate:
         if self._template is None:
             turns = [f"{_LABELS[message['role']]}: {message['content']}" for message in messages]
             return "\n".join([*turns, "Assistant:"])
-        try:
-            text: str = self._template.render(messages=[dict(one) for one in messages], add_generation_prompt=True, **self._specials)
-        except Exception as error:  # a template is a program of the model's maker
-            raise ShoalError(f"the model's chat template refuses these messages: {error}") from None
+        variables = {"messages": [dict(one) for one in messages], "add_generation_prompt": True, **self._specials}
+        text: str = self._template.ask(variables)
         return text
-
-
-def _compiled(source: str) -> Any:
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ShoalError(f"the model's chat template cannot be read: {error}") from None
 
 
 def template_in(folders: Sequence[Path]) -> ChatTemplate:
@@ -60,19 +46,26 @@ def template_in(folders: Sequence[Path]) -> ChatTemplate:
     for folder in folders:
         config = read_object(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+        source = _text(file) if file.exists() else config.get("chat_template")
         if isinstance(source, list):  # several, by name
-            source = next((one["template"] for one in source if one.get("name") == "default"), None)
+            source = next((one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None)
         if isinstance(source, str):
             return ChatTemplate(source, _specials(config))
     return ChatTemplate(None, {})
 
 
+def _text(file: Path) -> str:
+    try:
+        return (read_file(file, _MOST_TEMPLATE_BYTES) or b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ShoalError(f"{file} is not UTF-8: {error}") from None
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """What a JSON file has by name; nothing where there is none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_file(file, _MOST_JSON_BYTES) or b"{}")
+    except (ShoalError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -176,7 +176,7 @@ def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int)
         text = served.template.prompt([{"role": one.role, "content": one.content} for one in request.messages])
     except Exception as error:
         raise RefusedError(400, str(error), param="messages") from None
-    return [served.tokenizer.encode(text)]
+    return [served.encode(text)]
 
 
 def _encode(prompt: Prompt, served: ServedModel, vocab_size: int) -> list[int]:
@@ -184,5 +184,5 @@ def _encode(prompt: Prompt, served: ServedModel, vocab_size: int) -> list[int]:
         if not all(0 <= token < vocab_size for token in prompt):
             raise RefusedError(400, f"prompt has a token that is not in the vocabulary of {vocab_size}", param="prompt")
         return prompt
-    ids = [*served.start_ids, *served.tokenizer.encode(prompt)]
+    ids = [*served.start_ids, *served.encode(prompt)]
     return ids or [served.tokenizer.eos_id or 0]

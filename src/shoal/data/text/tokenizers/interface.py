@@ -48,6 +48,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str: ...
 
+    def as_json(self) -> str | None:
+        """The content of a tokenizer.json that encodes as this tokenizer does; None: there is none."""
+        return None
+
     @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write all files that `load_tokenizer(folder)` needs."""

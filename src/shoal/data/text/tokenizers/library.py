@@ -66,6 +66,9 @@ class LibraryTokenizer(LibraryBasedTokenizer):
         ids = (np.asarray(encoding.ids, np.int32) for some in _in_chunks(flat) for encoding in self._encodings(some))
         return [np.concatenate([next(ids) for _ in text]) for text in pieces]
 
+    def as_json(self) -> str:
+        return str(self._tokenizer.to_str())
+
     def _encodings(self, texts: list[str]) -> list[Any]:
         # A loader process may be a fork, and the library's threads do not survive a fork.
         with panic_is_an_error(self.name):
@@ -96,6 +99,10 @@ class PretrainedTokenizer(LibraryBasedTokenizer):
         self.vocab_size = max(max(tokenizer.get_vocab().values()) + 1, len(tokenizer))
         self.eos_id: int | None = tokenizer.eos_token_id
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, self.eos_id) if i is not None), 0)
+
+    def as_json(self) -> str | None:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         # verbose=False: its warning about long texts does not apply, since texts are cut to sequences later.
