@@ -200,6 +200,10 @@ def test_after_a_repair_the_run_goes_on_and_what_is_lost_has_a_name(killed: Kill
     told = capsys.readouterr().out
     assert "lost: contributions" in told
     assert f"{reading.path.name} is damaged after {len(ends) // 2 + 1} records" in told
+    assert main(["audit", str(copy.folder)]) == 0
+    told = capsys.readouterr().out
+    assert "a repair gave up contributions" in told
+    assert "its ledger is written again up to version" in told
     back = copy.recovered()
     assert 0 < back.state["version"] < 20
     assert b'"lost":[["w0"' in back.ledger

@@ -64,6 +64,7 @@ def test_a_run_is_audited_live_damaged_repaired_and_resumed(tmp_path: Path, caps
         train(CONFIG, run_dir=killed, resume=True, **given)
     assert main(["repair", str(killed)]) == 0
     assert "lost: contributions" in capsys.readouterr().out
+    assert main(["audit", str(killed)]) == 0, "before it is resumed, too"
     result = train(CONFIG, run_dir=killed, resume=True, **given)
     assert result.status == "completed"
     assert main(["audit", str(killed)]) == 0

@@ -71,6 +71,12 @@ class AuditInput:
     notes: list[str] = field(default_factory=list)
     """Remarks that are no violations, such as a last line that a crash cut off."""
 
+    @property
+    def waits_for_resume(self) -> bool:
+        """Whether a repair has put the ledger back to the newest snapshot, and no coordinator has written it again from the journal."""
+        repaired = bool(self.records) and self.records[-1][1].get("kind") == "repaired"
+        return repaired and self.snapshot is not None and self.ledger_bytes == self.snapshot.ledger_bytes
+
 
 def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims: Iterable[Path] = ()) -> AuditInput:
     """Read a run's folder. `receipts`: from that folder; `claims`: receipts from elsewhere. Receipts are read first: while a run goes on,

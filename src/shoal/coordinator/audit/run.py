@@ -231,7 +231,8 @@ def _doubled_batches(contributions: Iterable[LedgerContribution], shared: bool) 
 
 
 class JournalFollower:
-    """Follows the records of a journal, and compares the versions that they make with the ledger."""
+    """Follows the records of a journal, and compares the versions that they make with the ledger. Units that were given up and
+    contributions that a repair gave up count from their record on: their line in the ledger may be missing after a crash or a repair."""
 
     def __init__(self, tally: LedgerTotals) -> None:
         self.tally = tally
@@ -244,7 +245,7 @@ class JournalFollower:
             try:
                 for what in self._take(record):
                     yield f"{place}: {what}"
-            except (KeyError, TypeError):
+            except (KeyError, TypeError, ValueError):
                 yield f"{place}: no record of a coordinator"
 
     def _take(self, record: dict[str, Any]) -> Iterator[str]:
@@ -258,6 +259,13 @@ class JournalFollower:
             if known is not None and known != entry:
                 yield f"contribution {entry.seq} of {entry.worker} is not what the ledger says"
             self.open.setdefault(record["round"], {})[entry.key] = entry
+
+        elif record["kind"] == "failed":
+            span = int(record["epoch"]), int(record["start"]), int(record["batches"]), str(record["reason"])
+            self.tally.given_up += [] if span in self.tally.given_up else [span]
+        elif record["kind"] == "repaired":
+            lost = [(str(worker), int(first), int(last)) for worker, first, last in record["lost"]]
+            self.tally.lost += [one for one in lost if one not in self.tally.lost]
 
     def _close(self, version: int, held: dict[Key, LedgerContribution], closed: list[LedgerContribution]) -> Iterator[str]:
         for entry in closed:
@@ -317,7 +325,9 @@ def _misfit(evidence: AuditInput, tally: LedgerTotals, open_now: dict[Key, Ledge
         yield f"{where}: the ledger was longer when it was taken ({snapshot.ledger_bytes} bytes, now {evidence.ledger_bytes})"
     closed = sum(record.get("kind") in _MAKE_VERSIONS for _, record in evidence.records)
     reached, ends = snapshot.version + closed, tally.version if tally.at else snapshot.version
-    if not reached - 1 <= ends <= reached:  # the journal comes first: a crash may have kept one line from the ledger
+    if evidence.waits_for_resume:
+        evidence.notes.append(f"the run was repaired, and its ledger is written again up to version {reached} when it is resumed")
+    elif not reached - 1 <= ends <= reached:  # the journal comes first: a crash may have kept one line from the ledger
         yield f"{where} and the journal lead to version {reached}, the ledger ends at {ends}"
     newest: dict[str, int] = {}
     for worker, seq in [*tally.known, *open_now]:
