@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import random
 import shutil
 from pathlib import Path
@@ -63,7 +64,7 @@ class Killed(NamedTuple):
                 raise ShoalError(f"no snapshot in {self.state}")
             learner.vector.copy_(snapshot.weights["vector"])
             driver.recover(snapshot)
-            refuse_forgotten(self.state, coordinator.state.sequences, confirmed_in(self.folder / "workers", key))
+            refuse_forgotten(self.state, coordinator.state.sequences, confirmed_in(self.folder / "workers", key, told.say))
             return Recovered(learner.vector.clone(), kept(coordinator), store.ledger.path.read_bytes(), told.words)
         finally:
             driver.close()
@@ -226,6 +227,20 @@ def test_a_cut_between_two_records_is_told_by_the_ledger_or_by_receipts(killed: 
             file.truncate(end)
         with pytest.raises(ShoalError, match=r"records at the end of the newest journal .* are gone"):
             copy.recovered()
+
+
+def test_receipts_that_cannot_be_read_are_told_of(killed: Killed) -> None:
+    copy = killed.copy("receipts")
+    path = sorted((copy.folder / "workers").glob("*.jsonl"))[0]
+    lines = path.read_text().splitlines()
+    lines[1] = lines[1].replace('"accepted"', '"accepted')
+    lines[3] = lines[3].replace(lines[3][-4], "0" if lines[3][-4] != "0" else "1")
+    path.write_text("\n".join([*lines, '["w0", 9']))
+    told = copy.recovered().words
+    assert any(f"{path} is damaged in line 2, 4: these receipts cannot be read" in word for word in told)
+    path.unlink()
+    os.mkfifo(path)
+    assert any(f"{path} is a named pipe" in word for word in copy.recovered().words)
 
 
 def test_two_snapshots_are_kept_and_the_newest_may_be_damaged(killed: Killed) -> None:

@@ -240,7 +240,7 @@ def _go_on(loop: CoordinatorLoop, run: Run, resume: bool, warn: Callable[[str], 
     snapshot = snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
-        confirmed = confirmed_in(loop.directory.path / "workers", loop.coordinator.plan.receipt_key)
+        confirmed = confirmed_in(loop.directory.path / "workers", loop.coordinator.plan.receipt_key, warn)
         refuse_forgotten(Path(str(snapshot.path)).parents[1], loop.coordinator.state.sequences, confirmed)
     elif resume and snapshots.all():
         raise ShoalError(

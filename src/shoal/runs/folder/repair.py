@@ -23,6 +23,7 @@ from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
 from shoal.coordinator.durable.records import NOWHERE, DamagedJournal, JournalReader, RecordEnd, follows, readable_after
 from shoal.errors import ShoalError
+from shoal.files import read_file
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.updates.state_packing import Checkpoint
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from shoal.transports.postgres.repair import RemovedRecords
 
 _LARGEST_FRAME = 1 << 30
+_MOST_RECEIPT_BYTES = 4 << 30
+"""Receipts of tens of millions of contributions."""
+_MOST_NAMED = 8
 Sequences = dict[str, int]
 """By worker: its last sequence number."""
 
@@ -54,7 +58,7 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
         snapshot = _usable(Checkpoints(folder / "snapshots", 2).newest(say), folder)
         sound, ledger = _sound(folder, snapshot.step), [*_ledger_since(folder, snapshot)]
         known = _known(snapshot, sound.records)
-        named = [*_sequences_in(ledger), *_sequences_in_journals(folder, sound), confirmed_in(receipts, key_in(folder))]
+        named = [*_sequences_in(ledger), *_sequences_in_journals(folder, sound), confirmed_in(receipts, key_in(folder), say)]
         lost = _lost(known, named)
         behind = _newest_in(ledger) > (version := _version(snapshot, sound.records))
         if not (sound.problem or lost or behind):
@@ -102,19 +106,41 @@ def _tell(say: Callable[[str], None], reason: str, aside: Path, lost: list[list[
     say(f"the run goes on from version {version} when it is resumed")
 
 
-def confirmed_in(folder: Path, key: bytes) -> Sequences:
-    """The last confirmed number of each worker, by receipts in a folder that have a valid seal of the coordinator."""
+def confirmed_in(folder: Path, key: bytes, warn: Callable[[str], None]) -> Sequences:
+    """The last confirmed number of each worker, by receipts in a folder that have a valid seal of the coordinator. `warn`: is called for
+    each file with receipts that cannot be read, or do not match their seal."""
     newest: Sequences = {}
-    for path in folder.glob("*.jsonl") if key else ():
-        for line in path.read_bytes().splitlines():
-            try:
-                worker, seq, _, version, digest, proof = json.loads(line)
-                proved = hmac.compare_digest(seal(key, worker, seq, digest, version), proof)
-            except (ValueError, TypeError):  # cut off, of an earlier version, or turned away
-                continue
-            if proved:
-                newest[worker] = max(seq, newest.get(worker, -1))
+    for path in sorted(folder.glob("*.jsonl")) if key else ():
+        unreadable: list[str] = []
+        try:
+            lines = (read_file(path, _MOST_RECEIPT_BYTES) or b"").split(b"\n")
+        except ShoalError as error:
+            warn(f"{error}. What its receipts confirm is unknown")
+            continue
+        for number, line in enumerate(lines[:-1], 1):  # a crash may have cut off the last line
+            receipt = _receipt(line, key)
+            if receipt is None:
+                unreadable.append(str(number))
+            elif receipt[1] >= 0:
+                newest[receipt[0]] = max(receipt[1], newest.get(receipt[0], -1))
+        if unreadable:
+            some = ", ".join(unreadable[:_MOST_NAMED]) + (" and others" if len(unreadable) > _MOST_NAMED else "")
+            warn(f"{path} is damaged in line {some}: these receipts cannot be read, or do not match their seal; put the file back")
     return newest
+
+
+def _receipt(line: bytes, key: bytes) -> tuple[str, int] | None:
+    """Worker and number of a confirmed contribution, −1 for one without a seal; None where the line is damaged."""
+    try:
+        worker, seq, status, version, *proof = json.loads(line)
+        kinds = tuple(map(type, (worker, seq, status, version, *proof)))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if kinds == (str, int, str, int):
+        return worker, -1
+    if kinds != (str, int, str, int, str, str) or not hmac.compare_digest(seal(key, worker, seq, proof[0], version), proof[1]):
+        return None
+    return worker, seq
 
 
 def refuse_forgotten(folder: Path, known: Sequences, confirmed: Sequences) -> None:
