@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO, Literal, NamedTuple, TextIO, overload
 
@@ -20,6 +22,8 @@ from shoal.errors import ShoalError
 MOST_BYTES = 64 << 20
 """The largest file that is read whole, where its reader names no other limit."""
 _LONGEST_SECRET = 1000
+_CHECKSUM = "checksum"
+"""The field of a JSON file that is computed from all others."""
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 """Opening a named pipe returns at once. Windows has neither this nor links that anyone can make."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -90,23 +94,40 @@ def make_private(descriptor: int) -> None:
             os.fchmod(descriptor, 0o600)
 
 
-def read_file(path: Path, most_bytes: int = MOST_BYTES, *, private: bool = False) -> bytes | None:
-    """The content of a regular file, or of one that a link leads to; None where there is none. `private`: a mode with which others can read
-    it is corrected. Raises ShoalError, and DamagedFileError where something else is in its place or the file is too large."""
+def open_to_read(path: Path) -> BufferedReader:
+    """Open a regular file, or the one that a link leads to, for reading. Raises FileNotFoundError, DamagedFileError where something else is
+    in its place, and ShoalError where it cannot be opened."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as file:
-            _check_regular(path, os.fstat(file.fileno()))
-            if private:
-                make_private(file.fileno())
-            content = file.read(most_bytes + 1)
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_WAIT))  # noqa: SIM115 - the caller closes it
     except FileNotFoundError:
-        return None
+        raise
     except IsADirectoryError:
         raise DamagedFileError(f"{path} is a folder, and a file belongs there: remove it, or put the file back") from None
     except OSError as error:
         hint = ": only the user who wrote it may read it" if isinstance(error, PermissionError) else ""
         raise ShoalError(f"cannot read {path}: {error.strerror or error}{hint}") from None
-    if len(content) > most_bytes:
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_file(path: Path, most_bytes: int = MOST_BYTES, *, private: bool = False) -> bytes | None:
+    """The content of a regular file, or of one that a link leads to; None where there is none. `private`: a mode with which others can read
+    it is corrected. Raises ShoalError, and DamagedFileError where something else is in its place or the file is too large."""
+    try:
+        with open_to_read(path) as file:
+            if private:
+                make_private(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            content = file.read() if size <= most_bytes else b""
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ShoalError(f"cannot read {path}: {error.strerror or error}") from None
+    if max(size, len(content)) > most_bytes:
         raise DamagedFileError(f"{path} is too large: it has more than the {most_bytes} bytes that such a file may have")
     return content
 
@@ -138,8 +159,8 @@ def write_file(path: Path, text: str, *, private: bool = False, user: tuple[int,
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as content:
+    """SHA-256 of a file. Raises OSError and ShoalError."""
+    with open_to_read(path) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
@@ -150,8 +171,13 @@ def check_format(source: PurePath | str, kind: str, found: object, expected: int
         raise ShoalError(f"{has}, and this version of Shoal reads format {expected}: {remedy}")
 
 
+def _checksum(fields: Mapping[str, Any]) -> str:
+    """Checksum of the fields of a JSON object, whatever its layout."""
+    return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
+
+
 class JsonFormat(NamedTuple):
-    """The format of a file that holds one JSON object."""
+    """The format of a file that holds one JSON object, with a checksum of its fields. A file without a checksum is read unchecked."""
 
     kind: str
     """For messages: `owner file`."""
@@ -166,7 +192,12 @@ class JsonFormat(NamedTuple):
 
     def write(self, path: Path, fields: Mapping[str, Any], indent: int | None = None) -> None:
         """Write or replace the file atomically. Raises ShoalError."""
-        write_file(path, json.dumps({self.key: self.version} | dict(fields), indent=indent), private=self.private)
+        write_file(path, self.text(fields, indent), private=self.private)
+
+    def text(self, fields: Mapping[str, Any], indent: int | None = None) -> str:
+        """The content of the file."""
+        plain = json.loads(json.dumps({self.key: self.version} | dict(fields)))
+        return json.dumps(plain | {_CHECKSUM: _checksum(plain)}, indent=indent)
 
     def read(self, path: Path) -> dict[str, Any] | None:
         """The fields without the version; None where there is no file. Raises DamagedFileError, and ShoalError for another version."""
@@ -178,7 +209,14 @@ class JsonFormat(NamedTuple):
         except (ValueError, RecursionError):
             fields = None
         if isinstance(fields, dict):
+            checksum = fields.pop(_CHECKSUM, None)
+            whole = checksum is None or checksum == _checksum(fields)
             check_format(path, self.kind, fields.pop(self.key, None), self.version, self.remedy)
+            if not whole:
+                raise DamagedFileError(
+                    f"{path} does not match its checksum: it was damaged or edited. Put it back; if an edit is meant, remove the field "
+                    f"`{_CHECKSUM}` from it"
+                )
         if not isinstance(fields, dict) or any(name not in fields for name in self.required):
             raise DamagedFileError(f"{path} is not a valid {self.kind}")
         return fields

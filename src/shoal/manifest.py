@@ -7,7 +7,6 @@ shows damage, not an attack: an attacker who can change a file can change the ma
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ def manifest_of(files: Mapping[str, Path | bytes]) -> bytes:
     """The content of the manifest of files that are not in one folder, by their names in it."""
     listed = {name: file for name, file in files.items() if _is_listed(name)}
     digests = {name: file_digest(file) if isinstance(file, Path) else hashlib.sha256(file).hexdigest() for name, file in listed.items()}
-    return json.dumps({FORMAT.key: FORMAT.version, "files": digests}, indent=1).encode()
+    return FORMAT.text({"files": digests}, indent=1).encode()
 
 
 def check_manifest(folder: Path, among: Callable[[str], bool] = lambda name: True) -> int | None:

@@ -48,7 +48,7 @@ class Disk:
     def write(self, file: Any, view: memoryview) -> int:
         return int(file.write(view[: self.take(len(view))]))
 
-    def save(self, tensors: Any, path: Path) -> None:
+    def save(self, tensors: Any, path: Path, metadata: Any = None) -> None:
         save_file(tensors, path)
         size = path.stat().st_size
         taken = min(size, self.room)
@@ -243,7 +243,7 @@ def test_a_journal_that_cannot_begin_leaves_the_one_before_in_its_place(tmp_path
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "open", full)
+        broken.setattr(os, "open", full)
         writer.write([], {"w": torch.ones(1)}, {})
     assert "Too many open files" in told[0]
     store.journal.append({"kind": "accepted", "seq": 1}, (b"frame",))

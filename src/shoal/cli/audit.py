@@ -11,6 +11,7 @@ import yaml
 
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
+from shoal.files import open_to_read, read_file
 from shoal.runs.folder.run_reader import read_summary
 
 if TYPE_CHECKING:
@@ -157,10 +158,11 @@ def state_of(folder: Path, settings: Any = None) -> Path:
 
 def _settings(folder: Path) -> Any:
     try:
-        return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ShoalError(f"there is no run at {folder}") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = read_file(folder / "config.yaml")
+        if content is None:
+            raise ShoalError(f"there is no run at {folder}")
+        return yaml.safe_load(content.decode())
+    except (ValueError, yaml.YAMLError) as error:
         raise ShoalError(f"{folder / 'config.yaml'} cannot be read: {error}") from None
 
 
@@ -182,8 +184,8 @@ def _has_receipts(path: Path) -> bool:
     if path.suffix == ".jsonl":
         return True
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             line = json.loads(file.readline(_LONGEST_LINE))
-    except (OSError, ValueError):
+    except (OSError, ValueError, ShoalError):
         return False
     return isinstance(line, list) and len(line) >= 4 and isinstance(line[0], str)

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.files import read_file
 from shoal.runs.folder.run_reader import RunFolder, Tail, read_summary
+
+_MOST_BYTES = 1 << 30
 
 
 def run(argv: list[str]) -> int:
@@ -83,7 +86,7 @@ def _row(folder: Path) -> dict[str, Any]:
         summary |= read_summary(folder)
     except ShoalError:
         summary["status"] = "of another version"
-    config = (folder / "config.yaml").read_text(encoding="utf-8")
+    config = _text(folder / "config.yaml")
     task = re.search(r"^task:(?: |\n  kind: )(\S+)", config, re.MULTILINE)
     metrics = summary["metrics"].get("eval") or summary["metrics"].get("train") or {}
     best = next((f"{name} {metrics[name]:.4g}" for name in ("accuracy", "loss", "discriminator_loss") if name in metrics), "")
@@ -93,10 +96,17 @@ def _row(folder: Path) -> dict[str, Any]:
 
 def _last_step(folder: Path) -> int:
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return int(json.loads(lines[-1])["step"])
-    except (OSError, ValueError, IndexError, KeyError):
+        return int(json.loads(_text(folder / "metrics.jsonl").splitlines()[-1])["step"])
+    except (ValueError, IndexError, KeyError, TypeError):
         return 0
+
+
+def _text(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
+    try:
+        return (read_file(path, _MOST_BYTES) or b"").decode("utf-8", "replace")
+    except ShoalError:
+        return ""
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:

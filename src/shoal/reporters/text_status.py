@@ -32,6 +32,8 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "traffic", f"{in_bytes(status['received_bytes'])} received, {in_bytes(status['sent_bytes'])} sent"
     if status["privacy"]:
         yield "privacy", privacy_of(status["privacy"])
+    for text in status["damaged"]:
+        yield "damaged", text
 
 
 def _state(status: Mapping[str, Any]) -> str:

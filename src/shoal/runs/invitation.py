@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.config import Run
 from shoal.config.environment import coordinator_secrets
 from shoal.config.schema.cluster import Transport
-from shoal.files import JsonFormat
+from shoal.files import DamagedFileError, JsonFormat
 from shoal.runs.folder.run_reader import INVITATION
 from shoal.transports import Server
 from shoal.transports.connect import needs_keys, serve
@@ -51,9 +51,20 @@ class CoordinatorSecrets(NamedTuple):
     def of(cls, folder: Path) -> CoordinatorSecrets:
         saved = _SECRETS.read(folder / "secrets.json")
         if saved is not None:
-            return cls(keys=keys_from_secret(saved.pop("secret")), **saved)
+            return cls._of_file(folder / "secrets.json", saved)
         given = coordinator_secrets()
         return cls(new_token(), new_keys()) if given is None else cls(given[0], keys_from_secret(given[1]))
+
+    @classmethod
+    def _of_file(cls, path: Path, saved: Mapping[str, Any]) -> CoordinatorSecrets:
+        kinds = {"token": str, "secret": str, "port": int, "expected": int, "address": str, "encrypted": bool}
+        try:
+            if any(type(saved[name]) is not kind for name, kind in kinds.items()):
+                raise ValueError
+            keys = keys_from_secret(saved["secret"])
+        except ValueError:
+            raise DamagedFileError(f"{path} is not a valid {_SECRETS.kind}: put it back from a backup") from None
+        return cls(saved["token"], keys, saved["port"], saved["expected"], saved["address"], saved["encrypted"])
 
     def save(self, folder: Path) -> None:
         fields = self._asdict() | {"secret": self.keys.secret}

@@ -18,10 +18,14 @@ from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
+from shoal.errors import ShoalError
+from shoal.files import read_file
+
 Key = tuple[str, int]
 """A worker, and the number of a contribution."""
 Line = tuple[str, dict[str, Any]]
 """Place and content of a line or record."""
+_MOST_BYTES = 1 << 40
 _JOURNAL_FORMAT = _LEDGER_FORMAT = 1
 _MAGIC = b"SHOALJ1\n"
 _HEAD = struct.Struct("<8s8sIQI")
@@ -121,15 +125,23 @@ def gather_receipts(receipts: Iterable[Path], claims: Iterable[Path], violations
 def _lines(path: Path, notes: list[str], violations: list[str]) -> Iterator[tuple[str, bytes]]:
     """Each complete line with its place."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        violations.append(f"{path}: {error.strerror or error}")
+        content = _content(path)
+    except ShoalError as error:
+        violations.append(str(error))
         return
     *lines, rest = content.split(b"\n")
     if rest:
         notes.append(f"{path.name} ends in the middle of line {len(lines) + 1}")
     for number, line in enumerate(lines, 1):
         yield f"{path.name}:{number}", line
+
+
+def _content(path: Path) -> bytes:
+    """The content of a file. Raises ShoalError where it is missing, or something else is in its place."""
+    content = read_file(path, _MOST_BYTES)
+    if content is None:
+        raise ShoalError(f"{path} is missing")
+    return content
 
 
 def _read_ledger(path: Path, evidence: AuditInput, violations: list[str]) -> None:
@@ -210,16 +222,16 @@ def _snapshot(folder: Path, violations: list[str]) -> SnapshotSummary | None:
         try:
             header = _header(path)
             for name, checksum in header["checksums"].items():
-                if f"{zlib.crc32((path / name).read_bytes()):08x}" != checksum:
+                if f"{zlib.crc32(_content(path / name)):08x}" != checksum:
                     raise ValueError(f"{name} does not match its checksum")
             return _summary(header)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ShoalError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             violations.append(f"snapshot {path.name} is damaged: {error}")
     return None
 
 
 def _header(path: Path) -> dict[str, Any]:
-    content = (path / "state.json").read_bytes()
+    content = _content(path / "state.json")
     header: dict[str, Any] = json.loads(content)
     tail = f', "checksum": "{header["checksum"]}"}}'.encode()
     if not content.endswith(tail) or f"{zlib.crc32(content.removesuffix(tail)):08x}" != header["checksum"]:
@@ -282,7 +294,11 @@ def _journals(state: Path, snapshot: int, notes: list[str], violations: list[str
 
 
 def _journal(path: Path, notes: list[str], violations: list[str]) -> _JournalContent:
-    content = path.read_bytes()
+    try:
+        content = _content(path)
+    except ShoalError as error:
+        violations.append(str(error))
+        return _JournalContent([], 0, 0, (0, 0), b"")
     journal = _read_journal(content)
     if journal is None:
         other = content.startswith(_MAGIC[:6]) and not content.startswith(_MAGIC)

@@ -33,6 +33,7 @@ from shoal.coordinator.durable.records import (
     new_head,
 )
 from shoal.errors import ShoalError
+from shoal.files import open_file
 from shoal.protocol.messages import Frames
 
 _WRITEV: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)
@@ -74,7 +75,7 @@ class FileJournal:
             spare.rename(path)  # last: only now the records belong to this journal
         except OSError as error:
             file.close()
-            raise self._failed(error) from None
+            raise self._failed(spare, error) from None
         self._close_file()
         self._file, self._head, self._end, self.records_since_snapshot = file, head, end, records
         return number
@@ -132,9 +133,9 @@ class FileJournal:
 
     def _opened(self, path: Path, mode: Literal["r+b", "xb"]) -> BinaryIO:
         try:
-            return path.open(mode, buffering=0)
-        except OSError as error:
-            raise ShoalError(f"cannot open the coordinator's journal {path}: {error.strerror or error}") from None
+            return open_file(path, mode, buffering=0)
+        except ShoalError as error:
+            raise ShoalError(f"cannot open the coordinator's journal: {error}") from None
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         assert self._file is not None
@@ -143,12 +144,12 @@ class FileJournal:
         try:
             _write_all(self._file, parts)
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._failed(Path(str(self._file.name)), error) from None
         self._end = end
         self.records_since_snapshot += 1
 
-    def _failed(self, error: OSError) -> ShoalError:
-        return ShoalError(f"cannot write the coordinator's journal in {self.folder}: {error.strerror or error}")
+    def _failed(self, path: Path, error: OSError) -> ShoalError:
+        return ShoalError(f"cannot write the coordinator's journal {path}: {error.strerror or error}")
 
     def forget_before(self, number: int) -> None:
         """Drop the journals of snapshots older than this one, which are not kept either."""

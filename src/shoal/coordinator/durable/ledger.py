@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.files import check_format
+from shoal.files import check_format, open_file, read_file
 
 _FIELD = b',"crc":"'
 _CLOSE = b'"}'
 FORMAT = 1
+_MOST_BYTES = 16 << 30
 
 
 def sealed(line: dict[str, Any], before: str) -> tuple[bytes, str]:
@@ -85,7 +86,7 @@ class FileLedger:
     def _opened(self) -> BinaryIO:
         content = self._content()
         self._last = next((line.checksum for line in reversed([*lines_of(content)])), "")
-        file: BinaryIO = self.path.open("ab", buffering=0)
+        file = open_file(self.path, "ab", buffering=0)
         if content and not content.endswith(b"\n"):
             file.write(b"\n")  # a line that was cut off stays a line of its own
         self._file = file
@@ -93,7 +94,7 @@ class FileLedger:
 
     def _content(self) -> bytes:
         """The whole file. Raises ShoalError where another version of Shoal wrote it."""
-        content = self.path.read_bytes() if self.path.exists() else b""
+        content = read_file(self.path, _MOST_BYTES) or b""
         first = next(lines_of(content), None)
         found = _parsed(first).get("format") if first is not None and first.sound else FORMAT
         check_format(self.path, "ledger", found, FORMAT)

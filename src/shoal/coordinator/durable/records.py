@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgpack  # type: ignore[import-untyped]
 
 from shoal.errors import ShoalError
-from shoal.files import check_format
+from shoal.files import check_format, open_to_read
 from shoal.protocol.checksums import crc32
 from shoal.protocol.messages import Frames
 
@@ -91,7 +91,7 @@ def encode_record(
 
 def read_head(path: Path) -> JournalHead | None:
     """The head of a journal; None: it was cut off before its first record. Raises DamagedJournal, ShoalError for another format."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         content = file.read(HEAD_BYTES)
     if len(content) < HEAD_BYTES and (len(content) < len(MAGIC) or content.startswith(MAGIC)):
         return None
@@ -118,7 +118,7 @@ class JournalReader:
         """Whole records with their frames, in order, without one that a crash cut off. Raises DamagedJournal."""
         if self.head is None:
             return
-        with self.path.open("rb") as file:
+        with open_to_read(self.path) as file:
             total = file.seek(0, 2)
             while (found := self._next(file, total, self.head)) is not None:
                 self.end = RecordEnd(file.tell(), found.checksum)
@@ -150,7 +150,7 @@ def readable_after(path: Path, length: int) -> Iterator[dict[str, Any]]:
         head = None
     if head is None:
         return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with open_to_read(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         at = max(length, head.begins.length) - MARK_BYTES
         while at >= 0:
             file.seek(at + MARK_BYTES)

@@ -16,6 +16,7 @@ reads both forms.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from shoal.engines import Engine, World
 from shoal.errors import ShoalError
-from shoal.files import check_format, write_file
+from shoal.files import DamagedFileError, check_format, make_folder, open_to_read, write_file, writing
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import Checkpoint, packed, unpacked
@@ -41,6 +42,8 @@ _FORMAT = 3
 _OWN_CHECKSUM = ', "checksum": "'
 _PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _FILES = ("weights.safetensors", "state.safetensors")
+_DIGEST = "sha256"
+"""Field of the metadata of a file of weights that stands alone."""
 
 
 class Checkpoints:
@@ -71,9 +74,9 @@ class Checkpoints:
         try:
             self._begin(partial)
             for name, values in zip(_FILES, (weights, tensors), strict=True):
-                save_file({key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name)
+                _save(partial / name, values)
             return self._finish(partial, step, plain)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ShoalError) as error:
             raise self._failed(partial, error) from None
 
     def _save_together(self, step: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], plain: Any, writers: World) -> None:
@@ -95,7 +98,7 @@ class Checkpoints:
         if writers.first:
             try:
                 work()
-            except OSError as error:
+            except (OSError, ShoalError) as error:
                 problem = str(self._failed(partial, error))
         if problem := writers.broadcast_text(problem):
             raise ShoalError(problem)
@@ -111,7 +114,8 @@ class Checkpoints:
         """After all tensors are written: write the checksums, and give the folder its name."""
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*.safetensors"))
         header = {"format": _FORMAT, "step": step, "checksums": {name: _checksum(partial / name) for name in files}, "state": plain}
-        (partial / "state.json").write_bytes(_with_checksum(json.dumps(header)))
+        with writing(partial / "state.json"):
+            (partial / "state.json").write_bytes(_with_checksum(json.dumps(header)))
         for name in (*files, "state.json"):
             with (partial / name).open("rb+") as stream:
                 os.fsync(stream.fileno())
@@ -127,9 +131,9 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
-    def _failed(self, partial: Path, error: Exception) -> ShoalError:
+    def _failed(self, partial: Path, error: OSError | ShoalError) -> ShoalError:
         shutil.rmtree(partial, ignore_errors=True)
-        why = getattr(error, "strerror", None) or error
+        why = error if isinstance(error, ShoalError) else f"{error.filename or partial}: {error.strerror or error}"
         return ShoalError(f"cannot save a checkpoint in {self.folder}: {why}; the older ones are untouched")
 
     def forget_after(self, step: int) -> None:
@@ -213,7 +217,8 @@ def _with_checksum(text: str) -> bytes:
 
 def _header_of(path: Path) -> dict[str, Any]:
     """The content of state.json. Raises ShoalError where its version or its checksum does not match."""
-    content = (path / "state.json").read_bytes()
+    with open_to_read(path / "state.json") as file:
+        content = file.read()
     header: dict[str, Any] = json.loads(content)
     check_format(path, "checkpoint", header["format"], _FORMAT)
     body, _, checksum = content.rpartition(_OWN_CHECKSUM.encode())
@@ -242,33 +247,50 @@ def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
     return ShardedTensors(shards) if shards else load_file(path / f"{kind}.safetensors")
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights atomically to one file."""
-    partial = path.with_name(f".{path.name}.partial")
+def _save(path: Path, weights: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors to a file. Raises ShoalError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, partial)
-        os.replace(partial, path)
+        save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, path, metadata)
     except (OSError, SafetensorError) as error:
-        raise ShoalError(f"cannot save the weights in {path}: {error}") from None
+        raise ShoalError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights atomically to one file, with their digest in its metadata. Raises ShoalError."""
+    partial = path.with_name(f".{path.name}.partial")
+    make_folder(path.parent)
+    _save(partial, weights, {"format": "pt", _DIGEST: digest_of(weights)})
+    with writing(path):
+        os.replace(partial, path)
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Read a file of `save_weights`. Raises ShoalError."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ShoalError(f"cannot read the weights in {path}: {error}") from None
+    """Read a file of `save_weights`, or one without a digest. Raises ShoalError."""
+    return dict(read_weights(path).weights)
 
 
 def read_weights(path: Path) -> Checkpoint:
     """A file of weights as a checkpoint without state; its metadata contains the step. Raises ShoalError."""
     try:
+        open_to_read(path).close()
         with safe_open(path, "pt") as file:
-            step = int((file.metadata() or {}).get("step", 0))
+            metadata = file.metadata() or {}
+        step, weights = int(metadata.get("step", 0)), load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise ShoalError(f"cannot read the weights in {path}: {error}") from None
-    return Checkpoint(path, step, load_weights(path), {})
+    if metadata.get(_DIGEST) not in (None, digest_of(weights)):
+        raise DamagedFileError(f"{path} is damaged: its weights do not match their digest; put the file back from a backup")
+    return Checkpoint(path, step, weights, {})
+
+
+def digest_of(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors with their names, types and shapes."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {[*value.shape]}\n".encode())
+        raw: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(raw)
+    return digest.hexdigest()
 
 
 def find_checkpoint(path: str, warn: Callable[[str], None]) -> Checkpoint:
@@ -284,7 +306,7 @@ def find_checkpoint(path: str, warn: Callable[[str], None]) -> Checkpoint:
 
 def _checksum(path: Path) -> str:
     value = 0
-    with path.open("rb") as stream:
+    with open_to_read(path) as stream:
         while chunk := stream.read(1 << 22):
             value = crc32(chunk, value)
     return f"{value:08x}"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from shoal.transports.postgres.repair import RemovedRecords
 
 _LARGEST_FRAME = 1 << 30
-_MOST_RECEIPT_BYTES = 4 << 30
-"""Receipts of tens of millions of contributions."""
+_MOST_BYTES = 16 << 30
+"""Of a ledger or of receipts: those of many millions of contributions."""
 _MOST_NAMED = 8
 Sequences = dict[str, int]
 """By worker: its last sequence number."""
@@ -113,7 +113,7 @@ def confirmed_in(folder: Path, key: bytes, warn: Callable[[str], None]) -> Seque
     for path in sorted(folder.glob("*.jsonl")) if key else ():
         unreadable: list[str] = []
         try:
-            lines = (read_file(path, _MOST_RECEIPT_BYTES) or b"").split(b"\n")
+            lines = (read_file(path, _MOST_BYTES) or b"").split(b"\n")
         except ShoalError as error:
             warn(f"{error}. What its receipts confirm is unknown")
             continue
@@ -213,7 +213,7 @@ def _lost(known: Sequences, named: Iterable[Sequences]) -> list[list[Any]]:
 def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]]:
     """Sound lines of the ledger since a snapshot."""
     path, length = folder / "ledger.jsonl", int(snapshot.state["ledger"])
-    content = path.read_bytes() if path.exists() else b""
+    content = read_file(path, _MOST_BYTES) or b""
     for line in [*lines_of(content)][content[:length].count(b"\n") :]:
         if line.sound:
             yield json.loads(line.text)

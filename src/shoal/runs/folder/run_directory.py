@@ -33,7 +33,7 @@ from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere, was_held
 from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
-from shoal.files import DamagedFileError, make_folder, write_file
+from shoal.files import DamagedFileError, make_folder, open_file, read_file, write_file
 from shoal.manifest import FILE as MANIFEST
 from shoal.manifest import check_manifest, write_manifest
 from shoal.runs.folder import plugin_record
@@ -55,7 +55,7 @@ _OF_A_BEGINNING = (
 _NOTHING_LEARNED = ("seated", "opened")
 """Kinds of journal records that contain no contribution."""
 
-_MOST_EVENT_BYTES = 4 << 20
+_MOST_EVENT_BYTES, _MOST_METRIC_BYTES = 4 << 20, 16 << 30
 _ENDING_S = 10.0
 """How long to wait for another process to end: its children may live a moment longer."""
 
@@ -131,6 +131,7 @@ class RunDirectory:
 
     def config(self) -> Run:
         """The settings of the run. Raises ShoalError where this version cannot read them."""
+        read_file(self.path / _CONFIG)  # a file that can be read, and no pipe
         return resolve([ConfigFile(str(self.path / _CONFIG))], dialect="shoal", resolved=True).run
 
     def check_files(self) -> None:
@@ -184,7 +185,7 @@ class RunDirectory:
             (self.path / MANIFEST).unlink(missing_ok=True)  # it is written again when all files are
         if changed:
             line = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}}
-            with self._reporting("changes.jsonl"), (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
+            with self._reporting("changes.jsonl"), open_file(self.path / "changes.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
         PROVENANCE.write(self.path / _PROVENANCE, {"settings": provenance(loaded)}, indent=2)
         plugin_record.write(self.path, loaded.run)
@@ -204,33 +205,34 @@ class RunDirectory:
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
         with self._reporting("metrics.jsonl"):
             if self._metrics is None:
-                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+                self._metrics = open_file(self.path / "metrics.jsonl", "a")
             self._metrics.write(json.dumps(finite) + "\n")
             self._metrics.flush()
 
     def forget_after(self, step: int) -> None:
         """Delete the records of steps that a resumed run repeats."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-            write_file(path, "".join(line + "\n" for line in kept))
+        if lines := self._metric_lines():
+            kept = [line for line in lines if _step_of(line) <= step]
+            write_file(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if _step_of(line) < sys.maxsize]
+        return [json.loads(line) for line in self._metric_lines() if _step_of(line) < sys.maxsize]
+
+    def _metric_lines(self) -> list[str]:
+        content = read_file(self.path / "metrics.jsonl", _MOST_METRIC_BYTES) or b""
+        return content.decode("utf-8", "replace").splitlines()
 
     def record_event(self, event: dict[str, Any]) -> None:
         """Append a message to events.jsonl, up to its size limit. Errors of the disk are ignored."""
         path = self.path / "events.jsonl"
-        with suppress(OSError):
+        with suppress(OSError, ShoalError):
             if self._event_bytes is None:
                 self._event_bytes = path.stat().st_size if path.exists() else 0
             line = json.dumps(event) + "\n"
             if self._event_bytes > _MOST_EVENT_BYTES:
                 return
             self._event_bytes += len(line)
-            with path.open("a", encoding="utf-8") as file:
+            with open_file(path, "a") as file:
                 file.write(line)
 
     def write_summary(self, summary: dict[str, Any]) -> None:

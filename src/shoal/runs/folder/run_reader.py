@@ -11,12 +11,12 @@ import os
 import re
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.files import DamagedFileError, JsonFormat
+from shoal.files import DamagedFileError, JsonFormat, open_to_read, read_file
 
 _FRESH_S = 10.0
 _LONG_S = 600.0
@@ -74,14 +74,14 @@ class Tail:
     def new_lines(self) -> Iterator[bytes]:
         """The new lines, up to a limit of bytes for one call."""
         try:
-            with self.path.open("rb") as file:
+            with open_to_read(self.path) as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._file or found.st_size < self._at:
                     self._file, self._at, self._rest = found.st_ino, 0, b""
                     self.began += 1
                 file.seek(self._at)
                 content = file.read(_MOST_BYTES_AT_ONCE)
-        except OSError:
+        except (OSError, ShoalError):
             return
         self._at += len(content)
         *lines, self._rest = (self._rest + content).split(b"\n")
@@ -100,18 +100,14 @@ class Tail:
                 yield value
 
 
-def _read(path: Path, form: JsonFormat) -> dict[str, Any]:
-    """The cleaned fields of a file; empty where it is missing or damaged. Raises ShoalError for another version of the format."""
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The outcome of the run in a folder; empty where it has not ended, or the file is damaged. Raises ShoalError for another version of
+    the format."""
     try:
-        found: dict[str, Any] = clean(form.read(path) or {})
+        found: dict[str, Any] = clean(SUMMARY.read(folder / "summary.json") or {})
     except DamagedFileError:
         return {}
-    return found
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The outcome of the run in a folder; empty where it has not ended. Raises ShoalError for another version of the format."""
-    return _read(folder / "summary.json", SUMMARY)
+    return found if _is_summary(found) else {}
 
 
 class StepFile(NamedTuple):
@@ -127,6 +123,20 @@ class RunFolder:
         if not (path / "config.yaml").exists():
             raise ShoalError(f"{path} is no run's folder: it has no config.yaml. `shoal runs` lists the runs that there are")
         self.path = path
+        self.damaged: dict[str, str] = {}
+        """By the name of a file that cannot be read: what is wrong with it."""
+
+    def _read(self, name: str, form: JsonFormat, fits: Callable[[dict[str, Any]], bool] = lambda found: True) -> dict[str, Any]:
+        """The cleaned fields of a file; empty where it is missing or damaged. Raises ShoalError for another version of the format."""
+        self.damaged.pop(name, None)
+        try:
+            found: dict[str, Any] = clean(form.read(self.path / name) or {})
+            if not fits(found):
+                raise DamagedFileError(f"{self.path / name} is not a valid {form.kind}")
+        except DamagedFileError as error:
+            self.damaged[name] = str(error)
+            return {}
+        return found
 
     @property
     def name(self) -> str:
@@ -140,14 +150,15 @@ class RunFolder:
 
     def status(self) -> dict[str, Any]:
         """The status of the run, cleaned. That of a run without a coordinator is derived from its records."""
-        found = _read(self.path / "status.json", STATUS)
+        found = self._read("status.json", STATUS, _is_status)
         status: dict[str, Any] = found if found.get("members") is not None else self._alone()
         state = self._state(status)
         if state not in UNFINISHED_STATES:  # the last status was written while workers were still here
             status["members"] = [row | {"state": "left"} for row in status.get("members", ())]
         if self._has_ended():
             status |= self._outcome(status)
-        return _DEFAULTS | status | {"state": state, "folder": clean_text(str(self.path))}
+        more = {"state": state, "folder": clean_text(str(self.path)), "damaged": [clean_text(text) for text in self.damaged.values()]}
+        return _DEFAULTS | status | more
 
     def _alone(self) -> dict[str, Any]:
         records = [record for record in Tail(self.path / "metrics.jsonl").values() if "step" in record]
@@ -164,7 +175,7 @@ class RunFolder:
 
     def _outcome(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """What happened after the last status: the last evaluation, and workers that left."""
-        summary = read_summary(self.path)
+        summary = self._summary()
         last = {split: figures for split, figures in summary.get("metrics", {}).items() if figures}
         known = {name: summary[name] for name in ("samples", "wall_s", "contributions") if summary.get(name)}
         events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
@@ -177,7 +188,7 @@ class RunFolder:
     def _state(self, status: Mapping[str, Any]) -> str:
         """The state of the run: how it ended, or whether a process still runs it."""
         if self._has_ended():
-            return str(read_summary(self.path).get("status", "ended"))
+            return str(self._summary().get("status", "ended"))
         written = self._written_at()
         if not written and self._is_coordinated():
             return "starting"
@@ -189,6 +200,9 @@ class RunFolder:
     def _written_at(self) -> float:
         return _changed_at(self.path / "status.json") or _changed_at(self.path / "metrics.jsonl")
 
+    def _summary(self) -> dict[str, Any]:
+        return self._read("summary.json", SUMMARY, _is_summary)
+
     def _has_ended(self) -> bool:
         """Whether the summary is newer than the status, which a resumed run writes again."""
         ended = _changed_at(self.path / "summary.json")
@@ -196,7 +210,7 @@ class RunFolder:
 
     def provenance(self) -> dict[str, Any]:
         """Every setting with its value and its source."""
-        return _read(self.path / "provenance.json", PROVENANCE).get("settings", {})
+        return self._read("provenance.json", PROVENANCE, _is_provenance).get("settings", {})
 
     def samples(self) -> list[StepFile]:
         """The samples of the model, in the order of their steps."""
@@ -210,8 +224,10 @@ class RunFolder:
         if _SAMPLE.fullmatch(name) is None:
             return None
         try:
-            content = (self.path / "samples" / name).read_bytes()
-        except OSError:
+            content = read_file(self.path / "samples" / name)
+        except ShoalError:
+            return None
+        if content is None:
             return None
         if name.endswith(".png"):
             return content
@@ -220,7 +236,7 @@ class RunFolder:
 
     def invitation(self) -> dict[str, Any]:
         """The content of invitation.json; empty where workers cannot join."""
-        return _read(self.path / "invitation.json", INVITATION)
+        return self._read("invitation.json", INVITATION)
 
 
 _ABOUT = ("step", "split", "wall_s", "samples", "epoch", "samples_per_s", "received_bytes", "sent_bytes")
@@ -250,7 +266,43 @@ _DEFAULTS: dict[str, Any] = {
     "tasks": [],
     "events": [],
     "at": 0.0,
+    "damaged": [],
 }
+_NUMBERS = ("of", "progress", "eta_s", "wall_s", "at")
+_OF_A_WORKER = {"lag", "accepted", "rejected", "bytes", "since", "heard_s", "rate", "computing_s", "waiting_s", "sending_s", "memory_bytes"}
+"""Fields of a worker that are numbers."""
+
+
+def _is_status(found: Mapping[str, Any]) -> bool:
+    """Whether the fields of a status have the types that its readers expect. Missing fields have defaults."""
+    known = {name: value for name, value in found.items() if name in _DEFAULTS and value is not None}
+    numbers = {name for name in known if name in _NUMBERS or isinstance(_DEFAULTS[name], (int, float))}
+    return (
+        all(_is_number(known[name]) for name in numbers)
+        and all(isinstance(known[name], dict if _DEFAULTS[name] is None else type(_DEFAULTS[name])) for name in known.keys() - numbers)
+        and all(isinstance(row, dict) and _is_worker(row) for name in ("members", "gone") for row in known.get(name, ()))
+        and all(isinstance(row, dict) for name in ("tasks", "events") for row in known.get(name, ()))
+        and all(_is_number(row.get("at", 0)) for row in known.get("events", ()))
+        and all(isinstance(figures, dict) for figures in known.get("figures", {}).values())
+    )
+
+
+def _is_worker(row: Mapping[str, Any]) -> bool:
+    needed = {"worker", "state", "lag", "accepted", "rejected", "bytes"} <= row.keys()
+    return needed and all(_is_number(row[name]) for name in _OF_A_WORKER & row.keys() if row[name] is not None)
+
+
+def _is_summary(found: Mapping[str, Any]) -> bool:
+    return isinstance(found.get("metrics", {}), dict) and isinstance(found.get("contributions", {}), dict)
+
+
+def _is_provenance(found: Mapping[str, Any]) -> bool:
+    settings = found.get("settings", {})
+    return isinstance(settings, dict) and all(isinstance(entry, dict) and "value" in entry for entry in settings.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def complete_status(status: Any) -> dict[str, Any]:

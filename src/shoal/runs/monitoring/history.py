@@ -9,6 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import ShoalError
+from shoal.files import open_file, read_file
+
 FILE = "history.jsonl"
 FIELDS = ("computing_s", "waiting_s", "sending_s", "accepted", "rejected", "lag", "samples", "memory_bytes")
 """Fields of a worker in each line, in this order; counts are sums since it joined."""
@@ -33,15 +36,15 @@ class History:
         workers = {row["worker"]: [row["state"], *(_short(row.get(name)) for name in FIELDS)] for row in status["members"][:_MOST_WORKERS]}
         moment = {"wall_s": status["wall_s"], "at": status["at"], "version": status["version"], "workers": workers}
         line = json.dumps(moment, separators=(",", ":")) + "\n"
-        with suppress(OSError):
-            with self.path.open("a", encoding="utf-8") as file:
+        with suppress(OSError, ShoalError):
+            with open_file(self.path, "a") as file:
                 file.write(line)
             self._bytes += len(line)
             if self._bytes > self.most_bytes:
                 self._thin()
 
     def _thin(self) -> None:
-        lines = self.path.read_bytes().splitlines(keepends=True)[::2]
+        lines = (read_file(self.path) or b"").splitlines(keepends=True)[::2]
         partial = self.path.with_name(f".{FILE}")
         partial.write_bytes(b"".join(lines))
         os.replace(partial, self.path)
