@@ -108,7 +108,8 @@ def test_the_coordinator_hears_why_a_worker_cannot_go_on(tmp_path: Path) -> None
             poisoned.work()
         eventually(lambda: sum(" left: " in text for text in coordinator.heard.texts) == 2, f"both reasons: {coordinator.heard.texts}")
         reasons = {text.partition(" left: ")[0]: text for text in coordinator.heard.texts if " left: " in text}
-        assert "nowhere" in reasons["ben"]
+        assert "there are no images at" in reasons["ben"]
+        assert "nowhere" not in reasons["ben"], "the path is this worker's own"
         assert reasons["anna"] == "anna left: gradients were not finite"
 
 

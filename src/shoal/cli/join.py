@@ -24,7 +24,7 @@ from shoal.cli.engine_processes import as_rank, ignore_signals
 from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import download, print_log
-from shoal.config.environment import database_password, join_token
+from shoal.config.environment import database_password, join_token, keep_hub_token_back
 from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.config.ranks import rank_place
 from shoal.config.received import Permissions
@@ -52,6 +52,7 @@ Settings of this machine: --set data.source.path=/my/mnist --set training.device
 def run(argv: list[str]) -> int:
     arguments = _parsed(argv)
     load_plugins(arguments)
+    keep_hub_token_back()
     if arguments.node:
         return _hold_layers(arguments)
     here = rank_place()

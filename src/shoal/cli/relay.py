@@ -10,6 +10,7 @@ from shoal.cli.join import add_data_option, check_trust, typed
 from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import print_log
+from shoal.config.environment import keep_hub_token_back
 from shoal.config.load import Override, parse_override
 from shoal.config.received import Permissions
 from shoal.errors import ShoalError
@@ -36,6 +37,7 @@ _NOT_FROM_ABOVE = {
 def run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     load_plugins(arguments)
+    keep_hub_token_back()
     if arguments.address and (is_address(arguments.address) or Path(arguments.address).is_file()):
         raise ShoalError("a relay joins a coordinator, not a database: take the address that `shoal coordinate` printed (tcp://…)")
     from shoal.runs.connections import JoinOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -17,8 +18,21 @@ def join_token() -> str | None:
 
 
 def hub_token() -> str | None:
-    """This user's token for the Hugging Face hub."""
-    return os.environ.get("HF_TOKEN") or None
+    """This user's token for the Hugging Face hub: of the environment, or of `hf auth login`."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    file = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token")
+    try:
+        return os.environ.get("HF_TOKEN") or file.expanduser().read_text(encoding="utf-8").strip() or None
+    except (OSError, RuntimeError, UnicodeError):
+        return None
+
+
+def keep_hub_token_back() -> None:
+    """Let the hub's libraries send this user's token only where Shoal passes it: for names that the user allowed."""
+    os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:  # it has read the variable already
+        constants.HF_HUB_DISABLE_IMPLICIT_TOKEN = True  # type: ignore[attr-defined]
 
 
 def coordinator_secrets() -> tuple[str, str] | None:

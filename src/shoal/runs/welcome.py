@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 
 WORKER_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
 """Settings that a worker may override: where its data lies, and how and on how many devices it computes."""
+_NUMBERS = {"size": 0, "shards": 1, "total_steps": 0, "seat": 0, "epoch": 0, "position": 0, "last_seq": -1}
+"""Numbers of a welcome, and the least value of each."""
+_MOST, _MOST_FILES, _LEAST_HEARTBEAT_S, _FLOAT_BYTES = 2**53, 64, 0.01, 4
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -94,6 +97,22 @@ def _refuse_damaged(header: dict[str, Any]) -> None:
 def settings_of(header: dict[str, Any], overrides: Sequence[Override], permissions: Permissions) -> LoadedConfig:
     """The settings that a coordinator sent, with overrides on top, within this machine's limits."""
     return read_received(header["config"], overrides, permissions, sends_tokenizer=bool(header.get("tokenizer")))
+
+
+def check_welcome(header: Mapping[str, Any], memory_bytes: int | None) -> None:
+    """Raises ShoalError where a welcome message is not one, or the model that it announces cannot fit the memory of this machine."""
+    texts = all(isinstance(header.get(name), str) for name in ("config", "digest", "session", "name"))
+    numbers = all(type(header.get(name)) is int and low <= header[name] <= _MOST for name, low in _NUMBERS.items())
+    files, pause_s = header.get("tokenizer"), header.get("heartbeat_s")
+    named = isinstance(files, list) and len(files) <= _MOST_FILES and all(isinstance(name, str) for name in files)
+    paused = isinstance(pause_s, int | float) and pause_s >= _LEAST_HEARTBEAT_S
+    if not (texts and numbers and named and paused and isinstance(header.get("plugins", {}), dict)):
+        raise ShoalError("the coordinator's welcome is not one of this version of Shoal: ask its owner which version runs there")
+    if memory_bytes is not None and _FLOAT_BYTES * header["size"] > memory_bytes:
+        raise ShoalError(
+            f"the coordinator's model has {header['size']:,} weights, {_FLOAT_BYTES * header['size'] / 1e9:,.1f} GB, and this machine has "
+            f"{memory_bytes / 1e9:.1f} GB free: it needs a larger one"
+        )
 
 
 def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:

@@ -23,6 +23,7 @@ from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_imag
 from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, World
 from shoal.engines.island import Island, IslandFollower
+from shoal.engines.single import free_memory
 from shoal.errors import ShoalError
 from shoal.protocol.messages import PROTOCOL, Gone, Message, header_of
 from shoal.runs.build_run import RunParts, feed_for_seat
@@ -31,7 +32,7 @@ from shoal.runs.folder.resume_rules import settings_digest
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import peak_memory
-from shoal.runs.welcome import configuration, parts_for
+from shoal.runs.welcome import check_welcome, configuration, parts_for
 from shoal.strategies import Policies
 from shoal.updates.worker_state import WorkerCheckpoint
 from shoal.worker.receipts import ReceiptsFile
@@ -69,6 +70,8 @@ class JoinedWorker:
             self.welcome = self._join()
             self.redact.sent = json.dumps(self.welcome.header, ensure_ascii=False)
             self.run = configuration(self.welcome.header, options.overrides, options.permissions)
+            if self.run.alone:
+                raise ShoalError("the coordinator sent settings of a run without workers (strategy.kind local): nothing to join")
             if self.run.engine.experts is not None:
                 self._announce_experts(self.run.engine.experts)
         except BaseException as problem:
@@ -108,6 +111,7 @@ class JoinedWorker:
 
     def _join(self) -> Message:
         self.sender.exchange()
+        check_welcome(self.protocol.welcome, free_memory(torch.device("cpu")))
         self.connections[0].allow(4 * self.protocol.welcome["size"] + (1 << 20))
         if self.options.name is None:
             self._save_key(self.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 REMOVED = "[…]"
 _SHORTEST_VALUE, _SHORTEST_PART = 4, 8
@@ -35,7 +35,11 @@ class Redactor:
         for secret in self._secrets:
             if secret in text and secret not in self.sent:
                 text = text.replace(secret, REMOVED)
-        return _PATH.sub(lambda found: found.group() if self._is_known(found.group()) else REMOVED, text)
+        unknown = [path for path in _PATH.findall(text) if not self._is_known(path)]
+        names = {name for path in unknown for name in (PurePath(path).name, PurePath(path).stem) if len(name) >= _SHORTEST_VALUE}
+        for words in sorted({*unknown, *(name for name in names if not self._is_known(name))}, key=len, reverse=True):
+            text = text.replace(words, REMOVED)
+        return text
 
     def _is_known(self, path: str) -> bool:
         return path.rstrip(".") in self.sent or not path.strip("/\\.")

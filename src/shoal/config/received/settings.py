@@ -47,7 +47,7 @@ def limit_run(run: Run, settings: Settings | None, permissions: Permissions, *, 
 
 def hub_names(run: Run) -> set[str]:
     """The names on the hub that a run reads on this machine."""
-    return {str(one.value) for one in named_places(run) if not is_local(str(one.value))}
+    return {one.value for one in named_places(run) if one.limit in _ON_HUB and not is_local(one.value)}
 
 
 class NamedPlace(NamedTuple):
@@ -91,12 +91,13 @@ def _data_options(run: Run) -> list[str]:
     for one in named_places(run):
         if one.limit is not Limit.HUB:
             options.append(one.value)
-        if one.limit in (Limit.HUB, Limit.READS_OR_HUB, Limit.TOKENIZER) and not Path(one.value).is_absolute():
+        if one.limit in _ON_HUB and not Path(one.value).is_absolute():
             options.append(f"hub:{one.value}")
     return list(dict.fromkeys(options))
 
 
-_NAMING = (Limit.READS, Limit.READS_OR_HUB, Limit.HUB, Limit.TOKENIZER, Limit.READS_IF_ALLOWED, Limit.WRITES)
+_ON_HUB = (Limit.HUB, Limit.READS_OR_HUB, Limit.TOKENIZER)
+_NAMING = (*_ON_HUB, Limit.READS, Limit.READS_IF_ALLOWED, Limit.WRITES)
 
 Visit = Callable[[Section, str, Key, Any], Any]
 """Called with a section, the name of a setting, its path and its value; returns the value to take."""

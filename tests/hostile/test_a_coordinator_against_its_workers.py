@@ -1,0 +1,92 @@
+"""A coordinator that wants more of a worker than work: secrets of its environment, processes, private files, the token for the hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config.environment import usable_cores
+from tests.support.eventually import HANG_S
+from tests.support.hostile_coordinator import HostileCoordinator, hostile_coordinator, private_folder, settings
+from tests.support.processes import Command
+
+SECRET = "wJalrXUtnFEMI7MDENG"
+IMAGES = {"source": {"kind": "images", "path": "PLACE"}}
+TEXT = {"model": {"kind": "gpt", "hidden_size": 8, "num_layers": 1, "num_heads": 1}}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The home folder of a worker's user, with a folder `work` in it."""
+    (tmp_path / "work").mkdir()
+    return tmp_path
+
+
+def join(coordinator: HostileCoordinator, home: Path, *options: str, folder: str = "work") -> tuple[int, str]:
+    """Run `shoal join` in a folder of this home; its exit code and what it printed."""
+    environ = dict(os.environ) | {"HOME": str(home), "AWS_SECRET_ACCESS_KEY": SECRET, "XDG_STATE_HOME": str(home / "state")}
+    command = Command(["-m", "shoal", *coordinator.join_command(*options)], home / folder, environ)
+    try:
+        said, _ = command.communicate(HANG_S)
+        return command.wait(), said
+    finally:
+        command.close()
+
+
+def test_a_secret_of_the_environment_stays_there(home: Path) -> None:
+    with hostile_coordinator(settings(data=IMAGES), text="/no/${AWS_SECRET_ACCESS_KEY}/here") as coordinator:
+        code, said = join(coordinator, home)
+        assert (code, SECRET in coordinator.said, SECRET in said) == (2, False, False)
+        assert "${AWS_SECRET_ACCESS_KEY}" in coordinator.reasons[0], "what the coordinator sent comes back as it was"
+        code, said = join(coordinator, home, "--data", f"/no/{SECRET}", "--set", "data.source.path=/no/${AWS_SECRET_ACCESS_KEY}/here")
+        assert (code, SECRET in said) == (2, True), "the user sees the own path"
+        assert SECRET not in coordinator.said
+
+
+def test_no_more_processes_are_started_than_the_machine_has_cores(home: Path) -> None:
+    many = usable_cores() + 22
+    with hostile_coordinator(settings(engine={"kind": "ddp"}, launch={"devices_per_node": many})) as coordinator:
+        code, said = join(coordinator, home)
+        assert (code, len(coordinator.reasons)) == (2, 1)
+        assert f"--set launch.devices_per_node={many}" in said
+    stages = [{"id": f"t{number}", "model_share": 0.001} for number in range(100)]
+    alone = {"strategy": {"kind": "local"}, "engine": {"kind": "pipeline"}, "scheduler": {"kind": "priority", "tasks": stages}}
+    with hostile_coordinator(settings(**TEXT, **alone, data={"source": {"kind": "builtin", "name": "zen"}})) as coordinator:
+        code, said = join(coordinator, home)
+        assert (code, "nothing to join" in said) == (2, True)
+
+
+@pytest.mark.parametrize("where", ["outside", "link", "home"])
+def test_a_private_file_is_not_read(home: Path, where: str) -> None:
+    private = private_folder(home)
+    (home / "work" / "link").symlink_to(private)
+    path = {"outside": str(private), "link": "link/diary.txt", "home": "private"}[where]
+    source = {"kind": "text", "path": "PLACE"}
+    with hostile_coordinator(settings(**TEXT, data={"source": source}), text=path) as coordinator:
+        code, said = join(coordinator, home, folder="" if where == "home" else "work")
+        assert (code, f"--data {path}" in said) == (2, True), said
+        assert "does not allow" in coordinator.reasons[0]
+        _, said = join(coordinator, home, "--data", str(private), folder="" if where == "home" else "work")
+        assert "does not allow" not in said, "its user allowed it"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"images_path": "/etc"},
+        {"size": 10**15},
+        {"size": "many"},
+        {"heartbeat_s": 1e-9},
+        {"tokenizer": ["../../x"] * 1000},
+        {"config": "a: ${HOME}"},
+    ],
+)
+def test_a_welcome_that_is_none_ends_the_worker_with_a_message(home: Path, header: dict[str, Any]) -> None:
+    data = {"source": {"kind": "builtin", "name": "digits"}}
+    with hostile_coordinator(settings(data=data), header=header) as coordinator:
+        code, said = join(coordinator, home)
+        assert (code, "Traceback" in said) == (2, False), said
+        assert "/etc" not in said
