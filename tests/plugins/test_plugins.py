@@ -405,7 +405,19 @@ def test_an_installed_plugin_is_imported_only_when_it_is_named(folder: Path, mon
     assert list(before) == ["own"]
     (package / "one.py").write_text(RULE.format(kind="own") + "# changed\n")
     plugins.unload(plugins.LOADED["own"])
-    assert plugins.load("own")[0].digest != before["own"], "the digest is of all files of the package"
+    (changed,) = plugins.load("own")
+    assert changed.digest != before["own"], "the digest is of all files of the package"
+    (package / "compiled.so").write_bytes(b"machine code")
+    plugins.unload(plugins.LOADED["own"])
+    assert plugins.load("own")[0].digest != changed.digest, "also of those that are compiled"
+
+
+def test_a_plugin_that_changes_while_it_is_loaded_is_refused(folder: Path) -> None:
+    """What was run would not be what the run's record says."""
+    (folder / "mine.py").write_text(RULE.format(kind="one") + "from pathlib import Path\nPath('mine.py').write_text('')\n")
+    with pytest.raises(ShoalError, match="was changed while it was loaded"):
+        plugins.load("mine.py")
+    assert "one" not in FAMILIES["aggregation rule"].kinds
 
 
 # --- who has what ---------------------------------------------------------------------------------------

@@ -18,16 +18,28 @@ from shoal.transports.keys import key_from_text
 from shoal.worker.sender import ConnectionLostError
 from tests.support.processes import run_python
 
+DIGITS = """\
+model: {kind: mlp, hidden_sizes: [64]}
+data: {source: {kind: builtin, name: digits}}
+training: {max_steps: STEPS, batch_size: 16, optimizer: {name: SGD, learning_rate: 0.1}, schedule: {kind: cosine}}
+"""
+TEXT = """\
+model: {kind: gpt, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 16}
+data: {source: {kind: builtin, name: zen}, tokenizer: bytes, sequence_length: 16}
+training: {max_steps: STEPS, batch_size: 8, optimizer: {name: AdamW, learning_rate: 0.003}}
+"""
+IMAGES = """\
+model: {kind: dcgan, image_size: 16, latent_dim: 8, generator_features: 4, discriminator_features: 4}
+data: {source: {kind: builtin, name: digits}}
+training: {max_steps: STEPS, batch_size: 16, optimizer: {name: Adam, learning_rate: 0.001}}
+"""
 CONFIG = """\
 dialect: shoal
-name: digits
+name: killed
 seed: 42
-model: {{kind: mlp, hidden_sizes: [64]}}
-data: {{source: {{kind: builtin, name: digits}}}}
-training: {{max_steps: {steps}, batch_size: 16, optimizer: {{name: SGD, learning_rate: 0.1}}, schedule: {{kind: cosine}}}}
-evaluation: {{strategy: never}}
+{learns}evaluation: {{strategy: never}}
 checkpoint: {{strategy: never}}
-transport: {{kind: zmq, port: 0}}
+transport: {{kind: {transport}, port: 0}}
 cluster: {{num_workers: {workers}}}
 coordinator: {{heartbeat_interval_s: 5.0}}
 strategy: {strategy}
@@ -71,11 +83,14 @@ class Child:
 class Victims:
     """A run whose processes may be killed at any moment."""
 
-    def __init__(self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "") -> None:
+    def __init__(
+        self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "", learns: str = DIGITS, transport: str = "zmq"
+    ) -> None:
         self.folder, self.run = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "digits.yaml"
-        self.config.write_text(CONFIG.format(steps=steps, workers=workers, strategy=strategy) + more)
+        settings = {"learns": learns.replace("STEPS", str(steps)), "transport": transport, "workers": workers, "strategy": strategy}
+        self.config.write_text(CONFIG.format(**settings) + more)
         self.steps = steps
         self.names = [f"w{number}" for number in range(1, workers + 1)]
         self.workers: dict[str, Child] = {}
@@ -166,13 +181,13 @@ class Victims:
         if restart:
             self.start_worker(name)
 
-    def killing(self, kills: int, chance: random.Random, share: float = 0.35, until: float = 0.95) -> Iterator[int]:
-        """Kill `kills` times, spread over the run, at random moments."""
+    def killing(self, kills: int, chance: random.Random, share: float = 0.35, until: float = 0.95, pause_s: float = 0.3) -> Iterator[int]:
+        """Kill `kills` times, spread over the run, at random moments, on average `pause_s` after each was due."""
         for number in range(kills):
             due = int(self.steps * until * number / kills)
             self.wait_for_version(due)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.coordinator.process.wait(chance.expovariate(1 / 0.3))
+                self.coordinator.process.wait(chance.expovariate(1 / pause_s))
             if self.version >= self.steps:
                 return
             if chance.random() < share:

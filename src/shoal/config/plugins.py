@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader, all_suffixes
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -38,10 +38,11 @@ class Plugin(NamedTuple):
     path: Path
     module: str
     digest: str
-    """SHA-256 of its file, or of all Python files of a package."""
+    """SHA-256 of its file, or of all files of a package that Python can import."""
 
 
 _NAME, _DIGEST = re.compile(r"[\w.-]{1,200}"), re.compile(r"[0-9a-f]{64}")
+_CODE = tuple(all_suffixes())
 LOADED: dict[str, Plugin] = {}
 """The plugins of this process, by name."""
 
@@ -86,10 +87,12 @@ def _load_file(given: str, path: Path) -> Plugin:
 
 
 def _import(plugin: Plugin, run: Callable[[], object]) -> Plugin:
-    """Run a plugin's code; if it fails, unregister all of it."""
+    """Run a plugin's code; if it fails, unregister all of it. Holds: what was run has the digest."""
     try:
         run()
         _expect_builders(plugin)
+        if _digest(plugin.path) != plugin.digest:
+            raise ShoalError(f"the plugin {plugin.given} was changed while it was loaded: start again")
     except Exception as error:
         unload(plugin)
         if isinstance(error, ShoalError):
@@ -149,11 +152,12 @@ def _is_of(module: str, plugin: Plugin) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file, or of all Python files of a package with their names."""
+    """SHA-256 of a file, or of all files of a package that Python can import, with their names."""
     if path.name != "__init__.py":
         return hashlib.sha256(path.read_bytes()).hexdigest()
     digest = hashlib.sha256()
-    for file in sorted(path.parent.rglob("*.py")):
+    code = (file for file in path.parent.rglob("*") if file.name.endswith(_CODE) and file.parent.name != "__pycache__")
+    for file in sorted(code):
         digest.update(f"{file.relative_to(path.parent).as_posix()}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
