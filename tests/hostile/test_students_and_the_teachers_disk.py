@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import secrets
+import threading
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 from psycopg import errors
 
+from shoal.transports import Refused
 from shoal.transports.database_address import Access, parse
-from shoal.transports.postgres import PostgresServer, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.enrolment import own_access
+from shoal.transports.postgres.watchdog import Bounds, Watchdog, shut_out_harmful
+from tests.support.eventually import eventually
 from tests.support.postgres_server import Database, PostgresProcess, running
 from tests.support.transport_harness import PATIENCE_S
 
@@ -154,6 +160,191 @@ def test_failing_statements_and_debugging_write_nothing_into_the_servers_log(dat
     assert b"xxxxxxxx" not in ours
     assert b"parse tree" not in ours
     assert b"no_such_function" not in ours
+
+
+# --- what a role uses in all ----------------------------------------------------------------------------------
+
+COUNT_NOW = "SELECT pg_stat_force_next_flush()"
+"""PostgreSQL counts what a connection has written once a second while it works, and after ten when it is idle."""
+Watch = Callable[[float], list[str]]
+TIGHT = Bounds(calls=200, calls_for_a_unit=100, wal_bytes=4 << 20, wal_records=200)
+
+
+@pytest.fixture
+def watch(database: Database, server: PostgresServer) -> Iterator[Watch]:
+    """Checks what students use, as the coordinator does with every heartbeat, some seconds later; returns the notes for the teacher."""
+    server._heartbeat.close()
+    dog, now = Watchdog(TIGHT), 0.0
+    with database.connect("coordinator") as coordinator:
+
+        def look(seconds: float = 1.5) -> list[str]:
+            nonlocal now
+            now += seconds
+            shut_out_harmful(coordinator, dog, now)
+            return server.notes()
+
+        look()
+        yield look
+
+
+def is_told(watch: Watch, why: str) -> None:
+    """The teacher is told, and the student is in quarantine."""
+    notes: list[str] = []
+    eventually(lambda: bool(notes.extend(watch(1.5)) or notes))
+    assert len(notes) == 1
+    assert notes[0].startswith(f"warning: student-eve is in quarantine: {why}"), notes
+
+
+def is_disconnected(student: Student) -> bool:
+    try:
+        student.execute("SELECT 1")
+    except psycopg.OperationalError:
+        return True
+    return False
+
+
+def test_statements_that_each_end_in_time_are_added_up(watch: Watch, eve: Access) -> None:
+    told = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(psycopg.OperationalError), contextlib.closing(connected(eve)) as student:
+            student.execute("SET statement_timeout = 400")
+            while not told.is_set():
+                with contextlib.suppress(errors.QueryCanceled):
+                    student.execute("SELECT count(*) FROM generate_series(1, 1000000000)")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    notes: list[str] = []
+    try:
+        eventually(lambda: bool(notes.extend(watch(5.0)) or notes))
+    finally:
+        told.set()
+        thread.join(PATIENCE_S)
+    assert "student-eve is in quarantine: it kept the server busy for 6" in notes[0]
+    assert not thread.is_alive()
+
+
+def test_notifications_are_counted(watch: Watch, eve: Access) -> None:
+    with contextlib.closing(connected(eve)) as student:
+        for number in range(300):
+            student.execute(f"NOTIFY shoal_work, '{number}'".encode())
+        student.execute(COUNT_NOW)
+        is_told(watch, "it wrote 30")
+        assert is_disconnected(student)
+
+
+def test_settings_of_a_role_are_no_way_to_write_without_end(watch: Watch, eve: Access) -> None:
+    with contextlib.closing(connected(eve)) as student:
+        for _ in range(100):
+            setting = secrets.token_hex(50_000)
+            student.execute(f"ALTER ROLE CURRENT_USER SET search_path = '{setting}'".encode())
+        student.execute(COUNT_NOW)
+        is_told(watch, "it wrote ")
+        assert is_disconnected(student)
+
+
+PARTS = "SELECT shoal.put_part(gen_random_uuid(), 0, convert_to(repeat('x', 10000), 'UTF8')) FROM generate_series(1, {count})"
+
+
+def test_uploads_that_are_rolled_back_are_counted_though_the_connection_is_gone(watch: Watch, eve: Access) -> None:
+    for _ in range(20):
+        with contextlib.closing(psycopg.connect(eve.address)) as student:
+            with contextlib.suppress(psycopg.Error):
+                student.execute(PARTS.format(count=12).encode())
+    is_told(watch, "it made 2")
+
+
+def test_uploads_within_savepoints_of_an_open_transaction_are_counted(watch: Watch, eve: Access) -> None:
+    with contextlib.closing(connected(eve)) as student:
+        student.execute("BEGIN")
+        for _ in range(150):
+            student.execute("SAVEPOINT before")
+            student.execute(PARTS.format(count=2).encode())
+            student.execute("ROLLBACK TO SAVEPOINT before")
+        is_told(watch, "it made 300 calls")
+        assert is_disconnected(student)
+
+
+LOOPS = (
+    "SELECT shoal.heartbeat('{secret}', 'idle', '{{}}') FROM generate_series(1, 300)",
+    "SELECT shoal.join_run('{secret}', 'eve', '{{}}') FROM generate_series(1, 300)",
+    "SELECT shoal.claim('{secret}', gen_random_uuid(), 1, 0, false, false) FROM generate_series(1, 300)",
+    "SELECT shoal.return_unit('{secret}', 1, gen_random_uuid()) FROM generate_series(1, 300)",
+    "SELECT shoal.fail_unit('{secret}', 1, gen_random_uuid(), '') FROM generate_series(1, 300)",
+    "SELECT shoal.submit('{secret}', 1, gen_random_uuid(), 1, 'x', '{{}}', '{{}}', true) FROM generate_series(1, 300)",
+    "SELECT shoal.send_request('{secret}', n, 'x', '{{}}', '{{}}'), shoal.forget_requests('{secret}') FROM generate_series(1, 300) n",
+)
+
+
+@pytest.mark.parametrize("statement", LOOPS, ids=[loop.split(".")[1].split("(")[0] for loop in LOOPS])
+def test_calls_in_a_loop_are_counted_while_their_transaction_is_open(
+    server: PostgresServer, watch: Watch, eve: Access, statement: str
+) -> None:
+    server.issue(1, [(0, 0, 1)], 100.0, 1, None)
+    with contextlib.closing(connected(eve)) as student:
+        secret = uuid.uuid4()
+        student.execute("SELECT shoal.join_run(%s, 'eve', '{}')", (secret,))
+        student.execute("BEGIN")
+        student.execute(statement.format(secret=secret).encode())
+        is_told(watch, "it made ")
+        assert is_disconnected(student)
+
+
+def test_who_connects_again_and_again_is_shut_out(watch: Watch, eve: Access) -> None:
+    notes: list[str] = []
+    for _ in range(130):
+        with contextlib.closing(connected(eve)):
+            notes += watch(0.1)
+    assert "student-eve is in quarantine: it kept the server busy" in notes[0]
+
+
+def test_a_student_learns_why_and_is_locked_when_it_goes_on(database: Database, watch: Watch, eve: Access) -> None:
+    desk = LeaseClient(eve.address, poll_interval_s=0.1)
+    desk.join("eve", {})
+    loop = "SELECT shoal.forget_requests(gen_random_uuid()) FROM generate_series(1, 300)"
+    with contextlib.closing(connected(eve)) as student:
+        student.execute(loop.encode())
+        is_told(watch, "it made 30")
+    with pytest.raises(Refused, match="you are in quarantine: it made 30") as problem:
+        desk.claim(1, 0.0)
+    assert problem.value.reason == "quarantined"
+    with contextlib.closing(connected(eve)) as student:
+        student.execute(loop.encode())
+        (note,) = watch(1.5)
+        assert note.startswith("warning: student-eve is locked: in quarantine, it made 30")
+    with pytest.raises(Refused, match="is shut out of this class and not permitted to log in"):
+        desk.claim(1, 0.0)
+    desk.close()
+    with database.connect() as owner:
+        schema.grant(owner, eve.user, None, "student")
+    connected(eve).close()
+
+
+def test_a_reader_that_floods_is_disconnected(database: Database, watch: Watch) -> None:
+    with contextlib.closing(database.connect("reader")) as reader:
+        for number in range(300):
+            reader.execute(f"NOTIFY shoal_work, '{number}'")
+        reader.execute(COUNT_NOW)
+        notes: list[str] = []
+        eventually(lambda: bool(notes.extend(watch(1.5)) or notes))
+        assert notes[0].startswith("warning: the connections of reader were ended: it wrote ")
+        assert is_disconnected(reader)
+
+
+def test_an_honest_student_with_tiny_units_stays_within_the_bounds(database: Database, server: PostgresServer, eve: Access) -> None:
+    dog = Watchdog(Bounds.for_frames(10_000))
+    server.issue(1, [(0, n, 1) for n in range(200)], 100.0, 1, None)
+    desk = LeaseClient(eve.address, poll_interval_s=0.1)
+    desk.join("eve", {})
+    with database.connect("coordinator") as coordinator:
+        for turn in range(200):
+            (unit,) = desk.claim(1, 0.0)
+            assert desk.submit(unit, {}, [b"x" * 10_000]) == "accepted"
+            desk.heartbeat("computing", {})
+            shut_out_harmful(coordinator, dog, 1.5 * turn)
+    assert server.notes() == []
+    desk.close()
 
 
 # --- a server that others administer --------------------------------------------------------------------------

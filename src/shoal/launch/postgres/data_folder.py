@@ -19,6 +19,7 @@ from shoal.transports.addresses import is_everywhere, is_loopback, resolve
 _SETTINGS = {
     "max_connections": "200",  # a class with a few connections each
     "max_wal_size": "4GB",  # a contribution is tens of megabytes, and after each checkpoint every page that changes is logged whole
+    "max_notify_queue_pages": "65536",  # half a gigabyte of notifications that some listener has not read; the default is 8 GB
     "wal_compression": "off",  # gradients do not shrink, and to try takes longer than to write
     "wal_level": "minimal",  # a run's database is not replicated
     "max_wal_senders": "0",

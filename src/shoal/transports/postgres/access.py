@@ -62,6 +62,11 @@ def explained(error: Exception, access: Access) -> ShoalError:
         return ShoalError(f"PostgreSQL at {server} {what} for `{access.user}`: set DB_PASSWORD, or put it into the address, user:password@")
     if "pg_hba.conf" in text:
         return ShoalError(f"PostgreSQL at {server} does not let `{access.user}` in from this machine (its pg_hba.conf): {said}")
+    if "not permitted to log in" in text:
+        return ShoalError(
+            f"`{access.user}` is shut out of this class and not permitted to log in: it exceeded what a student may use, or the teacher"
+            f" revoked it. The teacher can let it in again (`shoal db grant student {access.user} WHERE`)"
+        )
     if "permission denied" in text:
         return ShoalError(f"`{access.user}` may not do this at {access.shown}: {said}; the database's owner may, or can grant it")
     if ("too many" in text and "connections" in text) or "remaining connection slots" in text:

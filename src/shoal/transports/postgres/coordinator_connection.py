@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from shoal.transports import wire
 from shoal.transports.interface import Unreachable
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.reconnecting import LOST, Connection, ReconnectingConnection, explained
+from shoal.transports.postgres.watchdog import Bounds, Watchdog, shut_out_harmful
 
 BEAT_S = 1.5
 _PATIENCE_S = 30.0
@@ -33,6 +35,7 @@ VACUUM_BYTES = 64 << 20
 """Deleted rows of this size are vacuumed at once, without waiting for autovacuum, which runs once a minute."""
 _BUSY_TABLES = ("parts", "published_parts")
 _TAKEN_OVER = "another coordinator has taken over the run in"
+_jitter = random.Random()
 Result = TypeVar("Result")
 
 
@@ -61,7 +64,7 @@ class CoordinatorDatabaseConnection:
         except BaseException:
             self.connection.close()
             raise
-        self._heartbeat = _Heartbeat(conninfo, self)
+        self._heartbeat = _Heartbeat(conninfo, self, Watchdog(Bounds.for_frames(limits.frame_bytes)))
 
     # --- one at a time -----------------------------------------------------------------------------
 
@@ -204,16 +207,17 @@ class CoordinatorDatabaseConnection:
 class _Heartbeat:
     """Heartbeats, vacuum and the watchdog, in a thread with a connection of its own, while the coordinator computes."""
 
-    def __init__(self, conninfo: str, coordinator: CoordinatorDatabaseConnection) -> None:
+    def __init__(self, conninfo: str, coordinator: CoordinatorDatabaseConnection, watchdog: Watchdog) -> None:
         self._connection = ReconnectingConnection(conninfo)
         self._coordinator = coordinator
+        self._watchdog = watchdog
         self._vacuumed_bytes = 0
         self._beaten_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shoal-heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._connection.stopped.wait(BEAT_S):
+        while not self._connection.stopped.wait(BEAT_S * _jitter.uniform(0.8, 1.2)):  # so that statements cannot be timed around it
             with contextlib.suppress(ShoalError):  # the coordinator's own connection reports the problem
                 self._connection.run_once(self._beat)
 
@@ -234,6 +238,7 @@ class _Heartbeat:
             for table in _BUSY_TABLES:
                 connection.execute(f"VACUUM (SKIP_LOCKED, TRUNCATE FALSE) shoal.{table}")
         connection.execute("SELECT shoal.end_harmful_connections(), shoal.end_slow_enrollments()")
+        shut_out_harmful(connection, self._watchdog, time.monotonic())
 
     def close(self) -> None:
         self._connection.stop()

@@ -83,6 +83,8 @@ def missing_protections(connection: Connection) -> list[str]:
     )
     if others := [name for (name,) in connection.execute(query).fetchall()]:
         found.append(f"students can also connect to {', '.join(others)}: REVOKE CONNECT ON DATABASE … FROM PUBLIC")
+    if connection.info.server_version < 180000:
+        found.append("what students write by notifications is not counted: PostgreSQL 18 or newer counts it for each connection")
     if connection.info.host not in ("localhost", "127.0.0.1", "::1"):
         found.append("memory of the server's processes cannot be watched from another machine")
     return found

@@ -59,7 +59,7 @@ BEGIN
     IF tried !~ '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$' OR octet_length(p_about) > 8192 THEN
         RAISE EXCEPTION 'a name has 1 to 64 letters, digits, dots, dashes and underscores, and what is told about a worker is short' USING ERRCODE = 'SH002';
     END IF;
-    PERFORM refuse_quarantined(), pg_advisory_xact_lock(hashtext('shoal.enter'));
+    PERFORM count_use(octet_length(p_about)), refuse_quarantined(), pg_advisory_xact_lock(hashtext('shoal.enter'));
     UPDATE workers SET left_at = NULL, seen_at = now() WHERE secret = p_secret RETURNING name INTO holder;
     IF FOUND THEN
         RETURN holder.name;
@@ -94,7 +94,7 @@ DECLARE
     held bigint[];
     longest double precision;
 BEGIN
-    PERFORM set_config('synchronous_commit', 'off', true);
+    PERFORM set_config('synchronous_commit', 'off', true), count_use(octet_length(p_figures));
     IF p_state !~ '^[ -~]{0,80}$' OR octet_length(p_figures) > 8192 THEN  -- people see it: nothing in it may steer a terminal
         RAISE EXCEPTION 'a sign of life that is too long, or not plain text' USING ERRCODE = 'SH002';
     END IF;
@@ -116,7 +116,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
     caller workers := worker_with_secret(p_secret);
 BEGIN
-    PERFORM requeue_units_of(caller.id, NULL, false);
+    PERFORM count_use(), requeue_units_of(caller.id, NULL, false);
     IF caller.state LIKE 'left: %' AND caller.left_at IS NULL THEN
         PERFORM add_note(caller.name || ' ' || caller.state);
     END IF;
@@ -159,7 +159,7 @@ DECLARE
     allowed integer := least(p_count, 1000);
     ids bigint[];
 BEGIN
-    PERFORM set_config('synchronous_commit', 'off', true), refuse_quarantined();
+    PERFORM set_config('synchronous_commit', 'off', true), count_use(), refuse_quarantined();
     IF p_reclaim THEN
         PERFORM requeue_expired();
     END IF;
@@ -256,7 +256,7 @@ DECLARE
     most bigint := (SELECT c.max_header_bytes FROM coordinator c);
     took double precision;
 BEGIN
-    PERFORM set_config('idle_in_transaction_session_timeout', '10s', true), refuse_quarantined();
+    PERFORM set_config('idle_in_transaction_session_timeout', '10s', true), count_use(octet_length(p_header)), refuse_quarantined();
     IF octet_length(p_header) > most THEN
         RAISE EXCEPTION 'a header of % bytes; at most % are allowed', octet_length(p_header), most USING ERRCODE = 'SH002';
     END IF;
@@ -298,7 +298,7 @@ END $$;
 CREATE FUNCTION shoal.return_unit(p_secret uuid, p_unit bigint, p_lease uuid) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 BEGIN
-    PERFORM worker_with_secret(p_secret);
+    PERFORM count_use(), worker_with_secret(p_secret);
     PERFORM FROM units u WHERE u.id = p_unit AND u.state = 'claimed' AND u.lease = p_lease FOR UPDATE;
     IF FOUND THEN
         PERFORM requeue_unit(p_unit, NULL, false);
@@ -308,7 +308,7 @@ END $$;
 CREATE FUNCTION shoal.fail_unit(p_secret uuid, p_unit bigint, p_lease uuid, p_reason text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 BEGIN
-    PERFORM worker_with_secret(p_secret);
+    PERFORM count_use(), worker_with_secret(p_secret);
     PERFORM FROM units u WHERE u.id = p_unit AND u.state = 'claimed' AND u.lease = p_lease FOR UPDATE;
     IF FOUND THEN
         PERFORM requeue_unit(p_unit, left(p_reason, 500), true);

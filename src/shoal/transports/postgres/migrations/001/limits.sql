@@ -5,6 +5,27 @@
 -- a claim by its lease, a caller of `send_request` by its peer. Error codes: SH001 the worker is not known (any more), SH002 a message that no
 -- version of Shoal would send, SH003 the student is in quarantine.
 
+-- --- what a student uses ------------------------------------------------------------------------------------
+
+-- The name of the counter of a role's calls: one for each call and for each 16 kB that it brings. It is a sequence, since a transaction that is rolled
+-- back or a connection that is lost does not turn a sequence back.
+CREATE FUNCTION shoal.counter_of(p_role text) RETURNS text LANGUAGE sql IMMUTABLE SET search_path = shoal, pg_temp AS
+    'SELECT ''shoal.used_'' || md5(p_role)';
+
+-- Count a call of the caller, if it is a student. The watchdog bounds the count.
+CREATE FUNCTION shoal.count_use(p_bytes bigint DEFAULT 0) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+DECLARE
+    counter regclass := to_regclass('shoal.used_' || md5(session_user));
+BEGIN
+    IF counter IS NULL THEN
+        RETURN;
+    END IF;
+    PERFORM nextval(counter);
+    FOR _ IN 1 .. p_bytes / 16384 LOOP
+        PERFORM nextval(counter);
+    END LOOP;
+END $$;
+
 -- --- uploading frames ---------------------------------------------------------------------------------------
 
 -- Upload one part of a frame. A transaction may upload four frames of the largest size: more than any message has.
@@ -17,6 +38,7 @@ BEGIN
     IF octet_length(p_data) > 4194304 OR p_n NOT BETWEEN 0 AND 65535 THEN
         RAISE EXCEPTION 'a part of a frame is too large, or one too many' USING ERRCODE = 'SH002';
     END IF;
+    PERFORM count_use(octet_length(p_data));
     INSERT INTO uploads AS u VALUES (session_user, pg_backend_pid(), pg_current_xact_id(), octet_length(p_data) + 100) ON CONFLICT (role, pid) DO UPDATE
         SET bytes = excluded.bytes + CASE WHEN u.transaction = excluded.transaction THEN u.bytes ELSE 0 END, transaction = excluded.transaction
         RETURNING bytes INTO uploaded;
@@ -90,6 +112,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
     held uuid[];
 BEGIN
+    PERFORM count_use();
     DELETE FROM requests WHERE peer = p_peer AND number < p_before RETURNING frames INTO held;
     PERFORM release_frames(held) WHERE cardinality(held) > 0;
     DELETE FROM replies WHERE peer = p_peer AND number < p_before;
@@ -115,7 +138,7 @@ DECLARE
     why text;
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true), set_config('idle_in_transaction_session_timeout', '10s', true);
-    PERFORM forget_requests(p_peer, p_number);
+    PERFORM count_use(octet_length(p_header)), forget_requests(p_peer, p_number);
     IF EXISTS (SELECT FROM requests WHERE peer = p_peer) OR EXISTS (SELECT FROM replies WHERE peer = p_peer) THEN
         PERFORM discard_upload(p_blobs);
         RETURN;
@@ -162,11 +185,53 @@ $$;
 
 -- --- the watchdog -------------------------------------------------------------------------------------------
 
+-- The connections of students and readers, for the watchdog: for how long a statement has kept the server busy (null: none does), and what was
+-- written to the write-ahead log, which PostgreSQL counts for each connection from version 18 on.
+CREATE FUNCTION shoal.student_connections()
+RETURNS TABLE (role text, pid integer, began double precision, busy_s double precision, wal_bytes bigint, wal_records bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
+DECLARE
+    written text := CASE WHEN current_setting('server_version_num')::integer >= 180000 THEN 'pg_stat_get_backend_wal(a.pid)'
+        ELSE '(SELECT 0 AS wal_bytes, 0 AS wal_records)' END;
+BEGIN
+    RETURN QUERY EXECUTE $query$
+        SELECT a.usename::text, a.pid, extract(epoch FROM a.backend_start)::double precision,
+            CASE WHEN a.state = 'active' AND (coalesce(a.wait_event_type, 'Timeout') = 'Timeout' OR a.wait_event LIKE 'BufFile%')
+                THEN extract(epoch FROM clock_timestamp() - a.query_start)::double precision END,
+            coalesce(w.wal_bytes, 0)::bigint, coalesce(w.wal_records, 0)::bigint
+        FROM pg_stat_activity a JOIN shoal.roles r ON r.name = a.usename AND r.kind IN ('student', 'reader')
+        LEFT JOIN LATERAL $query$ || written || $query$ w ON true WHERE a.datname = current_database()$query$;
+END $$;
+
+-- What the roles of students have used since they were made: calls (see `count_use`), and units that they have completed.
+CREATE FUNCTION shoal.student_uses() RETURNS TABLE (role text, calls bigint, completed bigint)
+LANGUAGE sql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
+    SELECT r.name, coalesce(pg_sequence_last_value(to_regclass(counter_of(r.name))), 0),
+        (SELECT coalesce(sum(w.completed), 0)::bigint FROM workers w WHERE w.role = r.name)
+    FROM roles r WHERE r.kind = 'student' AND to_regclass(counter_of(r.name)) IS NOT NULL
+$$;
+
+-- Put a student who exceeded a bound into quarantine, and end its connections. It may still log in once more, to learn why. Where it exceeds a bound in
+-- quarantine, too, its role is locked. Others who exceed a bound, such as readers, are disconnected.
+CREATE FUNCTION shoal.shut_out(p_role text, p_why text) RETURNS void LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
+BEGIN
+    IF NOT is_student(p_role) THEN
+        PERFORM add_note(format('warning: the connections of %s were ended: %s', p_role, p_why));
+    ELSIF EXISTS (SELECT FROM standings s WHERE s.role = p_role AND s.quarantined IS NOT NULL) THEN
+        EXECUTE format('ALTER ROLE %I NOLOGIN', p_role);
+        PERFORM add_note(format('warning: %s is locked: in quarantine, %s', p_role, p_why));
+    ELSE
+        INSERT INTO standings (role) VALUES (p_role) ON CONFLICT DO NOTHING;
+        PERFORM quarantine(p_role, p_why);
+    END IF;
+    PERFORM pg_terminate_backend(a.pid) FROM pg_stat_activity a WHERE a.usename = p_role;
+END $$;
+
 -- End connections of students that leave a transaction open, keep the server busy, block others, or take too much memory (`p_over_memory`, the
 -- process ids). The fifth time the role is shut out. Times are in seconds.
 CREATE FUNCTION shoal.end_harmful_connections(
     p_over_memory integer[] DEFAULT '{}', p_blocking double precision DEFAULT 5, p_idle double precision DEFAULT 30,
-    p_busy double precision DEFAULT 60, p_open double precision DEFAULT 1800
+    p_busy double precision DEFAULT 60, p_open double precision DEFAULT 600
 ) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
@@ -190,6 +255,8 @@ BEGIN
                 THEN format('it left a transaction open for %s s', p_idle)
             WHEN b.state = 'active' AND b.wait_event_type IS DISTINCT FROM 'Client' AND b.wait_event_type IS DISTINCT FROM 'Lock'
                 AND b.query_start < clock_timestamp() - make_interval(secs => p_busy) THEN format('it kept the server busy for %s s', p_busy)
+            WHEN b.xact_start < clock_timestamp() - interval '2 s' AND pg_notification_queue_usage() > 0.25
+                THEN 'its transaction kept the server from deleting notifications, which fill the disk'
             WHEN b.xact_start < clock_timestamp() - make_interval(secs => p_open) THEN format('a transaction took %s s', p_open) END AS why
         FROM backends b
     LOOP

@@ -78,6 +78,8 @@ DECLARE
 BEGIN
     EXECUTE format('GRANT CONNECT ON DATABASE %I TO %I', current_database(), p_role);
     EXECUTE format('GRANT USAGE ON SCHEMA shoal TO %I', p_role);
+    EXECUTE format('CREATE SEQUENCE IF NOT EXISTS %s', counter_of(p_role));
+    EXECUTE format('ALTER SEQUENCE %s OWNER TO %s', counter_of(p_role), (SELECT n.nspowner::regrole FROM pg_namespace n WHERE n.nspname = 'shoal'));
     FOR callable IN SELECT f.name FROM student_functions f LOOP
         EXECUTE format('GRANT EXECUTE ON FUNCTION shoal.%I TO %I', callable, p_role);
     END LOOP;
@@ -150,6 +152,7 @@ BEGIN
     DELETE FROM standings WHERE role = p_role;
     DELETE FROM workers WHERE role = p_role AND completed = 0;
     DELETE FROM roles WHERE name = p_role;
+    EXECUTE format('DROP SEQUENCE IF EXISTS %s', counter_of(p_role));
     EXECUTE format('DROP OWNED BY %I', p_role);
     EXECUTE format('DROP ROLE %I', p_role);
 END $$;
