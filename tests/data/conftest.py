@@ -15,8 +15,8 @@ MakeRun = Callable[..., Run]
 
 
 def run_of(**settings: Any) -> Run:
-    """run_of(data__batching="padded") is the run with data.batching set so."""
-    tree: dict[str, Any] = {}
+    """run_of(data__batching="padded") is the run with data.batching set so. The number of steps is given, as streams need it."""
+    tree: dict[str, Any] = {"training": {"max_steps": 1}}
     for path, value in settings.items():
         *parents, leaf = path.split("__")
         section = tree

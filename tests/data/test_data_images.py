@@ -398,9 +398,9 @@ def test_large_sets_stay_bytes(tmp_path: Path, images_of: Make, monkeypatch: pyt
 
 def test_images_do_not_stream_and_are_not_read(make_run: Make) -> None:
     with pytest.raises(ShoalError, match="images are not streamed"):
-        load(make_run(data__streaming=True))
-    with pytest.raises(ShoalError, match="needs text, and `digits` is images"):
-        load(make_run(model__kind="gpt", data__source={"kind": "builtin", "name": "digits"}))
+        make_run(data__streaming=True)
+    with pytest.raises(ShoalError, match="learns from text, and the data source digits gives images"):
+        make_run(model__kind="gpt", data__source={"kind": "builtin", "name": "digits"})
     with pytest.raises(ShoalError, match="needs images, and `python-source` is text"):
         load(make_run(data__source={"kind": "builtin", "name": "python-source"}))
 
