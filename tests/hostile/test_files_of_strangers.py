@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import builtins
 import gc
+import gzip
 import json
+import os
 import struct
 import subprocess
 import sys
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from shoal.config import Run
+from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
-from shoal.data import load_tokenizer
+from shoal.data import SampleStream, load_tokenizer
+from shoal.data import load as load_data
+from shoal.data.images.decoding import CorruptImageError, decode
+from shoal.data.images.mnist import read_idx
 from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained import load
 from shoal.serve.api.chat_format import template_in
 from shoal.serve.load_model import encoder_for
 from shoal.serve.nodes.model_description import meta_model, model_maker
-from shoal.untrusted import huggingface, prompt_process
+from shoal.untrusted import data_files, huggingface, prompt_process
 from shoal.untrusted.gguf_header import check_gguf
 from tests.support.processes import HANG_S
 from tests.support.small_service import small_served
@@ -277,3 +287,150 @@ def test_an_honest_gguf_header_is_accepted(tmp_path):
     tensor = text("t") + struct.pack("<IQIQ", 1, 32, 0, 0)
     (tmp_path / "model.gguf").write_bytes(gguf(1, 1, HONEST + tensor) + bytes(256))
     check_gguf(tmp_path / "model.gguf")
+
+
+# --- text ---------------------------------------------------------------------------------------------------------------
+
+
+def run_on(source: dict[str, Any], model: str = "gpt", **more: Any) -> Run:
+    settings: dict[str, Any] = {"data": {"source": source} | more, "model": {"kind": model}, "training": {"max_steps": 3}}
+    if model == "gpt":
+        settings["data"] |= {"sequence_length": 8, "tokenizer": "bytes"}
+    return resolve_data(settings, name="test", dialect="shoal").run
+
+
+def images_of(path: Path) -> Run:
+    return run_on({"kind": "images", "path": str(path), "download": None}, "dcgan")
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(data_files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(data_files, "MOST_MEMBER_BYTES", 1 << 20)
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz"])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_compressed_text_of_blanks_is_refused_before_it_fills_the_memory(tmp_path, small_limits, name, streaming):
+    (tmp_path / name).write_bytes(gzip.compress(b" " * (8 << 20)))
+    with pytest.raises(ShoalError, match=rf"{name} is refused: (decompressed|a line)"):
+        read_all(run_on({"kind": "text", "path": str(tmp_path)}, streaming=streaming))
+
+
+def read_all(run: Run) -> None:
+    data = load_data(run)
+    if isinstance(data.train, SampleStream):
+        for _ in data.train.read(shard=(0, 1), seed=0, epoch=0):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"[" * 200_000, "JSON that is not read"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "JSON that is not read"),
+        (b'{"text": "' + b"a" * (2 << 20) + b'"}', "a line of it has more than"),
+    ],
+    ids=["nested", "digits", "long"],
+)
+def test_a_line_of_json_that_no_program_wrote_is_refused_by_name(tmp_path, small_limits, line, reason):
+    (tmp_path / "a.jsonl").write_bytes(line)
+    with pytest.raises(ShoalError, match=rf"a\.jsonl.*{reason}"):
+        load_data(run_on({"kind": "text", "path": str(tmp_path)}))
+
+
+def test_a_named_pipe_among_texts_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_text("text " * 100)
+    with pytest.raises(ShoalError, match=r"a\.txt is no regular file"):
+        load_data(run_on({"kind": "text", "path": str(tmp_path)}))
+
+
+def test_honest_text_that_shrinks_well_is_read(tmp_path, small_limits):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("".join(f"line {n} of the text\n" for n in range(50_000)).encode()))
+    assert len(load_data(run_on({"kind": "text", "path": str(tmp_path)})).train) > 25_000
+
+
+# --- images and arrays --------------------------------------------------------------------------------------------------
+
+
+def png(width: int, height: int) -> bytes:
+    """An image whose header claims a size; its pixels are not there."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [8_200, 60_000, 2**31 - 1])
+def test_an_image_that_claims_too_many_pixels_is_refused_from_its_header(side):
+    with pytest.raises(CorruptImageError, match="make it smaller"):
+        decode(png(side, side), None, None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        b"SIMPLE  =                    T",
+        b"\x89PNG\r\n\x1a\n" + b"\0" * 40,
+        b"GIF89a",
+        b"BM" + b"\xff" * 60,
+        b"II*\0\x08\0\0\0\xff\xff" + b"\xff" * 50,
+        b"P6 99999999999 99999999999 255\n",
+    ],
+)
+def test_what_is_no_photograph_is_a_corrupt_image_and_starts_no_program(content):
+    with pytest.raises(CorruptImageError):
+        decode(content, 8, 3)
+
+
+def test_a_file_in_an_archive_of_images_has_a_largest_size(tmp_path, small_limits):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.png", bytes(4 << 20))
+    with pytest.raises(ShoalError, match=r"a\.zip/a\.png is refused: it claims 4,194,304 bytes"):
+        load_data(images_of(tmp_path / "a.zip"))
+
+
+def npz(file: Path, header: dict[str, Any], content: bytes) -> Path:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("images.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, header)
+        member.write(content)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("shape", "descr", "size", "reason"),
+    [
+        ((2**40, 8, 8), "|u1", 64, "its header says 70,368,744,177,664 bytes"),
+        ((2**40, 2**40, 2**40), "|u1", 64, "its header says"),
+        ((10**6, 8), "|u1", 8_000_000, "decompressed it has more than"),
+        ((4, 8, 8), "|O", 64, "its header says|pickle|Object"),
+    ],
+)
+def test_an_npz_file_that_claims_more_than_it_has_is_refused(tmp_path, small_limits, shape, descr, size, reason):
+    file = npz(tmp_path / "a.npz", {"shape": shape, "fortran_order": False, "descr": descr}, bytes(size))
+    with pytest.raises(ShoalError, match=rf"a\.npz.*({reason})"):
+        load_data(images_of(file))
+
+
+def test_a_label_cannot_make_a_model_of_a_trillion_classes(tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.zeros((4, 8, 8), np.uint8), labels=np.asarray([0, 1, 2, 10**12]))
+    with pytest.raises(ShoalError, match="label 3 is 1000000000000, out of range"):
+        load_data(images_of(tmp_path / "a.npz"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (struct.pack(">4I", 0x803, 2**32 - 1, 2**32 - 1, 2**32 - 1), "its header says"),
+        (gzip.compress(struct.pack(">4I", 0x803, 8, 1024, 1024) + bytes(8 << 20)), "decompressed it has more than"),
+    ],
+)
+def test_an_idx_file_that_claims_more_than_it_has_is_refused(tmp_path, small_limits, content, reason):
+    (tmp_path / "train").write_bytes(content)
+    with pytest.raises(ShoalError, match=rf"train.*{reason}"):
+        read_idx(tmp_path / "train", 0x803)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,9 @@ from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Pillow knows others, some of which start other programs."""
+MOST_PIXELS = 1 << 26
 _GREY = ("1", "L", "LA", "La", "I", "F")
 
 
@@ -26,7 +27,9 @@ def decode(content: bytes, size: int | None, channels: int | None) -> NDArray[np
     try:
         image = import_optional("PIL.ImageOps").exif_transpose(_open(content))
         pixels: NDArray[np.uint8] = _to_pixels(_square(image, size), channels or (1 if is_grey(content) else 3))
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
+    except ShoalError:
+        raise
+    except Exception as error:  # decoders of damaged images raise errors of every type
         raise CorruptImageError(str(error) or type(error).__name__) from error
     return pixels
 
@@ -45,7 +48,14 @@ def resize(pixels_CHW: NDArray[np.uint8], size: int, channels: int) -> NDArray[n
 
 
 def _open(content: bytes) -> Any:
-    return import_optional("PIL.Image").open(io.BytesIO(content))
+    library = import_optional("PIL.Image")
+    try:
+        image = library.open(io.BytesIO(content), formats=_FORMATS)
+    except library.DecompressionBombError:
+        raise CorruptImageError(f"it has more pixels than the {MOST_PIXELS:,} that are read: make it smaller") from None
+    if image.width * image.height > MOST_PIXELS:
+        raise CorruptImageError(f"it has {image.width * image.height:,} pixels, and at most {MOST_PIXELS:,} are read: make it smaller")
+    return image
 
 
 def _square(image: Any, size: int | None) -> Any:

@@ -19,6 +19,8 @@ from shoal.data.images.decoding import SUFFIXES, CorruptImageError, decode, is_g
 from shoal.data.images.samples import LazyImages, Pixels, Target, TensorImages, from_pixels
 from shoal.data.splits import split_of
 from shoal.errors import ShoalError
+from shoal.files import read_file
+from shoal.untrusted.data_files import MOST_MEMBER_BYTES, read_member
 
 LAZY_BYTES = 10**9
 _LISTED = 5
@@ -38,7 +40,7 @@ class Folder:
         return [file.relative_to(self.path).as_posix() for file in found]
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        return read_file(self.path / name, MOST_MEMBER_BYTES) or b""
 
 
 class ZipFile:
@@ -50,7 +52,7 @@ class ZipFile:
         return [name for name in self._file().namelist() if not name.endswith("/")]
 
     def read(self, name: str) -> bytes:
-        return self._file().read(name)
+        return read_member(self._file(), name)
 
     def _file(self) -> zipfile.ZipFile:
         """The zip file, opened once per process: processes that share an open file move each other's position in it."""
@@ -120,7 +122,8 @@ def _partition(store: ImageStore, everything: Sequence[str]) -> set[str]:
     next_to_store = store.path.parent / PARTITION
     if inside is None and not next_to_store.is_file():
         return set()
-    lines = (store.read(inside) if inside else next_to_store.read_bytes()).decode("utf-8", "replace").split("\n")
+    content = store.read(inside) if inside else read_file(next_to_store) or b""
+    lines = content.decode("utf-8", "replace").split("\n")
     return {words[0] for words in map(str.split, lines) if len(words) == 2 and words[1] in ("1", "2")}
 
 
@@ -135,7 +138,7 @@ class Decoder:
         file = self._store.path / self._names[number]
         try:
             pixels = decode(self._store.read(self._names[number]), self._target.size, self._target.channels)
-        except (CorruptImageError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        except (CorruptImageError, OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise CorruptImageError(f"{file} is not an image that can be read: {error}") from error
         if pixels.shape != getattr(self, "shape", pixels.shape):
             sizes = " and ".join(" × ".join(map(str, shape[1:])) for shape in (pixels.shape, self.shape))

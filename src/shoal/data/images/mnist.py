@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import math
 import struct
@@ -21,6 +20,7 @@ from shoal.data.images.samples import Target, from_pixels, image_data
 from shoal.data.interfaces import Progress
 from shoal.data.loaded_data import Data
 from shoal.errors import ShoalError
+from shoal.untrusted.data_files import open_data
 
 # The four files, and the MD5 sums of their uncompressed contents as published.
 FILES = {
@@ -117,7 +117,9 @@ def read_idx(file: Path, magic: int) -> NDArray[np.uint8]:
 
 def _content(file: Path) -> bytes:
     try:
-        content = file.read_bytes()
-        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        with open_data(file, compressed=False) as content:
+            compressed = content.read(2) == b"\x1f\x8b"
+        with open_data(file, compressed) as content:
+            return content.read()
     except (OSError, EOFError, zlib.error) as error:
         raise ShoalError(f"{file} is truncated or damaged: {error}") from error

@@ -20,8 +20,10 @@ from shoal.data.images.samples import Pixels, Target, from_pixels, image_data
 from shoal.data.loaded_data import Data
 from shoal.data.packages import import_optional
 from shoal.errors import ShoalError
+from shoal.untrusted.data_files import check_npz
 
 _ARRAYS = ("images", "image", "x", "data", "arr_0")
+_MOST_CLASSES = 1_000_000
 _LABELS = ("labels", "label", "y", "targets")
 
 
@@ -116,13 +118,14 @@ def _load_npz(path: Path, run: Run) -> Data:
 
 def _read_npz(path: Path) -> tuple[Pixels, NDArray[np.int64] | None]:
     try:
+        check_npz(path)
         with np.load(path, allow_pickle=False) as content:
             name = next((name for name in _ARRAYS if name in content), None)
             label = next((name for name in _LABELS if name in content), None)
             if name is None:
                 raise ShoalError(f"{path} has no array of images: expected one named {', '.join(_ARRAYS)}; it has {', '.join(content)}")
             return _to_pixels(content[name], f"{path} ({name})"), _to_labels(content[label], content[name], path) if label else None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, MemoryError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise ShoalError(f"{path} is not an npz file that can be read: {error}") from error
 
 
@@ -150,4 +153,7 @@ def _to_labels(labels: NDArray[Any], images: NDArray[Any], path: Path) -> NDArra
         )
     if labels.min() < 0:
         raise ShoalError(f"{path}: label {int(np.argmin(labels))} is {labels.min()}, out of range: labels begin at 0")
+    if labels.max() >= _MOST_CLASSES:
+        at = int(np.argmax(labels))
+        raise ShoalError(f"{path}: label {at} is {labels[at]}, out of range: labels are below {_MOST_CLASSES:,}")
     return labels.astype(np.int64)

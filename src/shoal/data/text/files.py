@@ -9,12 +9,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from shoal.data.splits import split_of
 from shoal.data.text.documents import Document, Documents, Position, TextPart, Unit, origin_of
 from shoal.data.text.rows import Fields, rows_to_documents
 from shoal.errors import ShoalError
+from shoal.untrusted.data_files import lines_of, open_data
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 PIECE = 16 * 1024
@@ -130,7 +131,7 @@ def is_rows(file: Path) -> bool:
 def open_file(file: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed if it is gzipped. Errors while it is read become ShoalErrors with its name."""
     try:
-        with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as content:
+        with open_data(file, compressed=file.suffix == ".gz") as content:
             yield content
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ShoalError(f"{file} is damaged: {error}") from error
@@ -140,7 +141,7 @@ def open_file(file: Path) -> Iterator[IO[bytes]]:
 
 def read_rows(file: Path, content: IO[bytes], offset: int = 0, line: int = 0) -> Iterator[tuple[dict[str, object], str, int, int]]:
     """JSON lines: each row, its place for messages, and the position after it as bytes and lines."""
-    for raw in content:
+    for raw in lines_of(file, content):
         where = f"{file}:{line + 1}"
         row = None if raw.isspace() else _row(raw, where, offset)
         offset, line = offset + len(raw), line + 1
@@ -157,6 +158,8 @@ def _row(raw: bytes, where: str, offset: int) -> dict[str, object]:
         raise ShoalError(f"{where}: this line is not JSON: {error.msg} at column {error.colno}") from error
     except UnicodeEncodeError as error:
         raise ShoalError(f"{where}: this line holds half of a surrogate pair, which is no character") from error
+    except (ValueError, RecursionError) as error:
+        raise ShoalError(f"{where}: this line is JSON that is not read: {error}") from error
     if not isinstance(row, dict):
         raise ShoalError(f"{where}: this line is not a JSON object but {type(row).__name__}")
     return row
@@ -188,7 +191,7 @@ def _end_of_piece(block: bytes) -> int:
 
 
 def _in_lines(file: Path, content: IO[bytes], offset: int, line: int) -> Iterator[tuple[Document, int, int]]:
-    for raw in content:
+    for raw in lines_of(file, content):
         text = decode(raw, f"{file}:{line + 1}", offset).rstrip("\r\n")
         offset, line = offset + len(raw), line + 1
         if text and not text.isspace():

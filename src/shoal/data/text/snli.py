@@ -72,7 +72,7 @@ def _from_json(file: Path, text: str) -> Iterator[Pair]:
             try:
                 row = json.loads(line)
                 yield row["sentence1"], row["sentence2"], row["gold_label"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ShoalError(f"{file}:{number}: not a row of SNLI (gold_label, sentence1, sentence2)") from error
 
 
@@ -81,11 +81,14 @@ def _from_columns(file: Path, text: str) -> Iterator[Pair]:
     rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
     columns = ("sentence1", "sentence2", "gold_label")
     places = [0, 1, 2]
-    for number, row in enumerate(rows, 1):
-        if number == 1 and set(columns) <= set(row):
-            places = [row.index(name) for name in columns]
-        elif row:
-            yield _pair(row, places, f"{file}:{number}")
+    try:
+        for number, row in enumerate(rows, 1):
+            if number == 1 and set(columns) <= set(row):
+                places = [row.index(name) for name in columns]
+            elif row:
+                yield _pair(row, places, f"{file}:{number}")
+    except csv.Error as error:
+        raise ShoalError(f"{file}: line {rows.line_num} is not of SNLI: {error}") from error
 
 
 def _pair(row: list[str], places: list[int], where: str) -> Pair:
