@@ -1,10 +1,17 @@
-"""Errors that a user can fix, and text from other machines made safe to print.
+"""Errors that a user can fix, and text that is made safe to print: from other machines, or with secrets in it.
 
 ShoalError             exit code 2, no traceback
 └── ConfigError        one or more problems in the configuration
 """
 
 from __future__ import annotations
+
+import re
+
+_MASK = "********"
+# A key with such an ending may hold a secret even if the schema does not know it (a misspelt key, a syntax error); `per_token` does not.
+_SECRET_IN_LINE = r"""(\b(?:\w*_)?(?<!per_)(?:pas+w\w*|secrets?|tok+e?n|api_?key|(?<!\w)key)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$"""
+_IN_ADDRESS = r"(://[^/@\s:]*):(?!\$\{)[^@/\s]+@"
 
 
 class ShoalError(Exception):
@@ -22,3 +29,9 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def masked(line: str) -> str:
+    """A line of a configuration, or an argument, with probable secrets masked."""
+    line = re.sub(_IN_ADDRESS, rf"\1:{_MASK}@", line)
+    return re.sub(_SECRET_IN_LINE, rf"\1{_MASK}", line, flags=re.IGNORECASE)

@@ -6,24 +6,18 @@ read) or on standard input it is never seen.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 
-_MASK = "********"
-_NAME = r"(?:pass(?:word|wd|phrase)?|secret|token|key)"
-_OPTION = re.compile(rf"-.*(?:^|[-._]){_NAME}", re.IGNORECASE)
-"""An option whose value is the next argument."""
-_VALUE = re.compile(rf"({_NAME}[\"']?\s*[:=]\s*)[^,}}\]]+", re.IGNORECASE)
-_IN_ADDRESS = re.compile(r"(://[^/@\s:]*):[^@\s]+@")
+from shoal.errors import masked
 
 
 def shown_arguments(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command with every value masked that may be a secret."""
     shown, before = list[str](), ""
     for argument in arguments:
-        is_value = bool(_OPTION.fullmatch(before)) and not argument.startswith("--")
-        shown.append(_MASK if is_value else _IN_ADDRESS.sub(rf"\1:{_MASK}@", _VALUE.sub(rf"\1{_MASK}", argument)))
+        is_value = before.startswith("--") and "=" not in before and not argument.startswith("--")
+        shown.append(masked(f"{before}={argument}")[len(before) + 1 :] if is_value else masked(argument))
         before = argument
     return shown
 

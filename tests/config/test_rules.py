@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from shoal.config.derived_values import quorum, tolerated
 from shoal.config.dialects import native_paths
 from shoal.config.load import ConfigFile, LoadedConfig, parse_override, resolve
-from shoal.config.problems import masked, render
+from shoal.config.problems import render
 from shoal.config.rules import RULES
 from shoal.config.rules import rule as rules
 from shoal.config.rules.rule import Rule
 from shoal.config.rules.unused_settings import NO_EFFECT
 from shoal.config.schema.training import KEYWORDS
+from shoal.config.show import explain, provenance, show
+from shoal.errors import masked
 
 HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 
@@ -686,7 +689,23 @@ def test_every_setting_that_may_have_no_effect_and_what_decides_it_are_settings(
 @pytest.mark.parametrize("line", ["num_experts_per_token: 8", "per_token: 2"])
 def test_how_many_experts_a_token_goes_to_is_no_secret(line: str) -> None:
     assert masked(line) == line
+    assert masked("serving.api_key=abc") == "serving.api_key=********"
+    assert masked("reward: {kind: http, key: abc}") == "reward: {kind: http, key: ********"
+    assert masked("postgresql://ann:abc@h:1/db and ${DB_PASSWORD}") == "postgresql://ann:********@h:1/db and ${DB_PASSWORD}"
     assert masked("hub_token: hf_abc") == masked("token: hf_abc").replace("token", "hub_token", 1) == "hub_token: ********"
+
+
+@pytest.mark.parametrize("typed", ["serving.api_key=a-long-secret", "serving={api_key: a-long-secret, max_running: 3}"])
+def test_where_a_setting_came_from_does_not_tell_the_secret_that_was_typed(typed: str) -> None:
+    loaded = resolve([ConfigFile("demo-gpt")], [parse_override(typed)], environ={})
+    told = (
+        json.dumps(provenance(loaded))
+        + show(loaded, origin=True)
+        + explain(loaded, "serving.api_key")
+        + explain(loaded, "serving.max_running")
+    )
+    assert "command line" in told or "--set serving" in told
+    assert "a-long-secret" not in told
 
 
 def test_an_ava_file_that_says_how_texts_are_padded_and_cut_has_them_padded_and_cut(tmp_path: Path) -> None:

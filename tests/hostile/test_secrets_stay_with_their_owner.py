@@ -93,7 +93,7 @@ def said(log: Path, pattern: str) -> str:
 def train_with_workers(place: Place) -> None:
     (place.folder.parent / "config.yaml").write_text(ASYNC + f"serving: {{api_key: {place.secret('serving.api_key')}}}\n")
     place.run("train.log", "train", "../config.yaml", "--workers", "1", "--run-dir", "run")
-    place.run("export.log", "export", "run", "--to", "exported")
+    place.run("export.log", "export", "run", "exported")
 
 
 def coordinate_invite_join_and_watch(place: Place) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from shoal.config.source_span import Span
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, masked
 
 Severity = Literal["error", "warning"]
 Style = Literal["text", "json", "github"]
-
-# A key with such an ending may hold a secret even if the schema does not know it (a misspelt key, a syntax error); `per_token` does not.
-_SECRET_IN_LINE = r"""(\b(?:\w*_)?(?<!per_)(?:pas+w\w*|secrets?|tok+e?n)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$"""
 
 
 class Label(NamedTuple):
@@ -57,11 +53,6 @@ def render(problems: list[Problem], style: Style = "text", *, colour: bool = Fal
     if style == "github":
         return "\n".join(_github(problem) for problem in ordered)
     return "\n\n".join([*(_text(problem, colour) for problem in ordered), _summary(ordered)])
-
-
-def masked(line: str) -> str:
-    """A source line with probable secrets masked."""
-    return re.sub(_SECRET_IN_LINE, lambda match: match.group(1) + "********", line, flags=re.IGNORECASE)
 
 
 def _position(problem: Problem) -> tuple[int, int, int]:

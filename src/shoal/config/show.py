@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -10,9 +11,10 @@ from typing import Any
 from shoal.config.fields import Secret, Section, as_data, did_you_mean, shorthand_of
 from shoal.config.layers import DERIVED, Assignment, Key, Settings, checker_at, default_at, section_at, union_at
 from shoal.config.load import LoadedConfig
-from shoal.config.problems import ConfigError, Problem, masked
+from shoal.config.problems import ConfigError, Problem
 from shoal.config.text import data_of
 from shoal.config.text import resolve as resolve_scalar
+from shoal.errors import masked
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./@+-]*(?: [A-Za-z0-9_./@+-]+)*")
 
@@ -65,14 +67,20 @@ def show(loaded: LoadedConfig, *, origin: bool = False, style: str = "yaml") -> 
     data = as_data(loaded.run)
     if style == "json":
         return json.dumps(provenance(loaded) if origin else data, indent=2, ensure_ascii=False) + "\n"
-    return to_yaml(data, {path: format_origin(loaded.settings.last(path)) for path, _ in flat(loaded.run)} if origin else {})
+    return to_yaml(data, _origins(loaded) if origin else {})
 
 
 def provenance(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
     """By setting: its value, and where it came from. Secrets are masked."""
-    return {
-        ".".join(path): {"value": as_data(value), "origin": format_origin(loaded.settings.last(path))} for path, value in flat(loaded.run)
-    }
+    origins = _origins(loaded)
+    return {".".join(path): {"value": as_data(value), "origin": origins[path]} for path, value in flat(loaded.run)}
+
+
+def _origins(loaded: LoadedConfig) -> dict[Key, str]:
+    """The origin of every setting. An argument that sets several may hold a secret beside what it is shown for."""
+    secrets = [value.reveal() for _, value in flat(loaded.run) if isinstance(value, Secret) and value.reveal()]
+    origins = {path: format_origin(loaded.settings.last(path)) for path, _ in flat(loaded.run)}
+    return {path: functools.reduce(lambda text, secret: text.replace(secret, Secret.MASK), secrets, text) for path, text in origins.items()}
 
 
 def brief(loaded: LoadedConfig) -> str:
