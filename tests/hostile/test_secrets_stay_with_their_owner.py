@@ -21,9 +21,13 @@ from tests.support.eventually import HANG_S, eventually
 from tests.support.secrets_search import CommandLines, open_locks, readable_by_others, secrets_below
 
 SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
-ASYNC = SMALL + "strategy: {kind: async}\ntraining: {max_steps: 10, device: cpu}\ncoordinator: {heartbeat_interval_s: 0.5}\n"
+ASYNC = (
+    SMALL
+    + "strategy: {kind: async}\ntransport: {port: 0}\ntraining: {max_steps: 10, device: cpu}\ncoordinator: {heartbeat_interval_s: 0.5}\n"
+)
 GPT = """\
 dialect: shoal
+transport: {port: 0}
 model: {kind: gpt, hidden_size: 16, num_layers: 2, num_heads: 2}
 data: {source: {kind: text, path: text.txt}, tokenizer: bytes, sequence_length: 16}
 training: {max_steps: 3, batch_size: 2, device: cpu}
@@ -81,9 +85,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def said(log: Path, pattern: str) -> str:
     """What the first group of a pattern holds, as soon as the log has it."""
-    eventually(lambda: re.search(pattern, log.read_text()))
+    eventually(lambda: re.search(pattern, text := log.read_text()) or "error:" in text)
     found = re.search(pattern, log.read_text())
-    assert found is not None
+    assert found is not None, log.read_text()
     return found[1]
 
 

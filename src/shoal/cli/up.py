@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from shoal.cli.options import load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file, write_file
+from shoal.process_title import set_title
 
 if TYPE_CHECKING:
     from shoal.launch.batch_scripts import BatchScript
@@ -22,12 +25,17 @@ if TYPE_CHECKING:
 _WHAT = """Start a coordinator here and all its workers as launch.kind says (local, ssh, ray), and return; or write files for Slurm or
 Kubernetes. `shoal down RUN` ends the run."""
 _LOG = "up.log"
+_STDIN = "--stdin"
+"""The process in the background reads its arguments from standard input: one may be a secret, and other users see a command line."""
 _POLL_INTERVAL_S = 0.1
 _OPEN_S = 600.0
 """Time limit for the coordinator to start listening; it may download data first."""
 
 
 def run(argv: list[str]) -> int:
+    if argv == [_STDIN]:
+        argv = json.loads(sys.stdin.readline())
+        set_title([sys.executable, "-m", "shoal", "up", *argv])
     parser = make_parser("up", _WHAT)
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
     parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir")
@@ -122,6 +130,7 @@ def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path
 
 def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) -> int:
     """Start a background process, wait until workers can join, and return."""
+    from shoal.launch.forkserver import OpenedProcess, write_line
     from shoal.launch.up_file import running_process
 
     if running_process(folder) is not None:
@@ -129,9 +138,13 @@ def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) 
     make_folder(folder)
     log = folder / _LOG
     spoken = log.stat().st_size if log.exists() else 0
-    command = [sys.executable, "-m", "shoal", "up", *argv, *([] if named else ["--run-dir", str(folder)]), "--foreground"]
+    arguments = [*argv, *([] if named else ["--run-dir", str(folder)]), "--foreground"]
     with open_file(log, "ab", private=True) as stream:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
+        command = [sys.executable, "-m", "shoal", "up", _STDIN]
+        process = OpenedProcess(command, stdin=subprocess.PIPE, stdout=stream, stderr=stream, start_new_session=True)
+    with suppress(OSError):  # it has ended, which is noticed below
+        write_line(process, json.dumps(arguments))
+        process.stdin.close()
     until = time.monotonic() + _OPEN_S
     while b"shoal join " not in (said := log.read_bytes()[spoken:]) and process.poll() is None and time.monotonic() < until:
         time.sleep(_POLL_INTERVAL_S)
