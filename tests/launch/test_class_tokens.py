@@ -34,6 +34,17 @@ def test_a_token_needs_no_command_line(tmp_path: Path, monkeypatch: pytest.Monke
         join.typed(asked(token_file=str(tmp_path / "none")))
 
 
+def test_a_token_file_that_other_users_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_text("mine\n")
+    file.chmod(0o600)
+    assert join.typed(asked(token_file=str(file), address="tcp://h:1")).token == "mine"
+    assert capsys.readouterr().err == ""
+    file.chmod(0o640)
+    assert join.typed(asked(token_file=str(file), address="tcp://h:1")).token == "mine"
+    assert f"chmod 600 {file}" in capsys.readouterr().err
+
+
 def test_the_pin_survives_the_way_from_the_line_to_the_connection() -> None:
     assert parse(join.typed(asked(token="t")).address).options == "pin=acaefe20e847802e276561bc0a9b825c"
 

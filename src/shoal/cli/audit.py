@@ -49,6 +49,11 @@ def run(argv: list[str]) -> int:
     report, running = _audit_until_stable(folder, settings, claims)
     for line in report.checked:
         print(line)
+    if not in_database(folder):
+        from shoal.coordinator.durable.lock import is_held
+
+        if is_held(state_of(folder, settings)) is None:
+            print("whether a coordinator is at work here is unknown: only its owner can open its lock")
     relays = [one for given in arguments.relay for one in _lost_by_relay(folder, settings, Path(given))]
     return _verdict([*report.violations, *relays, *_regenerate(folder, settings, arguments.regenerate)], running)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.ends_with_parent import when_parent_ends
 from shoal.cli.engine_processes import as_rank, ignore_signals
 from shoal.cli.main import parser_of
-from shoal.cli.options import add_plugin_option, load_plugins
+from shoal.cli.options import add_plugin_option, load_plugins, read_token_file
 from shoal.cli.output import download, print_log
 from shoal.config.environment import database_password, join_token, keep_hub_token_back
 from shoal.config.load import ConfigFile, parse_override, resolve
@@ -251,12 +251,7 @@ def typed(arguments: argparse.Namespace) -> Invitation:
 
 def _token(arguments: argparse.Namespace) -> str | None:
     """The token from a file, the command line (which other users of this machine can see) or the environment."""
-    if not arguments.token_file:
-        return arguments.token or join_token()
-    try:
-        return Path(arguments.token_file).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ShoalError(f"--token-file: {arguments.token_file} cannot be read: {error}") from None
+    return read_token_file(arguments.token_file) if arguments.token_file else arguments.token or join_token()
 
 
 def _prompt_for(what: str) -> str | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from collections.abc import Sequence
 
-from shoal.cli.main import parser_of
+from shoal.cli.main import parser_of, warn
 from shoal.config.dialects import NAMES
 from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
 from shoal.config.problems import ConfigError, Label, Problem
@@ -21,6 +23,7 @@ any setting is an option:
 
 FILE may be a preset (`shoal init --list`). Later files override earlier ones, the environment overrides files, options override all.
 """
+_LONGEST_TOKEN = 10_000
 SWITCHES = ("--allow_emulation", "--allow-emulation")
 """Settings that may be written without a value, meaning true."""
 
@@ -39,6 +42,17 @@ def make_parser(name: str, description: str, *, files: str = "*") -> argparse.Ar
     add_plugin_option(parser)
     parser.add_argument("--dialect", choices=NAMES, help="dialect of the files, if their keys are ambiguous")
     return parser
+
+
+def read_token_file(path: str) -> str:
+    """The token in a file that the user named, or in a pipe. Raises ShoalError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:
+                warn(f"other users of this machine can read the token in {path}: chmod 600 {shlex.quote(path)}")
+            return file.read(_LONGEST_TOKEN).strip()
+    except (OSError, ValueError) as error:
+        raise ShoalError(f"--token-file: {path} cannot be read: {error}") from None
 
 
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:

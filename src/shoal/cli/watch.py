@@ -6,8 +6,8 @@ import argparse
 import secrets
 from pathlib import Path
 
+from shoal.cli.options import read_token_file
 from shoal.cli.output import print_secret
-from shoal.errors import ShoalError
 from shoal.launch.dashboard_process import check_dashboard
 
 PORT = 8650
@@ -43,10 +43,7 @@ def run(argv: list[str]) -> int:
 
 def _token(arguments: argparse.Namespace) -> str | None:
     if arguments.token_file:
-        try:
-            return Path(arguments.token_file).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ShoalError(f"cannot read {arguments.token_file}: {error.strerror}") from None
+        return read_token_file(arguments.token_file)
     return secrets.token_urlsafe(18) if arguments.public else None
 
 
