@@ -192,9 +192,9 @@ class School:
 
 CLASSES = {
     **{f"work units {number}": (WORK_UNITS, "epochs: 25") for number in range(6)},
-    "async": ("{kind: async, contributions_per_update: 2}", "max_steps: 1500"),
-    "syncps": ("{kind: syncps, round_timeout_s: 2.0, window: 2}", "max_steps: 1000"),
-    "diloco": ("{kind: diloco, inner_steps: 5, round_timeout_s: 2.0}", "max_steps: 2500"),
+    "async": ("{kind: async, contributions_per_update: 2}", "max_steps: 500"),
+    "syncps": ("{kind: syncps, round_timeout_s: 2.0, window: 2}", "max_steps: 400"),
+    "diloco": ("{kind: diloco, inner_steps: 5, round_timeout_s: 2.0}", "max_steps: 1000"),
 }
 
 

@@ -47,6 +47,10 @@ class DataCut:
     def number(self, epoch: int, start: int) -> int:
         return epoch * self.per_epoch + start // self.batches_per_unit
 
+    def has(self, unit: DataUnit) -> bool:
+        number = self.number(unit.epoch, unit.start)
+        return 0 <= number < self.total and self.unit(number) == unit
+
 
 @dataclass
 class SettledUnits:

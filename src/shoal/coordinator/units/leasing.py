@@ -15,7 +15,7 @@ from shoal.coordinator.members.table import Member
 from shoal.coordinator.rounds.plausibility import PlausibilityChecks
 from shoal.coordinator.state import accepted_record
 from shoal.coordinator.turn import CoordinatorContext, Replies, Turn
-from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, DataCut
+from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, DataCut, DataUnit
 from shoal.coordinator.units.lease_table import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
 from shoal.protocol.frames import UpdateError
@@ -90,6 +90,10 @@ class UnitLeasing:
         """Take the result of a unit. The database has replied to its worker already."""
         asked = event.asked
         number = self.cut.number(asked.epoch, asked.start)
+        if not self.cut.has(DataUnit(asked.epoch, asked.start, asked.batches)):
+            what = f"batches {asked.start} to {asked.start + asked.batches} of epoch {asked.epoch + 1}"
+            why = f"the row of a result in the database is damaged: it names {what}, which are no unit of this run. The unit is done again"
+            return self.return_unusable(turn, asked.epoch, asked.start, why)
         if number in self.replayed.settled:
             return turn.state.count("repeated")
         if isinstance(asked, Failed):
@@ -108,9 +112,13 @@ class UnitLeasing:
         return None
 
     def return_unusable(self, turn: Turn, epoch: int, start: int, why: str) -> None:
-        """Offer a unit again whose result cannot be used. The database counts that as a failed attempt."""
+        """Offer a unit again whose result cannot be used; where it is unknown which one that is, all that are on offer and not settled.
+        The database counts that as a failed attempt."""
+        number = self.cut.number(epoch, start)
+        is_unit = 0 <= number < self.cut.total and self.cut.unit(number)[:2] == (epoch, start)
+        again = [one for one in ([number] if is_unit else self._offered) if one not in self.replayed.settled]
         turn.state.count("malformed")
-        turn.emit(Note(f"warning: {printable(why)}"), Issue(turn.state.version, [self.cut.number(epoch, start)]))
+        turn.emit(Note(f"warning: {printable(why)}"), Issue(turn.state.version, again))
 
     def _give_up(self, turn: Turn, asked: Failed, number: int) -> None:
         turn.record({"kind": "failed", "unit": number, **asked._asdict()})
