@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="serving needs fastapi: pip install 'shoal[serve]'")
-from tests.support.http_fuzzing import fuzz
 from shoal.transports import connection_limits
 from shoal.web import uvicorn_limits
 from tests.support.eventually import HANG_S, eventually
+from tests.support.http_fuzzing import fuzz
 from tests.support.small_service import running, small_served
 
 CLIENTS = 200
@@ -48,6 +48,7 @@ def test_two_hundred_clients_that_hang_up_at_any_moment_leave_every_place_free(m
     monkeypatch.setattr(connection_limits, "AUTHENTICATION_S", HANG_S)
     for limit in ("AUTHENTICATION_S", "BODY_S", "READING_S"):
         monkeypatch.setattr(uvicorn_limits, limit, HANG_S)
+
     async def all_of_them(address: str) -> list[str]:
         return await asyncio.gather(*(client(address, number) for number in range(CLIENTS)))
 

@@ -1,6 +1,6 @@
 """Rows of a class's database that were changed outside Shoal: a result counts for the unit that it is of, or for none.
 
-Records, the ledger and snapshots have checksums: tests/transports/test_postgres_damage.py. PostgreSQL notices bytes that a disk has changed.
+Records, the ledger and snapshots have checksums: tests/transports/test_postgres_damage.py. PostgreSQL notices what a disk has changed.
 """
 
 from __future__ import annotations
