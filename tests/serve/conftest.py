@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="serving needs fastapi: pip install 'shoal[serve]'")
 pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal[serve]'")
 
-from shoal.serve.nodes import placement
+from shoal.serve.nodes import node_timing, placement
 from shoal.serve.nodes import server as node_server
 from shoal.serve.server import ModelServer
 from tests.support.processes import HANG_S
@@ -29,6 +29,8 @@ def patient_node_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines that hold layers are threads of the test: one that is silent waits for its turn on a busy machine, and is not lost. One that
     was lost is shown for as long as the test takes."""
     monkeypatch.setattr(node_server, "SILENCE_S", HANG_S)
+    monkeypatch.setattr(node_timing, "GRACE_S", HANG_S)
+    monkeypatch.setattr(node_timing, "SLOW_S", HANG_S)
     monkeypatch.setattr(placement, "_SHOWN_S", HANG_S)
 
 

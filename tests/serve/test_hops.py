@@ -287,7 +287,7 @@ def test_the_words_of_a_machine_cannot_steer_the_servers_terminal(monkeypatch: p
     with spread(model, described, [], expected=1) as (engine, machines):
         node_server = engine.backend.node_server
         monkeypatch.setattr(node_server, "tell", words.append)
-        monkeypatch.setattr(node_server.pipeline, "fail", lambda batch_number, why: words.append(why))
+        monkeypatch.setattr(node_server.pipeline, "fail", lambda name, batch_number, why: words.append(why))
         monkeypatch.setattr(node_server.pipeline, "on_load_failed", lambda name, layers, why: words.append(why))
         client = connect_to(machines.server_address)
         entered = client.call(Message({"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "\x1b[2Jpi"}), HANG_S).header

@@ -88,8 +88,8 @@ class Machines:
         self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
         self.problems: list[Exception] = []
 
-    def join(self, name: str) -> None:
-        node = NodeProcess(self.server_address, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
+    def join(self, name: str, kind: type[NodeProcess] = NodeProcess) -> None:
+        node = kind(self.server_address, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
         thread = threading.Thread(target=self._work, args=(node,), name=name)
         thread.start()
         self.running[name] = (node, thread)

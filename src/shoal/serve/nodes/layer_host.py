@@ -127,6 +127,24 @@ class LayerHost:
             rows.append(loaded.stage.through(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
         return torch.cat(rows)
 
+    @torch.inference_mode()
+    def recompute(self, layers: LayerRange, ids: Sequence[int], x_1LD: Tensor) -> Tensor:
+        """The hidden states of one text after these layers, from its first token. The layers are loaded one after the other, so that there
+        need be memory for one only."""
+        ids_1L, y_1LD = torch.tensor([ids], device=self.device), x_1LD.to(self.device)
+        for first in range(layers.first, layers.last):
+            layer = make_stage(self.skeleton(), first, first + 1).eval()
+            empty = required_tensors(layer) if any(parameter.is_meta for parameter in layer.parameters()) else {}
+            try:
+                if empty:
+                    load_tensors(layer, {name: self.tensor(name).to(like.dtype) for name, like in empty.items()})
+                cache: Any = layer.new_cache(0)
+                y_1LD = layer.to(self.device).through(y_1LD, ids_1L, cache=cache)
+            finally:
+                if empty:
+                    load_tensors(layer, empty)
+        return y_1LD
+
     def measure(self, width: int, rows: int = 1) -> float:
         """Seconds that this machine takes for one token of each of `rows` requests in one layer."""
         layers, requests = LayerRange(0, 1), [-1 - row for row in range(rows)]

@@ -146,10 +146,11 @@ class NodeProcess:
         self._ask({"kind": "leave", "session": self.session_id})
 
     def _execute_from_peer(self, host: LayerHost, history: ReadHistory, command: NodeCommand) -> None:
-        """Execute a command of another machine, if the server's commands that must precede it have come; else decline it."""
+        """Execute a command of another machine, if the server's commands that must precede it have come and its numbers are finite; else
+        decline it: the server sends what the other machine reported, and sees itself whether that is finite."""
         report = NodeReport()
         with self._compute_lock:
-            can_read = history.can_read(command, host)
+            can_read = history.can_read(command, host) and command.x_BLD is not None and bool(command.x_BLD.isfinite().all())
         if can_read:
             self._execute(host, history, command, report)
         else:

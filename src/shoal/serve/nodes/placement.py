@@ -18,6 +18,7 @@ from shoal.scheduling.layer_split import MachineSpec, split
 from shoal.serve.batching import MachineEntry
 from shoal.serve.nodes.layer_host import LayerRange, TokenBatch
 from shoal.serve.nodes.messages import Endpoint, NextHop, NodeCommand
+from shoal.serve.nodes.node_timing import NodeTiming
 
 SERVER_NODE = "server"
 _NEW_NODE_SHARE, _NEW_TIMING_SHARE = 0.95, 0.9
@@ -27,6 +28,8 @@ _SHOWN_S = 60.0
 """How long a lost machine stays in the list of machines."""
 _MOST_S = 600.0
 """Longer reported times for one token are ignored."""
+_NETWORK_S = 1.0
+"""A machine's own time for a batch counts as long as the server waited no longer than this beyond it."""
 
 
 @dataclass
@@ -51,6 +54,11 @@ class NodeState:
     """Where other machines may reach it."""
     join_number: int = 0
     """Number of its joining; it differs from that of an earlier machine of the same name."""
+    is_on_trial: bool = False
+    """It gets no layers of a route until a trial went well."""
+
+    def __post_init__(self) -> None:
+        self.timing = NodeTiming(self.layer_s)
 
     def spec(self) -> MachineSpec:
         return MachineSpec(1 / self.layer_s, self.memory_bytes, self.fixed_s)
@@ -77,6 +85,10 @@ class Route(NamedTuple):
 
     number: int
     stages: tuple[RouteStage, ...]
+
+    @property
+    def join_numbers(self) -> set[int]:
+        return {stage.join_number for stage in self.stages}
 
     def uses_node(self, name: str) -> bool:
         return any(stage.name == name for stage in self.stages)
@@ -139,23 +151,39 @@ class LayerPlanner:
 class NodePlacement:
     """The machines, their layers, and the route of new requests."""
 
-    def __init__(self, planner: LayerPlanner, *, expected: int, probes: bool, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        planner: LayerPlanner,
+        *,
+        expected: int,
+        probes: bool,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`expected`: machines to wait for before the first route, including this one; `probes`: whether machines may send directly."""
-        self.planner, self.expected, self.probes, self.tell = planner, expected, probes, tell
+        self.planner, self.expected, self.probes, self.tell, self.clock = planner, expected, probes, tell, clock
         self.nodes: dict[str, NodeState] = {}
         self.current: Route | None = None
         self.upcoming: tuple[Route, set[tuple[str, LayerRange]]] | None = None
         """The next route, used as soon as its machines have loaded their layers, and the layers that are still missing."""
         self.reachable: dict[tuple[int, int], bool] = {}
         """By the join numbers of two machines: whether the first reaches the second. False: no, or not known yet."""
+        self._closed_paths: set[tuple[int, int]] = set()
+        """Machines, by their join numbers, of which the first does not send directly to the second any more, whatever it reports."""
         self.batch_slowdown = 0.0
         """How much longer a layer takes for each further request of a batch, as a share of the time for one."""
         self._numbers = itertools.count(1)
 
-    def add(self, node: NodeState) -> None:
-        """Add a machine. The first route is planned when all expected machines have joined."""
-        node.join_number = next(self._numbers)
+    def add(self, node: NodeState, is_on_trial: bool = False) -> None:
+        """Add a machine; it is used at once unless it is on trial."""
+        node.join_number, node.is_on_trial = next(self._numbers), is_on_trial
         self.nodes[node.name] = node
+        if not is_on_trial:
+            self.admit(node)
+
+    def admit(self, node: NodeState) -> None:
+        """Use a machine. The first route is planned when all expected machines have joined."""
+        node.is_on_trial = False
         if self.current is None and len(self.alive()) >= self.expected:
             self.use_route(self.plan())
         elif self.current is not None:
@@ -167,9 +195,10 @@ class NodePlacement:
         node = self.nodes.get(name)
         if node is None or not node.alive:
             return False
-        node.alive, node.lost_at, node.assigned = False, time.monotonic(), set()
+        node.alive, node.lost_at, node.assigned = False, self.clock(), set()
         node.commands.clear()
         self.reachable = {pair: reached for pair, reached in self.reachable.items() if node.join_number not in pair}
+        self._closed_paths = {pair for pair in self._closed_paths if node.join_number not in pair}
         if self.upcoming is not None and self.upcoming[0].uses_node(name):
             self.upcoming = None
         if self.current is not None and self.current.uses_node(name):
@@ -178,6 +207,7 @@ class NodePlacement:
 
     def on_loaded(self, name: str, layers: LayerRange) -> bool:
         """A machine has loaded layers. True: the next route is used now."""
+        self.nodes[name].timing.loaded(layers, self.clock())
         if self.upcoming is None:
             return False
         missing = self.upcoming[1]
@@ -191,6 +221,7 @@ class NodePlacement:
         node = self.nodes.get(name)
         if node is None or layers not in node.assigned:
             return
+        node.timing.loaded(layers, self.clock())
         node.assigned.discard(layers)
         node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(layers) - 1)
         self.tell(f"warning: {name} could not load the layers {layers.first}–{layers.last - 1}, and gets fewer from now on: {problem}")
@@ -202,6 +233,12 @@ class NodePlacement:
         elif self.current is not None:
             self._consider()
             self._load_reserves()
+
+    def on_measured(self, node: NodeState, layers: LayerRange, seconds: float) -> None:
+        """A spare machine was measured again: it may be faster now."""
+        if node.alive and 0 < seconds < _MOST_S:
+            node.layer_s = seconds / self.planner.cost_of(layers)
+            self.replan()
 
     def on_probed(self, name: str, other: str, reached: bool) -> None:
         node, after = self.nodes[name], self.nodes.get(other)
@@ -217,11 +254,19 @@ class NodePlacement:
     # --- queries of the pipeline ---------------------------------------------------------------------
 
     def alive(self) -> list[NodeState]:
-        return [node for node in self.nodes.values() if node.alive]
+        """The connected machines that may hold layers of a route."""
+        return [node for node in self.nodes.values() if node.alive and not node.is_on_trial]
+
+    def on_trial(self) -> list[NodeState]:
+        return [node for node in self.nodes.values() if node.alive and node.is_on_trial]
+
+    def can_do_without(self, name: str) -> bool:
+        """Whether the other machines have enough memory for all layers."""
+        return self.planner.fastest_split([node for node in self.alive() if node.name != name]) is not None
 
     def machines(self, ends_parameters: int) -> list[MachineEntry]:
         """The machines that are connected, and those that were lost a moment ago. `ends_parameters`: those that only the server has."""
-        now = time.monotonic()
+        now = self.clock()
         return [self._status(node, ends_parameters) for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
 
     def _status(self, node: NodeState, ends_parameters: int) -> MachineEntry:
@@ -236,9 +281,10 @@ class NodePlacement:
         """How many batches of one request take as long as this one."""
         return 1 + self.batch_slowdown * (len(batch.requests) - 1)
 
-    def count(self, stage: RouteStage, batch: TokenBatch, seconds: float) -> None:
-        """Add what a machine read. Its time for one token corrects what was measured when it joined."""
-        node = self.nodes[stage.name]
+    def count(self, stage: RouteStage, batch: TokenBatch, claimed_s: float, seen_s: float) -> None:
+        """Add what a machine read. Its time for one token corrects what was measured when it joined. `claimed_s`: what it reports;
+        `seen_s`: how long the server waited."""
+        node, seconds = self.nodes[stage.name], max(claimed_s, seen_s - _NETWORK_S)
         node.tokens += len(batch.requests) * len(batch.ids[0])
         if len(batch.ids[0]) == 1 and 0 < seconds < _MOST_S:
             taken = seconds / self.weight_of(batch) / self.planner.cost_of(stage.layers)
@@ -260,10 +306,14 @@ class NodePlacement:
         found = []
         for before, after in pairwise(stages):
             endpoint = self.nodes[after.name].endpoint
-            if endpoint is None or not self.reachable.get((before.join_number, after.join_number)):
+            if endpoint is None or not self.reachable.get(pair := (before.join_number, after.join_number)) or pair in self._closed_paths:
                 break
             found.append(NextHop(after.name, after.layers, endpoint))
         return tuple(found)
+
+    def close_direct_paths(self, stages: Sequence[RouteStage]) -> None:
+        """From now on the server sends what these machines sent each other."""
+        self._closed_paths |= {(before.join_number, after.join_number) for before, after in pairwise(stages)}
 
     def drop_unused(self, routes: Iterable[Route | None]) -> list[RouteStage]:
         """Drop layers that neither these routes nor those of new requests need. Return the dropped stages."""
@@ -271,7 +321,7 @@ class NodePlacement:
         used = {(stage.name, stage.layers) for route in needed if route is not None for stage in route.stages}
         used |= {(node.name, layers) for node, layers in self._reserves()}
         dropped = []
-        for node in self.nodes.values():
+        for node in (one for one in self.nodes.values() if not one.is_on_trial):
             for layers in [layers for layers in node.assigned if (node.name, layers) not in used]:
                 node.assigned.discard(layers)
                 node.send(NodeCommand("drop", layers))
@@ -329,16 +379,17 @@ class NodePlacement:
 
     def _load_route(self, route: Route) -> None:
         for stage in route.stages:
-            self._load(self.nodes[stage.name], stage.layers)
+            self.load(self.nodes[stage.name], stage.layers)
         for before, after in pairwise(route.stages):  # machines try to reach the next one
             pair, endpoint = (before.join_number, after.join_number), self.nodes[after.name].endpoint
             if self.probes and pair not in self.reachable and endpoint is not None and self.nodes[before.name].endpoint is not None:
                 self.reachable[pair] = False
                 self.send(before.name, NodeCommand("probe", next_hops=(NextHop(after.name, after.layers, endpoint),)))
 
-    def _load(self, node: NodeState, layers: LayerRange) -> None:
+    def load(self, node: NodeState, layers: LayerRange) -> None:
         if layers not in node.assigned:
             node.assigned.add(layers)
+            node.timing.loads(layers, self.planner.bytes_of(layers), self.clock())
             node.send(NodeCommand("hold", layers))
 
     def _reserves(self) -> list[tuple[NodeState, LayerRange]]:
@@ -349,4 +400,4 @@ class NodePlacement:
 
     def _load_reserves(self) -> None:
         for node, layers in self._reserves():
-            self._load(node, layers)
+            self.load(node, layers)

@@ -78,11 +78,21 @@ class NodeServer(threading.Thread):
         while not self._ending:
             for request in self.server.poll(_POLL_S):
                 self._on_request(request)
+            self.pipeline.tick()
+            self._end_removed_sessions()
             self._send_commands()
             for session in list(self.sessions.values()):
                 if time.monotonic() - session.seen_at > SILENCE_S:
                     self.remove(session.node.name, f"it sent nothing for {SILENCE_S:g} s")
         self._announce_end()
+
+    def _end_removed_sessions(self) -> None:
+        """End the sessions of machines that the pipeline removed. They may join again."""
+        for session_id, session in list(self.sessions.items()):
+            if not session.node.alive:
+                self.sessions.pop(session_id, None)
+                if session.waiting_request is not None:
+                    self.server.reply(session.waiting_request[0], _refused("session"))
 
     def _announce_end(self) -> None:
         """Answer the next poll of every machine with the end of the service."""
@@ -100,13 +110,17 @@ class NodeServer(threading.Thread):
         try:
             answer = self._answer(request, header)
         except ShoalError as problem:
-            answer = _refused(str(problem))
-            if (session := self.sessions.get(str(header.get("session")))) is not None:
-                self.remove(session.node.name, str(problem))
+            answer = self._refuse(header, str(problem))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):
-            answer = _refused("this is no message of a machine that holds layers")
+            answer = self._refuse(header, "this is no message of a machine that holds layers")
         if answer is not None:
             self.server.reply(request, answer)
+
+    def _refuse(self, header: Mapping[str, Any], why: str) -> Message:
+        """Refuse a message. A machine that joined and sends it is removed."""
+        if (session := self.sessions.get(str(header.get("session")))) is not None:
+            self.pipeline.remove_faulty(session.node.name, f"the server refused its report: {why}")
+        return _refused(why)
 
     def _answer(self, request: Request, header: Mapping[str, Any]) -> Message | None:
         kind = header.get("kind")
@@ -120,7 +134,7 @@ class NodeServer(threading.Thread):
         if kind == "join":
             return _refused("a model is served here, and nothing is trained: `shoal join … --node` holds layers of it")
         session = self.sessions.get(str(header["session"]))
-        if session is None:
+        if session is None or not session.node.alive:
             return _refused("session")
         session.seen_at = time.monotonic()
         if kind == "leave":
@@ -135,6 +149,7 @@ class NodeServer(threading.Thread):
         return Message({"kind": "heard"})
 
     def _enter(self, header: Mapping[str, Any]) -> Message:
+        self._end_removed_sessions()
         if len(self.sessions) >= _MOST_NODES:
             raise ShoalError(f"{_MOST_NODES} machines hold layers already")
         layer_s, memory = float(header["layer_s"]), float(header["memory_bytes"])
@@ -167,7 +182,7 @@ class NodeServer(threading.Thread):
             elif done["kind"] == "declined":
                 self.pipeline.decline(node.name, int(done["trip"]))
             elif done["kind"] == "failed":
-                self.pipeline.fail(int(done["trip"]), f"{node.name}: {_problem(done)}")
+                self.pipeline.fail(node.name, int(done["trip"]), _problem(done))
             elif done["trip"] >= 0:
                 y_BLD = unpack_hidden_states(frames[done["frame"]], done)
                 self.pipeline.on_read(node.name, int(done["trip"]), y_BLD, float(done["seconds"]), done["handed_on"] is True)
@@ -230,6 +245,9 @@ class LocalNode(threading.Thread):
 
     def _execute(self, command: NodeCommand) -> None:
         try:
+            if command.kind == "recompute":
+                self._recompute(command)
+                return
             start = time.thread_time()
             found = execute(self.host, command)
             self.computed_s += time.thread_time() - start
@@ -241,4 +259,15 @@ class LocalNode(threading.Thread):
             if command.kind == "hold":
                 self.pipeline.on_load_failed(self.node.name, command.layers, str(error))
             else:
-                self.pipeline.fail(command.batch_number, f"{self.node.name}: {error}")
+                self.pipeline.fail(self.node.name, command.batch_number, str(error))
+
+    def _recompute(self, command: NodeCommand) -> None:
+        """Compute layers of a text without caches, for a comparison with another machine."""
+        assert command.token_batch is not None
+        assert command.x_BLD is not None
+        try:
+            own_1LD = self.host.recompute(command.layers, command.token_batch.ids[0], command.x_BLD)
+        except Exception as error:
+            self.pipeline.placement.tell(f"warning: the server could not compute layers for a comparison: {error}")
+            own_1LD = None
+        self.pipeline.on_recomputed(command.batch_number, own_1LD)
