@@ -89,7 +89,8 @@ class Machines:
         self.problems: list[Exception] = []
 
     def join(self, name: str, kind: type[NodeProcess] = NodeProcess) -> None:
-        node = kind(self.server_address, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
+        patience_s = 0.0 if kind is NodeProcess else HANG_S
+        node = kind(self.server_address, name, slowdown=1.0, patience_s=patience_s, tell=lambda text: None)
         thread = threading.Thread(target=self._work, args=(node,), name=name)
         thread.start()
         self.running[name] = (node, thread)

@@ -33,6 +33,8 @@ class FaultyNode(NodeProcess):
 
     fault, after = "", 5
     reads, sent_others = 0, 0
+    claimed_share = 1.0
+    """Share of its time for a layer that it claims."""
 
     def _enter(self) -> LayerHost:
         host = super()._enter()
@@ -73,6 +75,8 @@ class FaultyNode(NodeProcess):
             report.done += [{"kind": "failed", "trip": trip, "problem": "not mine"} for trip in range(300) if trip not in self.own(header)]
             header = {**header, "done": report.done}
             self.sent_others += 1
+        if header.get("kind") == "enter":
+            header = {**header, "layer_s": header["layer_s"] * self.claimed_share}
         return super()._ask(header, frames)
 
     @staticmethod
@@ -82,7 +86,7 @@ class FaultyNode(NodeProcess):
 
 def main(fault: str, after: str, address: str, token: str, key: str, name: str) -> None:
     node = FaultyNode(Endpoint(address, token, key or None), name, slowdown=1.0, patience_s=60.0, tell=print)
-    node.fault, node.after = fault, int(after)
+    node.fault, node.after, node.claimed_share = fault, int(after), 0.2  # so it gets layers for certain
     node.work()
 
 

@@ -71,17 +71,27 @@ class NodeProcess:
     def work(self) -> None:
         """Run until stopped. Raises ShoalError where the server serves no model, or stays unreachable."""
         threading.Thread(target=self._send_heartbeats, name="shoal-pulse", daemon=True).start()
-        connected_at = time.monotonic()
+        try:
+            self._work_until_stopped()
+        finally:
+            self._stopping.set()
+            self.client.close()
+            self.heartbeat_client.close()
+
+    def _work_until_stopped(self) -> None:
+        lost_at = time.monotonic()
         while not self._stopping.is_set():
             try:
                 host = self._enter()
-                connected_at = time.monotonic()
-                self._serve(host)
-                return
+                try:
+                    self._serve(host)
+                    return
+                finally:
+                    lost_at = time.monotonic()
             except Unreachable as problem:
                 if self._stopping.is_set():
                     return
-                if time.monotonic() - connected_at > self.patience_s:
+                if time.monotonic() - lost_at > self.patience_s:
                     raise ShoalError(f"{problem}; {self.patience_s:g} s are over") from None
                 self._stopping.wait(_PAUSE_S)
             finally:
@@ -106,6 +116,7 @@ class NodeProcess:
         layer_s = host.measure(int(model["width"]))
         host.drop(LayerRange(0, 1))
         history = self._history = ReadHistory()
+        self._disconnect()
         self.report_client, self.peer_sender = connect_to(self.server), PeerSender()
         try:
             self._receiver = open_receiver(self.server.address, partial(self._execute_from_peer, host, history), self.tell)
