@@ -24,7 +24,7 @@ _LOAD_S, _LOAD_BYTES_PER_S = 60.0, 1e6
 _MOST_SENT = 1024
 SLOW_S = 1.0
 _SLOW_FACTOR, _SLOW_BATCHES = 10.0, 8
-"""A machine is slow if its last batches took so many times what it claims, and a second more than that, at the median."""
+"""A machine is slow if, at the median, its last batches took this many times what it claims, and a second more."""
 
 
 def work_of(batch: TokenBatch, cost: float) -> float:

@@ -13,7 +13,7 @@ _TOLERANCE = 0.05
 _AGREEING_SHARE = 0.75
 """Tokens that must agree. In a mixture of experts, rounding may send a token through other experts."""
 _MOST_LARGER = 8.0
-"""No number may be so many times larger than the token's largest number on the other machine."""
+"""No number may be this many times larger than the token's largest number on the other machine."""
 
 
 def output_problem(y_BLD: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
