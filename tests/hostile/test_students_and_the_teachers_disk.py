@@ -167,7 +167,7 @@ def test_failing_statements_and_debugging_write_nothing_into_the_servers_log(dat
 COUNT_NOW = "SELECT pg_stat_force_next_flush()"
 """PostgreSQL counts what a connection has written once a second while it works, and after ten when it is idle."""
 Watch = Callable[[float], list[str]]
-TIGHT = Bounds(calls=200, calls_for_a_unit=100, wal_bytes=4 << 20, wal_records=200)
+TIGHT = Bounds(calls=200, calls_for_a_unit=100, wal_bytes=4 << 20, wal_records=200, temp_bytes=4 << 20)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_statements_that_each_end_in_time_are_added_up(watch: Watch, eve: Access
             student.execute("SET statement_timeout = 400")
             while not told.is_set():
                 with contextlib.suppress(errors.QueryCanceled):
-                    student.execute("SELECT count(*) FROM generate_series(1, 1000000000)")
+                    student.execute("SELECT count(*) FROM pg_attribute a, pg_attribute b, pg_attribute c")
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -299,6 +299,17 @@ def test_who_connects_again_and_again_is_shut_out(watch: Watch, eve: Access) -> 
     assert "student-eve is in quarantine: it kept the server busy" in notes[0]
 
 
+def test_temporary_files_are_bounded_over_all_connections(watch: Watch, eve: Access) -> None:
+    with contextlib.closing(connected(eve)) as one, contextlib.closing(connected(eve)) as other:
+        for student in (one, other):
+            student.execute("BEGIN")
+            student.execute("SET LOCAL work_mem = 64")
+            student.execute("DECLARE mine CURSOR WITH HOLD FOR SELECT repeat('x', 1000000) FROM generate_series(1, 3)")
+            student.execute("COMMIT")
+        is_told(watch, "its temporary files took 6 MB of the disk")
+        assert is_disconnected(one)
+
+
 def test_a_student_learns_why_and_is_locked_when_it_goes_on(database: Database, watch: Watch, eve: Access) -> None:
     desk = LeaseClient(eve.address, poll_interval_s=0.1)
     desk.join("eve", {})
@@ -306,6 +317,7 @@ def test_a_student_learns_why_and_is_locked_when_it_goes_on(database: Database, 
     with contextlib.closing(connected(eve)) as student:
         student.execute(loop.encode())
         is_told(watch, "it made 30")
+    assert database.rows("SELECT left(state, 22) FROM shoal.worker_list") == [("in quarantine: it made",)], "the dashboard shows it"
     with pytest.raises(Refused, match="you are in quarantine: it made 30") as problem:
         desk.claim(1, 0.0)
     assert problem.value.reason == "quarantined"
@@ -319,6 +331,17 @@ def test_a_student_learns_why_and_is_locked_when_it_goes_on(database: Database, 
     with database.connect() as owner:
         schema.grant(owner, eve.user, None, "student")
     connected(eve).close()
+
+
+def test_the_classs_token_is_no_way_around(database: Database, watch: Watch) -> None:
+    with contextlib.closing(database.connect("class")) as holder:
+        for number in range(300):
+            holder.execute(f"NOTIFY shoal_work, '{number}'")
+        holder.execute(COUNT_NOW)
+        notes: list[str] = []
+        eventually(lambda: bool(notes.extend(watch(1.5)) or notes))
+        assert notes[0].startswith("warning: the connections of class were ended: it wrote ")
+        assert is_disconnected(holder)
 
 
 def test_a_reader_that_floods_is_disconnected(database: Database, watch: Watch) -> None:

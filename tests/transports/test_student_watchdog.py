@@ -11,8 +11,10 @@ RESULT = 50 << 6
 """The calls that upload a result of 50 MB."""
 
 
-def connection(role: str = "eve", pid: int = 1, busy_s: float | None = None, records: int = 0, wal: int = 0) -> ConnectionUse:
-    return ConnectionUse(role, pid, 1.0, busy_s, wal, records)
+def connection(
+    role: str = "eve", pid: int = 1, busy_s: float | None = None, records: int = 0, wal: int = 0, temp: int = 0
+) -> ConnectionUse:
+    return ConnectionUse(role, pid, 1.0, busy_s, wal, records, temp)
 
 
 def beats(
@@ -87,6 +89,13 @@ def test_notifications_count_beyond_what_calls_write() -> None:
     ((role, why),) = dog.check(3.0, [connection(records=10_001)], [RoleUse("eve", 0, 0)])
     assert role == "eve"
     assert why.startswith("it wrote 10001 records to the server's log of changes within 5 minutes")
+
+
+def test_temporary_files_of_all_connections_of_a_role_are_added_up() -> None:
+    dog = Watchdog(BOUNDS)
+    assert dog.check(0.0, [connection(temp=100 << 20), connection("mia", 2, temp=200 << 20)], []) == []
+    files = [connection(temp=200 << 20), connection(pid=2, temp=100 << 20), connection("mia", 3, temp=200 << 20)]
+    assert dog.check(1.5, files, []) == [("eve", "its temporary files took 315 MB of the disk")]
 
 
 def test_a_role_that_was_dropped_leaves_no_calls_to_the_next_of_its_name() -> None:

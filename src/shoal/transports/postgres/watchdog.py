@@ -8,7 +8,7 @@ Holds: a student who computes units and hands them in stays within the bounds, h
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ _FRAMES = 8
 
 
 class ConnectionUse(NamedTuple):
-    """A connection of a student or reader, as the server shows it."""
+    """A connection of a student or reader, or with the class's token, as the server shows it."""
 
     role: str
     pid: int
@@ -45,6 +45,7 @@ class ConnectionUse(NamedTuple):
     """For how long its statement has kept the server busy; None: no statement does."""
     wal_bytes: int
     wal_records: int
+    temp_bytes: int
 
 
 class RoleUse(NamedTuple):
@@ -85,6 +86,8 @@ class Bounds(NamedTuple):
     wal_bytes: int = 256 << 20
     """Beyond what counted calls write."""
     wal_records: int = 10_000
+    temp_bytes: int = 256 << 20
+    """Of all temporary files at a time: large sorts, and cursors that outlive their transaction."""
 
     @classmethod
     def for_frames(cls, largest: int) -> Bounds:
@@ -149,7 +152,16 @@ class Watchdog:
         self._at = now
         self._connections = {(one.pid, one.began): one for one in connections}
         self._roles = {one.role: one for one in roles}
-        return [(role, why) for role, use in uses.items() if (why := self._add(now, role, use)) is not None]
+        found = {role: why for role, use in uses.items() if (why := self._add(now, role, use)) is not None}
+        return list((self._hoarders(connections) | found).items())
+
+    def _hoarders(self, connections: Sequence[ConnectionUse]) -> dict[str, str]:
+        """The roles whose temporary files are too large, and why they may not go on."""
+        sizes: Counter[str] = Counter()
+        for one in connections:
+            sizes[one.role] += one.temp_bytes
+        most = self.bounds.temp_bytes
+        return {role: f"its temporary files took {size / 1e6:.0f} MB of the disk" for role, size in sizes.items() if size > most}
 
     def _add(self, now: float, role: str, use: Use) -> str | None:
         """Why a role may not go on after this use; None: it may."""

@@ -185,21 +185,24 @@ $$;
 
 -- --- the watchdog -------------------------------------------------------------------------------------------
 
--- The connections of students and readers, for the watchdog: for how long a statement has kept the server busy (null: none does), and what was
--- written to the write-ahead log, which PostgreSQL counts for each connection from version 18 on.
+-- The connections of all but coordinators, for the watchdog: for how long a statement has kept the server busy (null: none does), what was written to
+-- the write-ahead log, which PostgreSQL counts for each connection from version 18 on, and its temporary files, which not every owner may list.
 CREATE FUNCTION shoal.student_connections()
-RETURNS TABLE (role text, pid integer, began double precision, busy_s double precision, wal_bytes bigint, wal_records bigint)
+RETURNS TABLE (role text, pid integer, began double precision, busy_s double precision, wal_bytes bigint, wal_records bigint, temp_bytes bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
+    temporary text := CASE WHEN has_function_privilege('pg_ls_tmpdir()', 'EXECUTE') THEN 'SELECT name, size FROM pg_ls_tmpdir()'
+        ELSE 'SELECT NULL::text AS name, 0 AS size' END;
     written text := CASE WHEN current_setting('server_version_num')::integer >= 180000 THEN 'pg_stat_get_backend_wal(a.pid)'
         ELSE '(SELECT 0 AS wal_bytes, 0 AS wal_records)' END;
 BEGIN
-    RETURN QUERY EXECUTE $query$
+    RETURN QUERY EXECUTE format('WITH files AS MATERIALIZED (%s)', temporary) || $query$
         SELECT a.usename::text, a.pid, extract(epoch FROM a.backend_start)::double precision,
             CASE WHEN a.state = 'active' AND (coalesce(a.wait_event_type, 'Timeout') = 'Timeout' OR a.wait_event LIKE 'BufFile%')
                 THEN extract(epoch FROM clock_timestamp() - a.query_start)::double precision END,
-            coalesce(w.wal_bytes, 0)::bigint, coalesce(w.wal_records, 0)::bigint
-        FROM pg_stat_activity a JOIN shoal.roles r ON r.name = a.usename AND r.kind IN ('student', 'reader')
+            coalesce(w.wal_bytes, 0)::bigint, coalesce(w.wal_records, 0)::bigint,
+            (SELECT coalesce(sum(f.size), 0)::bigint FROM files f WHERE f.name LIKE 'pgsql_tmp' || a.pid || '.%')
+        FROM pg_stat_activity a JOIN shoal.roles r ON r.name = a.usename AND r.kind <> 'coordinator'
         LEFT JOIN LATERAL $query$ || written || $query$ w ON true WHERE a.datname = current_database()$query$;
 END $$;
 

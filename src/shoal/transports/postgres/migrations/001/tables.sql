@@ -309,7 +309,8 @@ CREATE TABLE shoal.picture (
 ALTER TABLE shoal.picture ALTER png SET STORAGE EXTERNAL;
 
 CREATE VIEW shoal.worker_list AS
-    SELECT w.id, w.name, w.about, w.state, w.figures, w.joined_at, w.seen_at, w.left_at, w.completed, w.late, w.cancelled, w.failed,
+    SELECT w.id, w.name, w.about,
+        coalesce('in quarantine: ' || regexp_replace((SELECT s.quarantined FROM shoal.standings s WHERE s.role = w.role), '[^ -~]', '?', 'g'), w.state) AS state, w.figures, w.joined_at, w.seen_at, w.left_at, w.completed, w.late, w.cancelled, w.failed,
         w.left_at IS NULL AND abs(extract(epoch FROM now() - w.seen_at)) < coalesce((SELECT r.silence_s FROM shoal.run r), 90) AS alive
     FROM shoal.workers w;
 
