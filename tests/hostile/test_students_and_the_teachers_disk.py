@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 import uuid
@@ -368,6 +369,25 @@ def test_an_honest_student_with_tiny_units_stays_within_the_bounds(database: Dat
             shut_out_harmful(coordinator, dog, 1.5 * turn)
     assert server.notes() == []
     desk.close()
+
+
+FLOODS = (
+    "NOTIFY shoal_work, '{number}'",
+    "BEGIN; SELECT shoal.forget_requests(gen_random_uuid()) FROM generate_series(1, 200); ROLLBACK",
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("statement", FLOODS)
+def test_a_flood_ends_by_itself_while_a_coordinator_runs(server: PostgresServer, eve: Access, statement: str) -> None:
+    """With the bounds and the heartbeats of any run."""
+    with contextlib.closing(connected(eve)) as student:
+        statements = (statement.format(number=number).encode() for number in itertools.count())
+        with pytest.raises(psycopg.OperationalError):
+            any(student.execute(one) is None for one in statements)
+    notes: list[str] = []
+    eventually(lambda: bool(notes.extend(server.notes()) or notes))
+    assert "student-eve is in quarantine: it " in notes[0]
 
 
 # --- a server that others administer --------------------------------------------------------------------------

@@ -135,9 +135,8 @@ class Watchdog:
         self.bounds = bounds
         self._windows: dict[str, tuple[UseWindow, UseWindow]] = {}
         self._at: float | None = None
-        self._counts_all_at = 0.0
-        """Until then, connections that are older than this watchdog may be ending transactions whose calls it has not seen."""
         self._older: set[tuple[int, float]] = set()
+        """Connections that are older than this watchdog, until they end the transaction whose calls it may not have seen."""
         self._connections: dict[tuple[int, float], ConnectionUse] = {}
         self._roles: dict[str, RoleUse] = {}
 
@@ -145,9 +144,8 @@ class Watchdog:
         """The roles that exceed a bound, and why. A role that was returned begins anew."""
         uses: dict[str, Use] = {}
         if self._at is None:
-            self._counts_all_at, self._older = now + _LONGEST_TRANSACTION_S, {(one.pid, one.began) for one in connections}
+            self._older = {(one.pid, one.began) for one in connections}
         else:
-            self._older = self._older if now < self._counts_all_at else set()
             uses = self._uses(min(now - self._at, _LONGEST_GAP_S), connections, roles)
         self._at = now
         self._connections = {(one.pid, one.began): one for one in connections}
@@ -183,9 +181,10 @@ class Watchdog:
             before = self._connections.get((one.pid, one.began))
             seen = before or one._replace(wal_bytes=0, wal_records=0)
             busy_s = elapsed_s * _share(one.busy_s, busy) + (0.0 if before else _CONNECTION_S)
-            use = Use(busy_s)
-            if (one.pid, one.began) not in self._older:
-                use = use._replace(wal_bytes=one.wal_bytes - seen.wal_bytes, wal_records=one.wal_records - seen.wal_records)
+            use = Use(busy_s, wal_bytes=one.wal_bytes - seen.wal_bytes, wal_records=one.wal_records - seen.wal_records)
+            if use.wal_records and (one.pid, one.began) in self._older:
+                self._older.remove((one.pid, one.began))
+                use = Use(busy_s)
             uses[one.role] = uses.get(one.role, Use()).plus(use)
         for role in roles:
             known = self._roles.get(role.role, RoleUse(role.role, 0, 0))
