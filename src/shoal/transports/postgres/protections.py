@@ -96,7 +96,7 @@ def _open_to_students(connection: Connection) -> list[str]:
     if _value(connection, "SELECT has_language_privilege('public', 'plpgsql', 'USAGE')"):
         found.append(f"students can run code on the server (DO … LANGUAGE plpgsql): {_ONCE} revokes it")
     if shut := _shut_functions(connection):
-        names = sorted({function.partition("(")[0] for function in shut})
+        names = sorted({name for function in shut if not (name := function.partition("(")[0]).startswith("binary_upgrade_")})
         found.append(f"students can call built-in functions that lock or write: {', '.join(names)}. {_ONCE.capitalize()} revokes them")
     if not _may_set_limits(connection):
         close = _ONCE if connection.info.server_version >= 150000 else "from PostgreSQL 15 on, a superuser"
