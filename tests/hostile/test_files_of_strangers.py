@@ -17,21 +17,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.data import SampleStream, load_tokenizer
 from shoal.data import load as load_data
+from shoal.data.hub.dataset import DataRequest, load_splits
 from shoal.data.images.decoding import CorruptImageError, decode
 from shoal.data.images.mnist import read_idx
+from shoal.data.retrieval.encoders import HashedWords
+from shoal.data.retrieval.index import build_index, open_index
+from shoal.data.retrieval.passages import Passages
 from shoal.errors import ShoalError
+from shoal.files import file_digest
 from shoal.models.huggingface.pretrained import load
+from shoal.runs.folder.checkpoint import load_weights
+from shoal.runs.folder.sharded_checkpoint import ShardedTensors
 from shoal.serve.api.chat_format import template_in
 from shoal.serve.load_model import encoder_for
 from shoal.serve.nodes.model_description import meta_model, model_maker
-from shoal.untrusted import data_files, huggingface, prompt_process
+from shoal.serve.nodes.weights import WeightStore
+from shoal.untrusted import data_files, huggingface, parquet_files, prompt_process
 from shoal.untrusted.gguf_header import check_gguf
+from shoal.untrusted.parquet_files import check_parquet
 from tests.support.processes import HANG_S
 from tests.support.small_service import small_served
 
@@ -434,3 +445,88 @@ def test_an_idx_file_that_claims_more_than_it_has_is_refused(tmp_path, small_lim
     (tmp_path / "train").write_bytes(content)
     with pytest.raises(ShoalError, match=rf"train.*{reason}"):
         read_idx(tmp_path / "train", 0x803)
+
+
+# --- Parquet, safetensors and indexes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_parquet_file_of_a_kilobyte_cannot_become_gigabytes(tmp_path, monkeypatch, nested):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(parquet_files, "MOST_GROUP_BYTES", 64 << 20)
+    texts = arrow.DictionaryArray.from_arrays(arrow.array([0] * 1000, arrow.int32()), arrow.array(["x" * (1 << 20)]))
+    column = arrow.ListArray.from_arrays(arrow.array(range(1001), arrow.int32()), texts) if nested else texts
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 5000
+    for place in (tmp_path / "a.parquet", tmp_path):
+        for streaming in (True, False):
+            with pytest.raises(ShoalError, match=r"a\.parquet is refused: a group of its rows becomes 1,0\d\d,"):
+                load_splits(DataRequest(str(place), streaming), None)
+
+
+def test_parquet_files_that_repeat_no_more_than_usual_are_read(tmp_path, monkeypatch):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(parquet_files, "MOST_GROUP_BYTES", 1 << 20)
+    texts = [f"a text of its own, number {number} " * (number % 30) for number in range(2000)]
+    columns = {"text": texts, "label": ["yes", "no"] * 1000, "number": list(range(2000)), "tags": [["a", "b"]] * 2000}
+    for options in ({}, {"use_dictionary": False}, {"compression": "zstd", "row_group_size": 100}):
+        parquet.write_table(arrow.table(columns), tmp_path / "a.parquet", **options)
+        check_parquet(tmp_path / "a.parquet")
+
+
+def test_what_is_no_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    for content in (b"", b"PAR1", b"PAR1" + b"\xff" * 100 + b"\xff\xff\xff\x7fPAR1"):
+        (tmp_path / "a.parquet").write_bytes(content)
+        with pytest.raises(ShoalError, match=r"a\.parquet is no Parquet file"):
+            check_parquet(tmp_path / "a.parquet")
+
+
+def safetensors(header: bytes, body: bytes = b"", claimed: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if claimed is None else claimed) + header + body
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        safetensors(b"{}", claimed=2**63),
+        safetensors(b"[" * 10_000),
+        safetensors(b'{"a": {"dtype": "F32", "shape": [1099511627776], "data_offsets": [0, 4398046511104]}}'),
+        safetensors(b'{"a": {"dtype": "F32", "shape": [4294967296, 4294967296, 4], "data_offsets": [0, 0]}}'),
+        safetensors(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}', bytes(4)),
+        safetensors(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {}}', bytes(4)),
+    ],
+)
+def test_a_safetensors_header_that_lies_is_an_error_that_names_the_file(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ShoalError, match=r"model\.safetensors"):
+        load_weights(tmp_path / "model.safetensors")
+    with pytest.raises(ShoalError, match=r"model\.safetensors"):
+        WeightStore.of_folder(tmp_path)
+
+
+@pytest.mark.parametrize("start", [[2**45], [-4], ["a"], [0, 0], None])
+def test_parts_of_a_tensor_that_do_not_fill_it_take_no_memory(tmp_path, start):
+    files = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for file, offset in zip(files, ([0], start), strict=True):
+        info = json.dumps({"w": {"saved_offsets": offset}})
+        save_file({"w": torch.ones(4)}, file, {"DCP_SHARDING_INFO": info})
+    with pytest.raises(ShoalError, match=r"the parts of w do not fill it|is damaged"):
+        ShardedTensors(files)["w"]
+
+
+def test_an_index_of_vectors_that_is_of_another_kind_or_size_is_not_given_to_faiss(tmp_path):
+    pytest.importorskip("faiss")
+    passages = Passages(["one text", "another text"], np.asarray([0, 1], np.int32), ["a", "b"])
+    index = build_index(passages, HashedWords(), tmp_path / "index", {})
+    assert open_index(tmp_path / "index").digest == index.digest
+    vectors, manifest = tmp_path / "index" / "vectors.faiss", tmp_path / "index" / "manifest.json"
+    honest, fields = vectors.read_bytes(), json.loads(manifest.read_text())
+    fields.pop("checksum", None)
+    for content in (b"IwIV" + honest[4:], honest[:8] + struct.pack("<q", 2**50) + honest[16:], honest[:40], b""):
+        vectors.write_bytes(content)
+        fields["files"]["vectors.faiss"] = file_digest(vectors)
+        manifest.write_text(json.dumps(fields))
+        with pytest.raises(ShoalError, match=r"index .* is damaged"):
+            open_index(tmp_path / "index")

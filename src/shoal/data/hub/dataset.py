@@ -20,6 +20,7 @@ from shoal.data.splits import HELD_OUT_NAMES, TRAIN_NAMES
 from shoal.data.text.documents import Document, Position, TextPart
 from shoal.data.text.rows import Fields, rows_to_documents
 from shoal.errors import ShoalError
+from shoal.untrusted.parquet_files import check_parquet
 
 _SLICE = re.compile(r"^(?P<split>\w+)\s*(\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?$")
 _ON_HUB = "hf://"
@@ -99,6 +100,9 @@ def _local_splits(path: Path, configuration: str | None, request: DataRequest) -
         saved = datasets.load_from_disk(str(path))
         splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
         return {name: split.to_iterable_dataset() for name, split in splits.items()} if request.streaming else splits
+    for file in path.rglob("*.parquet") if path.is_dir() else [path]:
+        if file.suffix == ".parquet":
+            check_parquet(file)
     options: dict[str, Any] = {"streaming": request.streaming, "cache_dir": request.cache_dir}
     if path.is_dir():
         splits = datasets.load_dataset(str(path), configuration, **options)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import secrets
 import shutil
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,10 @@ IndexProgress = Callable[[int, int], None]
 MANIFEST = "manifest.json"
 _FORMAT = JsonFormat("index", 1, ("encoder", "digest", "origins", "files"), remedy="build it again with `shoal index`")
 _FILES = ("passages.jsonl", "vectors.faiss")
+_EXACT = b"IxFI"
+_HEADER = struct.Struct("<4siqqqBiQ")
+"""Of FAISS's file of an exact index by inner product: its kind, dimensions, vectors, three fields that are not read, whether it is trained,
+and the count of the numbers that follow."""
 _AT_ONCE = 1024
 _EXTRA_NEIGHBOURS = 8
 """Searched in addition, since some neighbours may be from the query's own document."""
@@ -143,6 +148,7 @@ def open_index(folder: Path) -> Index:
         rows = [json.loads(line) for line in (folder / _FILES[0]).read_text(encoding="utf-8").split("\n")[:-1]]
         numbers = np.asarray([document for document, _ in rows], np.int32)
         passages = Passages([str(text) for _, text in rows], numbers, manifest["origins"])
+        _check_vectors(folder / _FILES[1], len(rows))
         vectors = faiss.read_index(str(folder / _FILES[1]))
         if vectors.ntotal != len(rows) or digest_of(passages, manifest["encoder"]) != manifest["digest"]:
             raise ValueError("its vectors and its passages do not belong together")
@@ -150,6 +156,15 @@ def open_index(folder: Path) -> Index:
         reason = str(error).split("\n")[0]
         raise ShoalError(f"the index {folder} is damaged ({reason}): build it again with `shoal index`") from None
     return Index(folder, passages, vectors, manifest["encoder"], manifest["digest"], _documents_by_origin(passages.origins))
+
+
+def _check_vectors(path: Path, count: int) -> None:
+    """Raises ValueError where the file is not an exact index of as many vectors: FAISS reads others without looking at their sizes."""
+    with path.open("rb") as content:
+        header = content.read(_HEADER.size)
+    kind, dimensions, found, *_, numbers = _HEADER.unpack(header) if len(header) == _HEADER.size else (b"", 0, 0, 0)
+    if kind != _EXACT or found != count or numbers != count * dimensions or path.stat().st_size != _HEADER.size + 4 * numbers:
+        raise ValueError("its vectors are not as many as its passages")
 
 
 def _faiss() -> Any:

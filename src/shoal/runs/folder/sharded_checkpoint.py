@@ -7,8 +7,10 @@ checkpoint can be read by any number of processes of any engine.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +80,14 @@ class TensorShard(NamedTuple):
     shape: tuple[int, ...]
 
 
+def _expect_whole(name: str, pieces: list[TensorShard]) -> None:
+    """Raises ShoalError where pieces do not fill a tensor, before memory is taken for it."""
+    kinds = all(len(piece.start) == len(piece.shape) and all(type(at) is int and at >= 0 for at in piece.start) for piece in pieces)
+    shape = [max(ends) for ends in zip(*(map(add, piece.start, piece.shape) for piece in pieces), strict=True)] if kinds else []
+    if not kinds or math.prod(shape) != sum(math.prod(piece.shape) for piece in pieces):
+        raise ShoalError(f"{pieces[0].file.parent} is damaged: the parts of {name} do not fill it")
+
+
 class ShardedTensors(Mapping[str, Tensor]):
     """The tensors of several files of shards. Each tensor is assembled when it is read."""
 
@@ -85,19 +95,26 @@ class ShardedTensors(Mapping[str, Tensor]):
         self._open: dict[Path, Any] = {}
         self._pieces: dict[str, list[TensorShard]] = {}
         for file in sorted(files):
-            opened: Any = safe_open(file, framework="pt")
-            self._open[file] = opened
-            offsets = json.loads((opened.metadata() or {}).get(_INFO, "{}"))
-            for name in opened.keys():  # noqa: SIM118
-                shape = tuple(opened.get_slice(name).get_shape())
-                start = tuple(offsets.get(name, {}).get("saved_offsets", (0,) * len(shape)))
-                self._pieces.setdefault(name, []).append(TensorShard(file, start, shape))
+            try:
+                self._add(file)
+            except (SafetensorError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ShoalError(f"{file} is damaged: {error}") from None
+
+    def _add(self, file: Path) -> None:
+        opened: Any = safe_open(file, framework="pt")
+        self._open[file] = opened
+        offsets = json.loads((opened.metadata() or {}).get(_INFO, "{}"))
+        for name in opened.keys():  # noqa: SIM118
+            shape = tuple(opened.get_slice(name).get_shape())
+            start = tuple(offsets.get(name, {}).get("saved_offsets", (0,) * len(shape)))
+            self._pieces.setdefault(name, []).append(TensorShard(file, start, shape))
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self._pieces[name]
         first: Tensor = self._open[pieces[0].file].get_tensor(name)
         if len(pieces) == 1:
             return first
+        _expect_whole(name, pieces)
         ends = ([start + length for start, length in zip(piece.start, piece.shape, strict=True)] for piece in pieces)
         whole = torch.empty([max(along) for along in zip(*ends, strict=True)], dtype=first.dtype)
         for piece in pieces:

@@ -63,12 +63,15 @@ class WeightStore:
     @classmethod
     def of_folder(cls, folder: Path, prefix: str = "") -> WeightStore:
         """The safetensors of a folder. Nothing is read yet."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         found: dict[str, tuple[Path, str]] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(str(file), framework="pt") as opened:
-                found |= {f"{prefix}{key}": (file, key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+            try:
+                with safe_open(str(file), framework="pt") as opened:
+                    found |= {f"{prefix}{key}": (file, key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+            except (OSError, SafetensorError) as error:
+                raise ShoalError(f"{file} is damaged: {error}") from None
         return cls({}, found)
 
     def __contains__(self, name: object) -> bool:
