@@ -165,6 +165,29 @@ def up_and_down(place: Place) -> None:
     assert "--token" in (place.folder / "run" / "up.log").read_text()
 
 
+SSH = """\
+#!{python}
+import os, sys
+os.makedirs({home!r}, exist_ok=True)
+os.chdir({home!r})
+os.environ["HOME"] = {home!r}
+os.execv("/bin/sh", ["sh", "-c", sys.argv[-1]])
+"""
+"""A program called ssh that runs the command here, in another home."""
+
+
+def up_by_ssh(place: Place) -> None:
+    program = place.folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(SSH.format(python=sys.executable, home=str(place.folder / "remote")))
+    program.chmod(0o755)
+    (place.folder / "fleet.yaml").write_text(ASYNC + "cluster: {workers: [ann]}\n")
+    more = ["--set", "launch.kind=ssh", "--set", f"launch.ssh.python={sys.executable}", "--host", "127.0.0.1"]
+    env = {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+    place.run("up.log", "up", "fleet.yaml", *more, "--run-dir", "run", "--foreground", env=env)
+    assert (place.folder / "run" / "workers" / "ann.jsonl").exists()
+
+
 def schedulers_files(place: Place) -> None:
     (place.folder / "fleet.yaml").write_text(ASYNC + f"serving: {{api_key: {place.secret('serving.api_key')}}}\n")
     (place.folder / "fleet.yaml").chmod(0o600)
@@ -252,6 +275,7 @@ SLOW: list[Callable[[Place], None]] = [
     train_with_workers,
     coordinate_with_a_page,
     up_and_down,
+    up_by_ssh,
     schedulers_files,
     a_class,
     a_service,
