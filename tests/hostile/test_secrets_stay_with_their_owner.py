@@ -270,13 +270,12 @@ def several_processes(place: Place) -> None:
             eventually(lambda: (place.folder / "run" / "metrics.jsonl").exists())
 
 
-QUICK: list[Callable[[Place], None]] = [coordinate_invite_join_and_watch]
+QUICK: list[Callable[[Place], None]] = [train_with_workers, schedulers_files]
 SLOW: list[Callable[[Place], None]] = [
-    train_with_workers,
+    coordinate_invite_join_and_watch,
     coordinate_with_a_page,
     up_and_down,
     up_by_ssh,
-    schedulers_files,
     a_class,
     a_service,
     a_service_over_nodes,

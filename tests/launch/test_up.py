@@ -58,6 +58,7 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
     assert main(["up", "fleet.yaml", *more, *FOR_EVER, "--run-dir", "run", "--host", "127.0.0.1"]) == 0
     try:
         assert "shoal down run" in capsys.readouterr().out
+        assert stat.S_IMODE(Path("run/up.log").stat().st_mode) == 0o600, "it holds the token"
         assert running_process(Path("run")) is not None
         ledger = by_ssh / "run" / "coordinator" / "ledger.jsonl"
         eventually(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())

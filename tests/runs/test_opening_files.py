@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -118,20 +119,33 @@ def shared_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-AS_ANOTHER_USER = """
-import os, sys
-from pathlib import Path
-from shoal.coordinator.durable.lock import is_held  # first: the other user may be unable to read the modules
-os.setgid(65534); os.setuid(65534)
-folder = Path(sys.argv[1])
-for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
-    try:
-        os.open(folder / "lock", flags)
-        print("opened the lock file")
-    except PermissionError:
-        pass
-print(is_held(folder))
-"""
+def as_another_user(work: Callable[[], object]) -> str:
+    """What a function returns in a process of another user, as text."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            os.write(writing, repr(work()).encode())
+        except BaseException as problem:
+            os.write(writing, repr(problem).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as told:
+        found = told.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def ways_to_open(path: Path) -> list[int]:
+    """The modes in which this user can open a file."""
+    found = []
+    for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+        with suppress(PermissionError):
+            os.close(os.open(path, flags))
+            found.append(flags)
+    return found
 
 
 def test_no_other_user_can_hold_a_lock_and_what_it_cannot_know_is_unknown(shared_folder: Path) -> None:
@@ -142,8 +156,36 @@ def test_no_other_user_can_hold_a_lock_and_what_it_cannot_know_is_unknown(shared
     lock.take()
     assert mode_of(shared_folder / "lock") == 0o600
     assert is_held(shared_folder) is True
-    found = subprocess.run([sys.executable, "-c", AS_ANOTHER_USER, str(shared_folder)], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["None"]
+    assert as_another_user(lambda: (ways_to_open(shared_folder / "lock"), is_held(shared_folder))) == "([], None)"
     lock.release()
     assert is_held(shared_folder) is False
     assert is_held(shared_folder / "nowhere") is False
+
+
+HOLDS_THE_LOCK = """
+import fcntl, os, sys
+os.setgid(65534); os.setuid(65534)
+held = open(sys.argv[1])
+fcntl.flock(held, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_that_another_user_held_already_can_be_deleted_and_is_then_safe(shared_folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    path = shared_folder / "lock"
+    path.touch(0o644)  # as an earlier version left it
+    command = [sys.executable, "-c", HOLDS_THE_LOCK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        lock = FolderLock(shared_folder)
+        with pytest.raises(ShoalError, match=f"another user holds {path}, which all could open until now: delete it"):
+            lock.take()
+        assert mode_of(path) == 0o600
+        path.unlink()
+        lock.take()
+        lock.release()
+        other.communicate("")

@@ -33,6 +33,7 @@ class FolderLock:
     def take(self) -> None:
         """Hold the lock until `release`. Raises ShoalError where another process has it."""
         if self._file is None:
+            was_open = self._path.exists() and self._path.stat().st_mode & 0o077
             file = open_file(self._path, "ab", private=True)
             taken = _try(file)
             if taken is None:  # no locks here: a new file tells an earlier holder to stop
@@ -41,7 +42,12 @@ class FolderLock:
                 file = open_file(self._path, "ab", private=True)
             elif not taken:
                 file.close()
-                raise ShoalError(f"another coordinator is at work in {self._path.parent}: end it first, or choose another --run-dir")
+                others = (
+                    f"; if there is none, another user holds {self._path}, which all could open until now: delete it" if was_open else ""
+                )
+                raise ShoalError(
+                    f"another coordinator is at work in {self._path.parent}: end it first, or choose another --run-dir{others}"
+                )
             self._file = file
             _held_here.add(self._path)
 
