@@ -9,6 +9,9 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
+DECLINED = 3
+"""Exit code of a machine whose user did not agree to what a run asks of it."""
+
 
 def end_process(code: int) -> NoReturn:
     """End this process as the interpreter does, except that objects are not destroyed: that takes a second of a core for torch, and the

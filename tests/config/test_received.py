@@ -12,7 +12,7 @@ from shoal.config import Run
 from shoal.config.environment import usable_cores
 from shoal.config.fields import Section, SectionType, TaggedType
 from shoal.config.load import Override, resolve_data
-from shoal.config.received import Permissions, Redactor, arguments_for, permissions_for, read_received
+from shoal.config.received import Permissions, Redactor, Sent, arguments_for, permissions_for, read_received
 from shoal.config.received.limits import TABLE, innermost, sections
 from shoal.config.show import to_yaml
 from shoal.errors import ShoalError
@@ -184,7 +184,13 @@ def test_built_in_data_and_hub_names_need_no_permission(start: Path) -> None:
 
 def test_a_tokenizer_that_the_coordinator_sends_is_not_read_here(start: Path) -> None:
     text = text_of(model={"kind": "gpt"}, data={"source": {"kind": "builtin", "name": "zen"}, "tokenizer": "/theirs"})
-    assert read_received(text, (), NOTHING, sends_tokenizer=True).run.data.tokenizer == "/theirs"
+    assert read_received(text, (), NOTHING, Sent(tokenizer=True)).run.data.tokenizer == "/theirs"
+
+
+def test_images_that_the_coordinator_sends_need_none_here(start: Path) -> None:
+    source = read_received(text_of(data=images("/home/teacher/faces")), (), NOTHING, Sent(images=True)).run.data.source
+    assert source is not None
+    assert not Path(source.path).exists()  # type: ignore[attr-defined]
 
 
 # --- what belongs to this machine ------------------------------------------------------------------------

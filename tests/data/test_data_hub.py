@@ -13,7 +13,7 @@ import pytest
 
 from shoal.config.schema.data import Loader
 from shoal.data import Data, ShardFeed, load
-from shoal.data.hub.dataset import Subset
+from shoal.data.hub.dataset import DataRequest, Subset, load_splits
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]
@@ -51,6 +51,26 @@ def hub_of(make_run: Make, tmp_path: Path) -> Make:
         return load(make_run(data__source=source, **defaults | settings), cache_dir=tmp_path / "cache")
 
     return load_dataset
+
+
+def test_a_data_set_of_the_hub_reads_no_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its card may name any path as its files."""
+    (tmp_path / "private.txt").write_text("Dear diary")
+    (tmp_path / "card").mkdir()
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {tmp_path}/private.txt\n---\n"
+    (tmp_path / "card" / "README.md").write_text(card)
+    builder = datasets.load_dataset_builder(str(tmp_path / "card"), cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *given, **options: builder)
+    with pytest.raises(ShoalError, match="names files that are not on the hub"):
+        load_splits(DataRequest("eve/stories"), None)
+
+
+def test_the_name_of_a_file_format_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would read all files of this format in the current folder."""
+    (tmp_path / "diary.txt").write_text("Dear diary")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ShoalError, match="is a file format"):
+        load_splits(DataRequest("text"), None)
 
 
 def texts_of(data: Data) -> list[str]:

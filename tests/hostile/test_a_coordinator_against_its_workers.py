@@ -10,6 +10,7 @@ import pytest
 
 from shoal.config.environment import usable_cores
 from tests.support.eventually import HANG_S
+from tests.support.fake_hub import serving
 from tests.support.hostile_coordinator import HostileCoordinator, hostile_coordinator, private_folder, settings
 from tests.support.processes import Command
 
@@ -90,3 +91,41 @@ def test_a_welcome_that_is_none_ends_the_worker_with_a_message(home: Path, heade
         code, said = join(coordinator, home)
         assert (code, "Traceback" in said) == (2, False), said
         assert "/etc" not in said
+
+
+DIGITS = {"source": {"kind": "builtin", "name": "digits"}}
+
+
+@pytest.mark.parametrize(("answer", "code"), [("no\n", 3), ("", 3), ("yes\n", 2)])
+def test_a_worker_shows_what_it_is_asked_to_do_and_waits_for_a_yes(home: Path, answer: str, code: int) -> None:
+    with hostile_coordinator(settings(data=DIGITS)) as coordinator:
+        command = Command(["-m", "shoal", *coordinator.join_command("--ask")], home / "work", dict(os.environ) | {"HOME": str(home)})
+        try:
+            command.process.stdin.write(answer.encode())
+            command.process.stdin.close()
+            said, _ = command.communicate(HANG_S)
+            assert command.wait() == code, said
+        finally:
+            command.close()
+        shown = [line.split(":")[0].strip() for line in said.splitlines() if line.startswith("  ")]
+        assert shown[:5] == ["model", "data", "processes", "memory", "writes"]
+        assert "100 weights" in said
+        assert [header["reason"] for header in coordinator.heard if header["kind"] == "leave"] == (
+            [""] if code == 3 else coordinator.reasons
+        )
+
+
+def test_the_token_for_the_hub_is_sent_for_names_that_were_allowed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"source": {"kind": "images", "path": "PLACE", "download": "eve/faces"}}
+    with serving() as hub, hostile_coordinator(settings(data=source), text="pictures") as coordinator:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_mine")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        assert join(coordinator, home)[0] == 2
+        assert hub.asked
+        assert not any("authorization" in str(asked.headers).lower() for asked in hub.asked)
+        assert join(coordinator, home, "--data", "hub:eve/other")[0] == 2
+        assert not any("hf_mine" in str(asked.headers) for asked in hub.asked)
+        assert join(coordinator, home, "--data", "hub:eve/faces")[0] == 2
+        assert any("hf_mine" in str(asked.headers) for asked in hub.asked)
+        assert "hf_mine" not in coordinator.said

@@ -30,6 +30,7 @@ from shoal.config.ranks import rank_place
 from shoal.config.received import Permissions
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
+from shoal.process_exit import DECLINED
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
@@ -37,6 +38,7 @@ from shoal.transports.database_address import access_of, is_address
 from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
+    from shoal.config import Run
     from shoal.config.ranks import RankPlace
     from shoal.launch.engine_processes import EngineProcesses
     from shoal.runs.connections import JoinOptions
@@ -72,6 +74,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     add_data_option(parser)
+    add_ask_option(parser)
     parser.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
     parser.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
     parser.add_argument(
@@ -88,12 +91,33 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="allow the run to call this function")
     parser.add_argument("--node", action="store_true", help="hold layers of a model of `shoal serve` instead of training")
     parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.ask and (arguments.stdin or arguments.node):
+        raise ShoalError("--ask: a worker that another program starts, or one with --node, cannot be asked; leave it out")
+    return arguments
 
 
 def add_data_option(parser: argparse.ArgumentParser) -> None:
     what = "allow the run to read this file or folder; hub:NAME: to read NAME on the hub with your own token (repeatable)"
     parser.add_argument("--data", action="append", default=[], metavar="PATH", help=what)
+
+
+def add_ask_option(parser: argparse.ArgumentParser) -> None:
+    what = f"wait for a `yes` after showing what the run asks of this machine; otherwise leave (exit code {DECLINED})"
+    parser.add_argument("--ask", action="store_true", help=what)
+
+
+def agreed(summary: object, ask: bool) -> bool:
+    """Show what a run asks of this machine; with `ask`, whether the user says yes."""
+    sys.stderr.write(f"this run asks of this machine:\n{summary}\n")
+    if not ask:
+        return True
+    sys.stderr.write("take part? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    sys.stderr.write("left, as you did not agree\n")
+    return False
 
 
 def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -120,6 +144,9 @@ def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
                 raise
             return _join_pipeline(arguments, reached, stops)
         check_trust(joined, arguments.factory)
+        if not arguments.stdin and not agreed(joined.asked(), arguments.ask):
+            joined.leave()
+            return DECLINED
         here = place_in_engine(joined.run)
         if here is None and joined.run.engine.several_processes:
             joined.leave()
@@ -142,10 +169,17 @@ def _join_pipeline(arguments: argparse.Namespace, invitation: Invitation, stops:
     """Train a pipeline stage."""
     from shoal.launch.pipeline_rendezvous import OwnSettings, PipelineMember
 
-    own = OwnSettings([parse_override(text) for text in arguments.settings], Permissions.of(arguments.data), arguments.factory)
+    overrides, permissions = [parse_override(text) for text in arguments.settings], Permissions.of(arguments.data)
+    own = OwnSettings(overrides, permissions, arguments.factory, lambda run: _stage_agreed(run, arguments.ask))
     machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", own, arguments.patience)
     stops.append(machine.stop)
     return machine.work(print_log)
+
+
+def _stage_agreed(run: Run, ask: bool) -> bool:
+    from shoal.runs.join_summary import summary_of
+
+    return agreed(summary_of(run, None, None, ["nothing that stays"]), ask)
 
 
 def _hold_layers(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.join import add_data_option, check_trust, typed
+from shoal.cli.join import add_ask_option, add_data_option, agreed, check_trust, typed
 from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import print_log
@@ -14,6 +14,7 @@ from shoal.config.environment import keep_hub_token_back
 from shoal.config.load import Override, parse_override
 from shoal.config.received import Permissions
 from shoal.errors import ShoalError
+from shoal.process_exit import DECLINED
 from shoal.transports.database_address import is_address
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ Workers join the relay as they would join the coordinator; the relay prints the 
 coordinator above. A stopped or killed relay continues with --resume and the same --name and --run-dir: no confirmed contribution is lost
 or counted twice.
 """
-_OWN_SETTINGS = ("strategy", "data.source", "data.loader", "transport", "output_dir", "log_level", "log_format")
+_OWN_SETTINGS = ("strategy", "data.source", "data.loader", "transport", "logging", "output_dir", "log_level", "log_format")
 """Settings that a relay may change."""
 _NOT_FROM_ABOVE = {
     "transport.port": "0",
@@ -48,6 +49,9 @@ def run(argv: list[str]) -> int:
     joined = JoinedWorker(options, print_log)
     try:
         check_trust(joined, arguments.factory)
+        if not agreed(joined.asked(), arguments.ask):
+            joined.leave()
+            return DECLINED
         if joined.name != arguments.name:
             raise ShoalError(f"the name {arguments.name} belongs to another worker of this run: choose another --name")
         return _relay(joined, arguments, argv)
@@ -71,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     add_data_option(parser)
+    add_ask_option(parser)
     parser.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the coordinator above")
     parser.add_argument("--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="allow the run to call this function")
     return parser
@@ -86,7 +91,10 @@ def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str])
     given = {"cluster.num_workers": str(arguments.expect)} | _NOT_FROM_ABOVE
     own = [*(Override(path, value, "shoal relay") for path, value in given.items()), *_settings(arguments.settings)]
     asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), above=joined)
-    return carry_out(plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more], joined.options.permissions), asked), argv)
+    plan = plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more], joined.options.permissions), asked)
+    if plan.run.transport.kind == "postgres":
+        raise ShoalError("transport.kind postgres: a relay has no database of its own; add --set transport.kind=zmq")
+    return carry_out(plan, argv)
 
 
 def _settings(texts: list[str]) -> list[Override]:

@@ -27,6 +27,7 @@ from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
 from shoal.launch.engine_processes import ENDED, LOST
+from shoal.process_exit import DECLINED
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.runs import stage_placement
 from shoal.runs.connections import TransportConnection
@@ -302,6 +303,8 @@ class OwnSettings(NamedTuple):
     permissions: Permissions = Permissions()
     functions: Sequence[str] = ()
     """Functions that the run may call here."""
+    agree: Callable[[Run], bool] = lambda run: True
+    """Shows the user what the run asks of this machine; whether the user agrees."""
 
 
 class PipelineMember:
@@ -314,7 +317,7 @@ class PipelineMember:
         self.last = 0
         """The start in which this machine last took part."""
         self.process: forkserver.ChildProcess | None = None
-        self.stopping = False
+        self.stopping = self.agreed = False
 
     def stop(self) -> None:
         """Leave. The other machines notice, and continue without this one after a while."""
@@ -330,7 +333,9 @@ class PipelineMember:
                 place = self._place()
                 if place is None:
                     return 0
-                if (code := self._computed(place, tell)) in (0, 130):
+                if (code := self._computed(place, tell)) == DECLINED:
+                    return code
+                if code in (0, 130):
                     tell("the run is over" if code == 0 else "the run was interrupted: the coordinator's machine has its last checkpoint")
                     return code
                 if not self.stopping:
@@ -369,10 +374,14 @@ class PipelineMember:
         try:
             run = configuration(dict(place), self.own.overrides, self.own.permissions)
             refuse_unknown_functions(run, self.own.functions)
+            self.agreed = self.agreed or self.own.agree(run)
+            if not self.agreed:
+                self.stopping = True
+                return DECLINED
             tell(f"this machine is stage {place['stage'] + 1} of {place['size']}")
             with tempfile.TemporaryDirectory(prefix="shoal-stage-") as folder:
                 (Path(folder) / "config.yaml").write_text(settings_text(run), encoding="utf-8")
-                code, said = self._run(Path(folder), place)
+                code, said = self._run(Path(folder), place, run)
             if code == 2:
                 raise ShoalError(said)
         except ShoalError as problem:
@@ -380,12 +389,13 @@ class PipelineMember:
             raise
         return code
 
-    def _run(self, folder: Path, place: Mapping[str, Any]) -> tuple[int, str]:
+    def _run(self, folder: Path, place: Mapping[str, Any], run: Run) -> tuple[int, str]:
         host = parse(self.invitation.address).host
         group = f"{place['group']}-{place['start']}"
         where = {"address": host, "port": place["port"], "group": group}
         here = RankPlace(place["rank"], place["size"], 0, 1, **where, apart=True, stage=place["stage"])
         environ = dict(os.environ) | rank_environment(here) | _speaking_at(host)
+        environ["HF_TOKEN"] = run.hub.token.reveal() if run.hub.token else ""  # only for names that this machine's user allowed
         with open_file(folder / "log", "wb", private=True) as log:
             command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder)]
             self.process = forkserver.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)

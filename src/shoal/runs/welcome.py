@@ -15,7 +15,7 @@ from shoal.config.environment import hub_token
 from shoal.config.fields import Secret
 from shoal.config.load import LoadedConfig, Override, resolve_received
 from shoal.config.problems import ConfigError
-from shoal.config.received import Permissions, hub_names, read_received
+from shoal.config.received import Permissions, Sent, hub_names, read_received
 from shoal.data import fingerprint
 from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, choose_device, cuda_graph
@@ -96,7 +96,7 @@ def _refuse_damaged(header: dict[str, Any]) -> None:
 
 def settings_of(header: dict[str, Any], overrides: Sequence[Override], permissions: Permissions) -> LoadedConfig:
     """The settings that a coordinator sent, with overrides on top, within this machine's limits."""
-    return read_received(header["config"], overrides, permissions, sends_tokenizer=bool(header.get("tokenizer")))
+    return read_received(header["config"], overrides, permissions, Sent(bool(header.get("tokenizer")), "images" in header))
 
 
 def check_welcome(header: Mapping[str, Any], memory_bytes: int | None) -> None:

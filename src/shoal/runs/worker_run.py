@@ -30,6 +30,7 @@ from shoal.runs.build_run import RunParts, feed_for_seat
 from shoal.runs.connections import DatabaseConnection, JoinOptions, TransportConnection, connect_worker
 from shoal.runs.folder.resume_rules import settings_digest
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
+from shoal.runs.join_summary import JoinSummary, summary_of
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import peak_memory
 from shoal.runs.welcome import check_welcome, configuration, parts_for
@@ -159,7 +160,7 @@ class JoinedWorker:
     def _fetch_images(self, progress: Progress | None) -> None:
         """Download images that this machine lacks from the class's database. All processes then read them where they are."""
         connection, header = self.connections[0], self.welcome.header
-        if "images" in header and isinstance(connection, DatabaseConnection) and is_without_images(self.run):
+        if self._is_sent_images and isinstance(connection, DatabaseConnection):
             offer = ImageOffer.of(header["images"])
             found = fetch_images(offer, connection.desk.read_piece, self.options.folder / "images", progress)
             fetched = Override("data.source.path", json.dumps(str(found)), "images of the class")
@@ -202,6 +203,16 @@ class JoinedWorker:
         for number, part in enumerate(parts):
             rendezvous.put(f"word {number}", part)
         return rendezvous
+
+    def asked(self) -> JoinSummary:
+        """What the coordinator asks of this machine."""
+        files = [str(path) for path in (self.options.receipts, self.options.state) if path is not None]
+        written = f"this worker's key and what it keeps in {', '.join(files) or self.options.folder}"
+        return summary_of(self.run, self.welcome.header["size"], free_memory(torch.device("cpu")), [written], sent=self._is_sent_images)
+
+    @property
+    def _is_sent_images(self) -> bool:
+        return "images" in self.welcome.header and isinstance(self.connections[0], DatabaseConnection) and is_without_images(self.run)
 
     def work(self) -> None:
         """Work until the run is over, or `stop` is called."""

@@ -6,6 +6,6 @@ configuration and applies both, and `redaction.py` keeps this machine's secrets 
 
 from shoal.config.received.permissions import Permissions
 from shoal.config.received.redaction import Redactor
-from shoal.config.received.settings import arguments_for, hub_names, limit_run, permissions_for, read_received
+from shoal.config.received.settings import Sent, arguments_for, hub_names, limit_run, permissions_for, read_received
 
-__all__ = ["Permissions", "Redactor", "arguments_for", "hub_names", "limit_run", "permissions_for", "read_received"]
+__all__ = ["Permissions", "Redactor", "Sent", "arguments_for", "hub_names", "limit_run", "permissions_for", "read_received"]

@@ -15,27 +15,27 @@ from shoal.config.parts import Part
 from shoal.config.received.limits import Limit, limit_of
 from shoal.config.received.permissions import Permissions, is_local, option_for
 from shoal.config.schema import Run
-from shoal.config.schema.data import Mnist
+from shoal.config.schema.data import Images, Mnist
 from shoal.errors import ShoalError
 
 _TOKENIZERS = ("bytes", "bpe", "characters")
 
 
-def read_received(text: str, overrides: Sequence[Override], permissions: Permissions, *, sends_tokenizer: bool = False) -> LoadedConfig:
+def read_received(text: str, overrides: Sequence[Override], permissions: Permissions, sent: Sent | None = None) -> LoadedConfig:
     """The settings that another machine sent, with this machine's own overrides on top.
 
     Holds: no variable is expanded in the text, and no value of it passes its limit. Raises ShoalError for values that this machine does
-    not allow, with the options that would allow them. `sends_tokenizer`: the files of the tokenizer come with the settings.
+    not allow, with the options that would allow them. `sent`: what comes with the settings.
     """
     loaded = resolve_received(text, overrides)
     if loaded.ok:
-        loaded.replace_run(limit_run(loaded.run, loaded.settings, permissions, sends_tokenizer=sends_tokenizer))
+        loaded.replace_run(limit_run(loaded.run, loaded.settings, permissions, sent))
     return loaded
 
 
-def limit_run(run: Run, settings: Settings | None, permissions: Permissions, *, sends_tokenizer: bool = False) -> Run:
+def limit_run(run: Run, settings: Settings | None, permissions: Permissions, sent: Sent | None = None) -> Run:
     """A run within this machine's limits. `settings`: the origins of its values; None: all values were received. Raises ShoalError."""
-    limiter = _Limiter(run, settings, permissions, sends_tokenizer)
+    limiter = _Limiter(run, settings, permissions, sent or Sent())
     limited = limiter.section(run, ())
     if limiter.refused:
         options = " ".join(dict.fromkeys(one.option for one in limiter.refused if one.option))
@@ -48,6 +48,12 @@ def limit_run(run: Run, settings: Settings | None, permissions: Permissions, *, 
 def hub_names(run: Run) -> set[str]:
     """The names on the hub that a run reads on this machine."""
     return {one.value for one in named_places(run) if one.limit in _ON_HUB and not is_local(one.value)}
+
+
+def local_paths(run: Run) -> list[str]:
+    """The files and folders that a run reads on this machine."""
+    read = (one for one in named_places(run) if one.limit is not Limit.WRITES)
+    return list(dict.fromkeys(one.value for one in read if one.limit not in _ON_HUB or is_local(one.value)))
 
 
 class NamedPlace(NamedTuple):
@@ -123,6 +129,17 @@ def _below(value: Any, path: Key, visit: Visit) -> Any:
     return value
 
 
+SENT_IMAGES = "images that the coordinator sends"
+"""Path of images that this machine does not allow to be read, where the coordinator sends them: there is nothing at it."""
+
+
+class Sent(NamedTuple):
+    """What a coordinator sends besides its settings, so that it is not read from files."""
+
+    tokenizer: bool = False
+    images: bool = False
+
+
 class _Refused(NamedTuple):
     why: str
     option: str
@@ -131,8 +148,8 @@ class _Refused(NamedTuple):
 class _Limiter:
     """Applies the table to one run."""
 
-    def __init__(self, run: Run, settings: Settings | None, permissions: Permissions, sends_tokenizer: bool) -> None:
-        self.run, self.settings, self.permissions, self.sends_tokenizer = run, settings, permissions, sends_tokenizer
+    def __init__(self, run: Run, settings: Settings | None, permissions: Permissions, sent: Sent) -> None:
+        self.run, self.settings, self.permissions, self.sent = run, settings, permissions, sent
         self.refused: list[_Refused] = []
 
     def section(self, section: Any, path: Key) -> Any:
@@ -155,6 +172,8 @@ class _Limiter:
                 return self._if_allowed(path, value)
             case None if isinstance(section, Part):
                 self._check_plugin_value(path, value)
+            case Limit.READS if isinstance(section, Images) and self.sent.images and not self.permissions.reads(value):
+                return SENT_IMAGES
             case limit if isinstance(value, str):
                 self._check_name(section, path, value, limit)
         return value
@@ -165,7 +184,7 @@ class _Limiter:
         return assignment is not None and assignment.node.span.source.kind == "command line"
 
     def _check_name(self, section: Section, path: Key, value: str, limit: Limit | None) -> None:
-        if limit is Limit.TOKENIZER and (self.sends_tokenizer or value in _TOKENIZERS):
+        if limit is Limit.TOKENIZER and (self.sent.tokenizer or value in _TOKENIZERS):
             return
         if isinstance(section, Mnist) and value == section.fields()["path"].default:
             return  # four files of one format, which Shoal itself puts there

@@ -11,6 +11,7 @@ from typing import Any
 from shoal.config.data_shapes import DataShapes
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
+from shoal.config.received import Permissions, limit_run
 from shoal.errors import ShoalError
 from shoal.models.huggingface.as_gpt import Get, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
@@ -24,10 +25,13 @@ def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
         made = _hugging_face(model["config"])
         own = gpt_conversion(made)
         return (lambda: made, get) if own is None else (own.make, lambda name: own.tensor(name, get))
-    loaded = resolve_data({"model": model["settings"]}, name="the server's model", dialect="shoal")
+    settings = dict(model["settings"])
+    if settings.get("retrieval"):
+        settings["retrieval"] = {**settings["retrieval"], "passages": None, "index": None}  # the server finds the passages
+    loaded = resolve_data({"model": settings}, name="the server's model", dialect="shoal", environ={})
     if not loaded.ok:
         raise ShoalError(f"the server's model is not known here: {loaded.problems[0].message}")
-    run, shapes = loaded.run, DataShapes(vocab_size=int(model["vocab_size"]))
+    run, shapes = limit_run(loaded.run, None, Permissions()), DataShapes(vocab_size=int(model["vocab_size"]))
 
     def make() -> Any:
         with without_weights():

@@ -1,0 +1,79 @@
+"""What a worker was asked to do, in five lines that its user sees before it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.config import Run
+from shoal.config.received import hub_names
+from shoal.config.received.settings import local_paths
+from shoal.runs.live_objects import factory_names
+from shoal.runs.run_size import ranks_per_worker
+from shoal.scheduling.memory_estimate import training_memory
+
+_SOURCES_ON_HUB = ("wikitext", "snli")
+
+
+class JoinSummary(NamedTuple):
+    """The five lines."""
+
+    model: str
+    data: str
+    processes: str
+    memory: str
+    writes: str
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {name + ':':<11}{text}" for name, text in self._asdict().items())
+
+
+def summary_of(run: Run, weights: int | None, free_bytes: int | None, writes: Sequence[str], *, sent: bool = False) -> JoinSummary:
+    """What these settings make this machine do. `weights`: size of the model; None: not known yet. `sent`: the coordinator sends images."""
+    size = f", {weights:,} weights" if weights is not None else ""
+    needed = training_memory(run, weights, getattr(run.model, "vocab_size", None) or 0).gb if weights is not None else None
+    free = f"{free_bytes / 1e9:.1f} GB are free here" if free_bytes is not None else "how much is free here is not known"
+    return JoinSummary(
+        f"{run.model.kind}{size}; {run.chosen_task.kind}, {run.strategy.kind}",
+        _data(run, sent),
+        _processes(run),
+        f"about {_amount(needed)} for each process; {free}" if needed is not None else free,
+        "; ".join([*writes, *_written(run)]) or "nothing",
+    )
+
+
+def _amount(gigabytes: float) -> str:
+    return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.0f} MB"
+
+
+def _data(run: Run, sent: bool) -> str:
+    source = run.data.source
+    kind = source.kind if source is not None else "none"
+    places = [f"reads {path}" for path in local_paths(run)]
+    places += [f"{name} from the hub{' with your token' if run.hub.token else ''}" for name in sorted(hub_names(run))]
+    places += [f"calls {name}" for name in factory_names(run)]
+    if kind in _SOURCES_ON_HUB and not places:
+        places.append("from the hub")
+    if sent:
+        places.append("the coordinator sends the images that are not here")
+    return f"{kind}; {', '.join(places) or 'built in, or sent by the coordinator'}"
+
+
+def _processes(run: Run) -> str:
+    each, loaders = ranks_per_worker(run), run.data.loader.num_workers
+    device = "the best device here" if run.training.device == "auto" else run.training.device
+    return f"{each} ({run.engine.kind}) on {device}" + (f", each with {loaders} more that load data" if loaders else "")
+
+
+def _written(run: Run) -> list[str]:
+    """Where the settings themselves make a worker write."""
+    retrieval, source, written = getattr(run.model, "retrieval", None), run.data.source, list[str]()
+    if retrieval is not None and retrieval.enabled and retrieval.index is None:
+        written.append(f"an index of passages in {run.output_dir}/retrieval")
+    if source is not None and (source.kind == "mnist" or getattr(source, "download", None)):
+        written.append(f"downloaded data in {getattr(source, 'path', '')}, where it is missing")
+    if getattr(run.engine, "nvme_offload", False):
+        written.append(f"the optimizer's state in {getattr(run.engine, 'nvme_path', '')}")
+    if hub_names(run) or (source is not None and source.kind in _SOURCES_ON_HUB and getattr(source, "path", None) is None):
+        written.append("downloads in the cache of the hub's libraries")
+    return written
