@@ -109,6 +109,11 @@ def test_a_private_file_is_refused_and_the_refusal_names_the_option(start: Path)
         received(Permissions.of(["/etc/ssl"]), data=images("/etc/ssl/../passwd"))
 
 
+def test_the_option_that_a_refusal_names_is_safe_to_paste(start: Path) -> None:
+    with pytest.raises(ShoalError, match=r"--data '/x; rm -rf y'$"):
+        received(data=images("/x; rm -rf y"))
+
+
 def test_the_folder_of_the_start_may_be_read_without_its_hidden_files(start: Path) -> None:
     for path in ("pictures", start / "pictures", "./pictures/../pictures"):
         assert received(data=images(path)).data.source is not None

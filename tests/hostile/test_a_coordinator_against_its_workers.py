@@ -83,14 +83,18 @@ def test_a_private_file_is_not_read(home: Path, where: str) -> None:
         {"heartbeat_s": 1e-9},
         {"tokenizer": ["../../x"] * 1000},
         {"config": "a: ${HOME}"},
+        {"name": "/../../../work/precious"},
     ],
 )
 def test_a_welcome_that_is_none_ends_the_worker_with_a_message(home: Path, header: dict[str, Any]) -> None:
     data = {"source": {"kind": "builtin", "name": "digits"}}
+    precious = home / "work" / "precious"
+    precious.write_text("of the user")
     with hostile_coordinator(settings(data=data), header=header) as coordinator:
         code, said = join(coordinator, home)
         assert (code, "Traceback" in said) == (2, False), said
         assert "/etc" not in said
+        assert precious.read_text() == "of the user"
 
 
 DIGITS = {"source": {"kind": "builtin", "name": "digits"}}

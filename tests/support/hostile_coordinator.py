@@ -62,7 +62,7 @@ class HostileCoordinator:
     def _answer(self, header: dict[str, Any]) -> dict[str, Any]:
         match header["kind"]:
             case "join":
-                return self.welcome | {"name": header.get("name") or "w"}
+                return {"name": header.get("name") or "w"} | self.welcome
             case "heartbeat":
                 return {"kind": "pulse"}
             case "leave":
@@ -80,7 +80,7 @@ class HostileCoordinator:
         return [header["reason"] for header in self.heard if header["kind"] == "leave"]
 
     def join_command(self, *more: str) -> tuple[str, ...]:
-        return ("join", self.server.address, "--token", self.token, "--name", "w", "--patience", "30", *more)
+        return ("join", self.server.address, "--token", self.token, "--patience", "30", *more)
 
     def close(self) -> None:
         self._ending.set()

@@ -122,7 +122,7 @@ def agreed(summary: object, ask: bool) -> bool:
 
 def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; start the others if needed."""
-    from shoal.launch.engine_processes import EngineProcesses, place_in_engine
+    from shoal.launch.engine_processes import place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import JoinedWorker
     from shoal.worker.session import SessionEndedError
@@ -143,16 +143,11 @@ def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
             if refusal.reason != STAGES:
                 raise
             return _join_pipeline(arguments, reached, stops)
-        check_trust(joined, arguments.factory)
-        if not arguments.stdin and not agreed(joined.asked(), arguments.ask):
-            joined.leave()
+        if not _takes_part(joined, arguments):
             return DECLINED
         here = place_in_engine(joined.run)
         if here is None and joined.run.engine.several_processes:
-            joined.leave()
-            arguments.name, processes = joined.name, EngineProcesses.of(joined.run, "join", print_log)
-            assert processes is not None
-            return _run_processes(processes, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
+            return _start_processes(joined, arguments, argv, invitation, stops)
         stops.append(joined.stop)
         print_log(f"joined as {joined.name}")
         joined.prepare(download, here)
@@ -163,6 +158,27 @@ def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:
         if weather is not None:
             weather.close()
     return 0
+
+
+def _start_processes(
+    joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
+) -> int:
+    """Leave, and start the processes of the engine, which join as the same worker."""
+    from shoal.launch.engine_processes import EngineProcesses
+
+    joined.leave()
+    arguments.name, processes = joined.name, EngineProcesses.of(joined.run, "join", print_log)
+    assert processes is not None
+    return _run_processes(processes, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
+
+
+def _takes_part(joined: JoinedWorker, arguments: argparse.Namespace) -> bool:
+    """Check and show what the run asks of this machine; leave if the user does not agree. Raises ShoalError where it is not allowed."""
+    check_trust(joined, arguments.factory)
+    if arguments.stdin or agreed(joined.asked(), arguments.ask):
+        return True
+    joined.leave()
+    return False
 
 
 def _join_pipeline(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:

@@ -240,6 +240,11 @@ def _is_name(value: Any) -> bool:
     return value is None or (type(value) is str and _NAME.fullmatch(value) is not None)
 
 
+def is_worker_name(value: Any) -> bool:
+    """Whether a value is the name of a worker: letters, digits and `._-`, so that a file may be named after it."""
+    return value is not None and _is_name(value)
+
+
 def _is_hexadecimal(*lengths: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is str and len(value) in lengths and _HEXADECIMAL.fullmatch(value) is not None
 
@@ -249,7 +254,7 @@ _SESSION = {"session": _text(64), "number": _integer(0)}
 _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)} | _IDENTITY),
     "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
-    "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)} | _IDENTITY),
+    "gone": (Gone, {"name": is_worker_name} | _IDENTITY),
     "order": (OwnerCommand, {"action": lambda value: type(value) is str and value in ACTIONS, "name": _is_name} | _IDENTITY),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
     "hold": (Hold, _SESSION | {"experts": _are_numbers}),

@@ -8,10 +8,13 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.config.received import hub_names
 from shoal.config.received.settings import local_paths
+from shoal.errors import printable
 from shoal.runs.live_objects import factory_names
 from shoal.runs.run_size import ranks_per_worker
 from shoal.scheduling.memory_estimate import training_memory
 
+_LONGEST = 2000
+"""Most characters of a line, which names what the coordinator wants."""
 _SOURCES_ON_HUB = ("wikitext", "snli")
 
 
@@ -25,7 +28,7 @@ class JoinSummary(NamedTuple):
     writes: str
 
     def __str__(self) -> str:
-        return "\n".join(f"  {name + ':':<11}{text}" for name, text in self._asdict().items())
+        return "\n".join(f"  {name + ':':<11}{printable(text)[:_LONGEST]}" for name, text in self._asdict().items())
 
 
 def summary_of(run: Run, weights: int | None, free_bytes: int | None, writes: Sequence[str], *, sent: bool = False) -> JoinSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from shoal.config import Run
 from shoal.config.schema.data import FactoryData
 from shoal.config.schema.model import FactoryModel
 from shoal.data.user_data import Collate, UserSamples, UserStream, stack_samples
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
 from shoal.models.huggingface.model import HuggingFace
 from shoal.tasks.user_task import LossFunction, Metric, UserTask, WithMetrics, named
 
@@ -115,7 +116,7 @@ def refuse_unknown_functions(run: Run, trusted: Sequence[str]) -> None:
     """Raises ShoalError where a run names functions that the user of this machine does not allow. A run never sends code."""
     unknown = [name for name in factory_names(run) if name not in trusted]
     if unknown:
-        wanted = " ".join(f"--factory {name}" for name in unknown)
+        wanted = " ".join(f"--factory {shlex.quote(printable(name))}" for name in unknown)
         raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
 
 

@@ -21,7 +21,7 @@ from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
-from shoal.protocol.messages import Frames, Message
+from shoal.protocol.messages import Frames, Message, is_worker_name
 from shoal.runs.build_run import RunParts, assemble
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 
@@ -101,12 +101,12 @@ def settings_of(header: dict[str, Any], overrides: Sequence[Override], permissio
 
 def check_welcome(header: Mapping[str, Any], memory_bytes: int | None) -> None:
     """Raises ShoalError where a welcome message is not one, or the model that it announces cannot fit the memory of this machine."""
-    texts = all(isinstance(header.get(name), str) for name in ("config", "digest", "session", "name"))
+    texts = all(isinstance(header.get(name), str) for name in ("config", "digest", "session"))
     numbers = all(type(header.get(name)) is int and low <= header[name] <= _MOST for name, low in _NUMBERS.items())
     files, pause_s = header.get("tokenizer"), header.get("heartbeat_s")
     named = isinstance(files, list) and len(files) <= _MOST_FILES and all(isinstance(name, str) for name in files)
     paused = isinstance(pause_s, int | float) and pause_s >= _LEAST_HEARTBEAT_S
-    if not (texts and numbers and named and paused and isinstance(header.get("plugins", {}), dict)):
+    if not (texts and is_worker_name(header.get("name")) and numbers and named and paused and isinstance(header.get("plugins", {}), dict)):
         raise ShoalError("the coordinator's welcome is not one of this version of Shoal: ask its owner which version runs there")
     if memory_bytes is not None and _FLOAT_BYTES * header["size"] > memory_bytes:
         raise ShoalError(

@@ -32,6 +32,7 @@ from shoal.protocol.messages import (
     Pull,
     SeatAssigned,
     WorkerRequest,
+    is_worker_name,
 )
 
 SLOWEST_LINK_BYTES_PER_S = 50_000
@@ -335,7 +336,7 @@ class WorkerSession:
         elif reason == "misplaced":
             self.session, self.pending, self.seat, self.seq = "", None, -1, 0  # the welcome says where to go on, and with which number
         elif reason not in _ASK_AGAIN:
-            refusal = SessionEndedError(f"the coordinator refused: {header.get('detail') or reason}")
+            refusal = SessionEndedError(f"the coordinator refused: {printable(str(header.get('detail') or reason))}")
             refusal.reason = str(reason)
             raise refusal
         return []
@@ -343,6 +344,8 @@ class WorkerSession:
     def _welcomed(self, header: dict[str, Any], frames: Frames) -> list[SessionEvent]:
         """Take the assigned place in the data: the worker's former one, unless another worker took it meanwhile. A contribution that the
         coordinator had not accepted is sent again, unless other workers learned from that data."""
+        if not is_worker_name(header["name"]):
+            raise SessionEndedError("the coordinator gave this worker a name that is none")
         self.welcome, self.welcome_frames, self.session, self.until = header, frames, header["session"], header.get("until")
         self._holds = False
         same, self.joining = header["name"] == self.name, self.joining._replace(name=header["name"], nonce="", proof="")

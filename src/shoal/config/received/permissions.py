@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
 
 _HUB = "hub:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
@@ -76,8 +77,8 @@ def is_local(name: str) -> bool:
 
 
 def option_for(name: str) -> str:
-    """The option that allows this file or folder."""
-    return f"--data {name}"
+    """The option that allows this file or folder, as a person may paste it into a shell."""
+    return f"--data {shlex.quote(printable(name))}"
 
 
 def _is_below_start(path: Path) -> bool:

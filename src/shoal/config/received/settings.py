@@ -16,7 +16,7 @@ from shoal.config.received.limits import Limit, limit_of
 from shoal.config.received.permissions import Permissions, is_local, option_for
 from shoal.config.schema import Run
 from shoal.config.schema.data import Images, Mnist
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
 
 _TOKENIZERS = ("bytes", "bpe", "characters")
 
@@ -217,4 +217,4 @@ class _Limiter:
             self._refuse(path, f"is {value}, and this machine has {usable_cores()} cores", f"--set {name}={value}")
 
     def _refuse(self, path: Key, why: str, option: str) -> None:
-        self.refused.append(_Refused(f"{'.'.join(path)} {why}", option))
+        self.refused.append(_Refused(f"{'.'.join(path)} {printable(why)}", option))

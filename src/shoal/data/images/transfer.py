@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import secrets
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ from shoal.errors import ShoalError
 
 CHUNK_BYTES = 4 << 20
 _DIGEST_BYTES = 32
+_MOST_CHUNKS = 1 << 20
+_SPARE_BYTES = 256 << 20
+"""Bytes that stay free on a worker's disk."""
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 """Date of every file in a zip file, so that the same images have the same digest."""
 
@@ -45,7 +49,7 @@ class ImageOffer(NamedTuple):
         except (TypeError, ValueError):
             raise ShoalError("the coordinator offers images in a format that this version of Shoal does not know") from None
         good = isinstance(digest, str) and isinstance(count, int) and isinstance(size, int) and suffix in (".zip", ".npz")
-        if not good or not 0 < count <= 1 << 20 or not 0 < size <= count * CHUNK_BYTES:
+        if not good or not 0 < count <= _MOST_CHUNKS or not 0 < size <= count * CHUNK_BYTES:
             raise ShoalError("the coordinator offers images with invalid sizes or names: join again, or put the images in place")
         return cls(digest, count, size, suffix)
 
@@ -121,6 +125,9 @@ def fetch_images(offer: ImageOffer, get: Callable[[int], bytes | None], folder: 
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
+    if offer.chunks * CHUNK_BYTES > (free := shutil.disk_usage(folder).free) - _SPARE_BYTES:
+        needed = f"the class's images are {offer.total_bytes >> 20:,} MiB"
+        raise ShoalError(f"{needed}, and {folder} has {free >> 20:,} MiB free: make room there")
     digests = _checked(get(0), offer.digest)
     if len(digests) != offer.chunks * _DIGEST_BYTES:
         raise ShoalError("the list of the class's images is not the one announced: join again")
@@ -141,6 +148,6 @@ def fetch_images(offer: ImageOffer, get: Callable[[int], bytes | None], folder: 
 
 
 def _checked(chunk: bytes | None, digest: str) -> bytes:
-    if chunk is None or hashlib.sha256(chunk).hexdigest() != digest:
+    if chunk is None or len(chunk) > max(CHUNK_BYTES, _MOST_CHUNKS * _DIGEST_BYTES) or hashlib.sha256(chunk).hexdigest() != digest:
         raise ShoalError("a piece of the class's images is missing or was changed on its way: join again, or put the images in place")
     return chunk
