@@ -131,3 +131,11 @@ def test_the_token_for_the_hub_is_sent_for_names_that_were_allowed(home: Path, m
         assert join(coordinator, home, "--data", "hub:eve/faces")[0] == 2
         assert any("hf_mine" in str(asked.headers) for asked in hub.asked)
         assert "hf_mine" not in coordinator.said
+
+
+def test_a_server_makes_a_node_read_no_file(home: Path) -> None:
+    model = {"settings": {"kind": "huggingface", "pretrained": f"/no/${{AWS_SECRET_ACCESS_KEY}}/{home.name}"}, "vocab_size": 9, "width": 8}
+    with hostile_coordinator(settings(data=DIGITS), header={"model": model}) as coordinator:
+        code, said = join(coordinator, home, "--node")
+        assert (code, "does not allow" in said, SECRET in said) == (2, True, False), said
+        assert {header["kind"] for header in coordinator.heard} == {"node"}

@@ -63,6 +63,8 @@ class HostileCoordinator:
         match header["kind"]:
             case "join":
                 return {"name": header.get("name") or "w"} | self.welcome
+            case "node":
+                return {"kind": "model", **self.welcome["model"]}
             case "heartbeat":
                 return {"kind": "pulse"}
             case "leave":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shoal.config import Run
 from shoal.config.received import hub_names
@@ -42,6 +42,19 @@ def summary_of(run: Run, weights: int | None, free_bytes: int | None, writes: Se
         _processes(run),
         f"about {_amount(needed)} for each process; {free}" if needed is not None else free,
         "; ".join([*writes, *_written(run)]) or "nothing",
+    )
+
+
+def summary_of_node(model: Mapping[str, Any], memory_bytes: int) -> JoinSummary:
+    """What a server asks of a machine that holds layers. `model`: its description."""
+    own = model.get("settings")
+    kind = str(own.get("kind")) if isinstance(own, Mapping) else "a model of Transformers"
+    return JoinSummary(
+        f"layers of {kind}, {model.get('width')} wide, which write texts",
+        "none; hidden states of other people's texts pass through this machine",
+        "1 on the best device here",
+        f"at most {_amount(memory_bytes / 1e9)} for layers and their caches",
+        "nothing",
     )
 
 

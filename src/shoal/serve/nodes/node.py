@@ -16,10 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.config.received import Redactor
 from shoal.config.schema.cluster import Zmq
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
+from shoal.runs.join_summary import summary_of_node
 from shoal.serve.nodes.layer_host import LayerHost, LayerRange, memory_for_layers
 from shoal.serve.nodes.messages import Endpoint, NextHop, NodeCommand, command_from, command_message, execute, pack_hidden_states
 from shoal.serve.nodes.model_description import model_maker
@@ -57,7 +59,7 @@ class NodeProcess:
         self.server, self.name, self.slowdown, self.patience_s, self.tell = server, name, slowdown, patience_s, tell
         self.client, self.heartbeat_client = connect_to(server), connect_to(server)
         self.report_client, self.peer_sender = connect_to(server), PeerSender()
-        self.session_id, self.int8 = "", False
+        self.session_id, self.int8, self.redact = "", False, Redactor()
         self._history = ReadHistory()
         self._receiver: PeerReceiver | None = None
         self._stopping = threading.Event()
@@ -113,6 +115,8 @@ class NodeProcess:
             raise ShoalError(f"{self.server.address} serves no model: join it without --node")
         self.int8 = model.get("int8") is True
         host = LayerHost(*model_maker(model, RemoteWeights(self._ask).get), choose_device("auto"), self.slowdown)
+        self.redact.sent = str(model)
+        self.tell(f"the server asks of this machine:\n{summary_of_node(model, memory_for_layers(host.device))}")
         layer_s = host.measure(int(model["width"]))
         host.drop(LayerRange(0, 1))
         history = self._history = ReadHistory()
@@ -204,10 +208,10 @@ class NodeProcess:
     def _report_failure(self, command: NodeCommand, problem: str, report: NodeReport) -> None:
         if command.kind == "hold":
             self.tell(f"warning: cannot load the layers {command.layers.first} to {command.layers.last - 1}: {problem}")
-            report.done.append({"kind": "unheld", "place": list(command.layers), "problem": problem[:300]})
+            report.done.append({"kind": "unheld", "place": list(command.layers), "problem": self.redact(problem)[:300]})
         else:
             self.tell(f"warning: {problem}")
-            report.done.append({"kind": "failed", "trip": command.batch_number, "problem": problem[:300]})
+            report.done.append({"kind": "failed", "trip": command.batch_number, "problem": self.redact(problem)[:300]})
 
 
 class NodeReport:
