@@ -144,8 +144,13 @@ BROKEN = [
     ("data", "model: {kind: gpt}\ndata: {source: {kind: builtin, name: digits}}\n", ["data.source.kind", "model.kind"]),
     (
         "model",
-        "model: {kind: moe, cross_attention: {enabled: true}}\ndata: {source: {kind: wikitext}}\n",
+        "model: {kind: moe, cross_attention: {enabled: true}}\ndata: {batching: dynamic, source: {kind: wikitext}}\n",
         ["model.cross_attention.enabled", "data.source.kind"],
+    ),
+    (
+        "model",
+        "model: {kind: moe, cross_attention: {enabled: true}}\ndata: {source: {kind: snli}}\n",
+        ["model.cross_attention.enabled"],
     ),
     ("model", "model: {kind: lstm}\ntraining: {gradient_checkpointing: true}\n", ["training.gradient_checkpointing", "model.kind"]),
     ("precision", "model: {kind: mlp}\ntraining: {precision: {kind: nvfp4}}\n", ["training.precision.kind", "model.kind"]),

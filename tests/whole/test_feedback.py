@@ -148,3 +148,22 @@ def test_two_processes_train_every_phase_and_one_goes_on_with_what_they_left(tmp
     summary = json.loads((tmp_path / "run" / "policy" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["samples"]) == ("completed", 2 * 2 * 8 // 4, 2 * 2 * 8)
     assert {"score", "kl", "entropy"} <= set(summary["metrics"]["train"])
+
+
+def test_what_a_later_phase_lacks_is_reported_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reward = ["--set", "rlhf.reward.kind=trained", "--set", "rlhf.reward.preferences=pairs.jsonl"]
+    assert train("--run-dir", "run", *reward) == 2
+    assert "there is nothing at pairs.jsonl on this machine" in capsys.readouterr().err
+    assert train("--run-dir", "run", "--set", "rlhf.prompts=prompts.txt") == 2
+    assert "there is nothing at prompts.txt on this machine" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_file_that_names_its_task_trains_its_base_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train("--run-dir", "run", "--set", "task=ppo", "--set", "rlhf.ppo.steps=1") == 0
+    assert open_run("run/base", print).run.chosen_task.kind == "language-modelling"
+    assert open_run("run/policy", print).run.chosen_task.kind == "ppo"

@@ -12,6 +12,8 @@ from pathlib import Path
 from shoal.cli.options import LAYERS, load
 from shoal.cli.run_command import carry_out, weather_and_speeds
 from shoal.config.load import LoadedConfig, Override
+from shoal.config.missing_parts import missing_files
+from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.rlhf_phases import Phase, is_done, phases
@@ -19,20 +21,23 @@ from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
 
 
 def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
-    """Train every phase that is not done yet; returns the last exit code."""
+    """Train every phase that is not done yet; returns the last exit code. What a later phase refuses is refused before the first starts."""
     root = _root(plan, arguments)
     all_phases = list(phases(plan.run, root, _command(arguments)))
     _check_phase(arguments.phase, [phase.name for phase in all_phases])
+    asked = [phase for phase in all_phases if arguments.phase in (None, phase.name)]
+    plans = {phase.name: _plan_phase(phase, arguments, overrides, root / phase.name) for phase in asked}
     code, speaks = 0, plan.here is None or (plan.here.rank == 0 and not plan.here.file)
     for number, phase in enumerate(all_phases, 1):
         folder = root / phase.name
-        if arguments.phase not in (None, phase.name):
+        if phase not in asked:
             continue
         if is_done(folder):
             _print(f"phase {number}, {phase.name}: done already, in {folder}", speaks)
             continue
         _print(f"phase {number}, {phase.name}: {phase.why}", speaks)
-        code = _train(phase, arguments, overrides, folder, [*argv, "--run-dir", str(root)])
+        workers = weather_and_speeds(arguments.netem, arguments.slowdown) if phase.with_workers else weather_and_speeds(None, ())
+        code = carry_out(plans[phase.name], [*argv, "--run-dir", str(root), "--phase", phase.name], workers)
         if not is_done(folder):
             return code
     if speaks and is_done(root / "policy"):
@@ -80,8 +85,8 @@ def _command(arguments: argparse.Namespace) -> str:
     return " ".join(["shoal train", *arguments.files, *layers])
 
 
-def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
-    """Train one phase, with workers if it can use them. `argv` starts this command again."""
+def _plan_phase(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path) -> StartPlan:
+    """How one phase starts, with workers if it can use them. Raises ConfigError or ShoalError where it cannot."""
     chosen = copy.copy(arguments)
     if phase.below_rlhf:
         chosen.rlhf_config = None
@@ -91,5 +96,6 @@ def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override
 
     asked = StartOptions(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
     plan = plan_start(resolved, asked)
-    workers = weather_and_speeds(arguments.netem, arguments.slowdown) if phase.with_workers else weather_and_speeds(None, ())
-    return carry_out(plan, [*argv, "--phase", phase.name], workers)
+    if problems := missing_files(plan.loaded, severity="error"):
+        raise ConfigError(problems)
+    return plan

@@ -108,25 +108,26 @@ def _missing_model(loaded: LoadedConfig, severity: Severity) -> list[Problem]:
     return [Problem("missing-model", message, settings.labels(path), "model.kind", help, severity)]
 
 
-def missing_on_this_machine(loaded: LoadedConfig) -> list[Problem]:
-    """Warnings of `shoal config check`: files of data that are not here, and a number of workers that `shoal train` asks for."""
-    settings, run = loaded.settings, loaded.run
-    problems = [
+def missing_files(loaded: LoadedConfig, *, severity: Severity) -> list[Problem]:
+    """A problem for each file or folder of data that is not on this machine and is not downloaded."""
+    settings = loaded.settings
+    return [
         Problem(
-            "missing-data",
-            f"there is nothing at {file} on this machine",
-            settings.labels(path),
-            settings.spelling(path),
-            severity="warning",
+            "missing-data", f"there is nothing at {file} on this machine", settings.labels(path), settings.spelling(path), severity=severity
         )
-        for path, file in _files_of(run)
+        for path, file in _files_of(loaded.run)
         if not Path(file).expanduser().exists()
     ]
-    if not (run.alone or run.cluster.num_workers or run.strategy.default_workers or run.engine.kind == "collectives"):
-        message = "the number of workers is not given"
-        help = "`shoal train FILE --workers N` starts N workers here; `shoal coordinate FILE` waits for those of other machines"
-        problems.append(Problem("workers", message, settings.labels("strategy.kind"), "cluster.num_workers", help, "warning"))
-    return problems
+
+
+def missing_workers(loaded: LoadedConfig) -> list[Problem]:
+    """A warning where `shoal train` would ask for the number of workers."""
+    run = loaded.run
+    if run.alone or run.cluster.num_workers or run.strategy.default_workers or run.engine.kind == "collectives":
+        return []
+    message = "the number of workers is not given"
+    help = "`shoal train FILE --workers N` starts N workers here; `shoal coordinate FILE` waits for those of other machines"
+    return [Problem("workers", message, loaded.settings.labels("strategy.kind"), "cluster.num_workers", help, "warning")]
 
 
 def _files_of(run: Run) -> Iterator[tuple[str, str]]:

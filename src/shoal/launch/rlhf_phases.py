@@ -49,7 +49,7 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
         yield Phase(
             "base",
             "rlhf.policy is not given, and the model is small: its base is trained first",
-            (_set("rlhf", "null"), *alone),
+            (_set("rlhf", "null"), _set("task.kind", "language-modelling"), *alone),
             below_rlhf=True,
         )
         start = [_set("rlhf.policy", str(root / "base"))]

@@ -36,9 +36,12 @@ def an_alphabet_needs_the_whole_text(settings: Settings, streams: bool, tokenize
         settings.report("stream", message, "data.tokenizer", "data.streaming", help="choose bytes or bpe, or data.streaming: false")
 
 
-@rule("data.streaming", "training.max_steps", "task")
-def a_stream_ends_after_steps(settings: Settings, streams: bool, steps: int | None, task: Task | None) -> None:
-    if streams and steps is None and names_a_model(settings) and task is not None and task.needs != "prompts":
+@rule("data.streaming", "training.max_steps", "task", "data.source")
+def a_stream_ends_after_steps(settings: Settings, streams: bool, steps: int | None, task: Task | None, source: DataSource | None) -> None:
+    """Pairs are read whole, and a rollout's length is that of its prompts."""
+    if not streams or steps is not None or not names_a_model(settings) or source is None or source.has_pairs:
+        return
+    if task is not None and task.needs != "prompts":
         message = "the length of a stream is not known beforehand, and the learning rate follows a plan of the whole run"
         help = "set training.max_steps; a run ends with training.epochs if those are over sooner"
         settings.report("stream", message, "data.streaming", "training.max_steps", help=help)
@@ -81,6 +84,14 @@ def mixture_can_be_drawn_from(settings: Settings, parts: tuple[Any, ...], mixing
         settings.report("mixture", message, "data.source.parts", "data.mixing.enabled", help="set data.mixing.enabled to true")
     elif weighted and len(weighted) < len(parts):
         settings.report("mixture", "some parts have a weight and some have none", "data.source.parts", help="give all of them one, or none")
+
+
+@rule("model.cross_attention.enabled", "model.retrieval.enabled", "data.batching", "task")
+def contexts_belong_to_one_text(settings: Settings, attends: bool, retrieves: bool, batching: str, task: Task | None) -> None:
+    if attends and not retrieves and batching == "packed" and task is not None and task.needs == "tokens":
+        message = "cross-attention reads one text's context at a time, and a packed sequence holds several texts"
+        paths = ("data.batching", "model.cross_attention.enabled")
+        settings.report("model", message, *paths, help="set data.batching to dynamic or padded, or set model.retrieval.enabled")
 
 
 @rule("data.source.context_field", "model.kind")
