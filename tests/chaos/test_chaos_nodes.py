@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -19,22 +21,51 @@ from tests.support.processes import HANG_S, processes_in, wait_for_line
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=64"]
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cpu"]
 SMALL = ["model.kind=gpt", "model.hidden_size=32", "model.num_layers=6", "model.num_heads=2", "model.max_seq_len=256"]
-KILLS = 20
-KILLED_AT_TOKEN = 30
+SHARE = float(os.environ.get("CHAOS_SHARE", "1"))
+TEXTS = 10
+KILLS = max(TEXTS, round(100 * SHARE))
+KILLED_AT_TOKENS = (20, 45, 70, 95)
+STOPPED_EVERY = 25
+"""One of this many victims is stopped instead of killed: it keeps its connections, and sends nothing."""
 
 
-def nodes() -> list[int]:
-    """The processes here that hold layers, whoever is their parent."""
+def nodes(server: int) -> list[int]:
+    """The processes of a server that hold layers. One fork server starts both."""
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.Process(server).parent().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            words = " ".join(process.cmdline())
-            found += [process.pid] if "shoal-nodes-" in words and "--node" in words else []
+            found += [process.pid] if "--node" in process.cmdline() else []
     return found
 
 
-def answer(port: int, seed: int, victim: int | None = None) -> str:
-    """What is written after the prompt. `victim`: the place of the node that is killed on the way."""
+class Killer:
+    """Kills or stops nodes of a server."""
+
+    def __init__(self, server: int, chance: random.Random) -> None:
+        self.server, self.chance, self.kills = server, chance, 0
+        self.stopped: list[int] = []
+
+    def strike(self) -> None:
+        there = [pid for pid in nodes(self.server) if pid not in self.stopped]
+        if not there:  # the last one is being started again
+            return
+        victim, self.kills = self.chance.choice(there), self.kills + 1
+        with contextlib.suppress(ProcessLookupError):
+            if self.kills % STOPPED_EVERY:
+                os.kill(victim, signal.SIGKILL)
+            else:
+                os.kill(victim, signal.SIGSTOP)
+                self.stopped.append(victim)
+
+    def end_stopped(self) -> None:
+        for pid in self.stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.stopped.clear()
+
+
+def answer(port: int, seed: int, killer: Killer | None = None, at: Sequence[int] = KILLED_AT_TOKENS) -> str:
+    """What is written after the prompt. `killer`: strikes when the answer has these numbers of tokens."""
     body = {"model": "run", "prompt": "the quick", "max_tokens": 120, "temperature": 1.0, "seed": seed, "stream": True}
     text, tokens = "", 0
     with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=HANG_S) as stream:
@@ -45,13 +76,9 @@ def answer(port: int, seed: int, victim: int | None = None) -> str:
             assert "error" not in piece, piece
             text += "".join(choice["text"] for choice in piece["choices"])
             tokens += 1
-            if tokens == KILLED_AT_TOKEN and victim is not None:
-                kill(victim)
+            if tokens in at and killer is not None:
+                killer.strike()
     return text
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
 
 
 def machines(port: int) -> list[str]:
@@ -69,14 +96,18 @@ def test_answers_go_on_whichever_node_is_killed(tmp_path: Path, monkeypatch: pyt
     with processes_in(tmp_path) as processes:
         alone = processes.start("serve", "run", "--port", "0")
         port = int(wait_for_line(alone, ready))
-        wanted = [answer(port, seed) for seed in range(KILLS)]
-        assert len(set(wanted)) == KILLS, "the seeds give different texts"
-        spread = processes.start("serve", "run", "--port", "0", "--nodes", "3")
+        wanted = [answer(port, seed) for seed in range(TEXTS)]
+        assert len(set(wanted)) == TEXTS, "the seeds give different texts"
+        spread = processes.start("serve", "run", "--port", "0", "--nodes", "4")
         port = int(wait_for_line(spread, ready))
-        for seed in range(KILLS):
-            while not (there := nodes()):  # one that was killed is started again
+        killer, asked = Killer(spread.pid, random.Random(1)), 0
+        while killer.kills < KILLS:
+            while not nodes(spread.pid):  # those that were killed are started again
                 time.sleep(0.05)
-            assert answer(port, seed, there[seed % len(there)]) == wanted[seed]
+            assert answer(port, asked % TEXTS, killer) == wanted[asked % TEXTS]
+            killer.end_stopped()
+            asked += 1
+        print(f"{killer.kills} kills of serving nodes in {asked} answers, all as one process writes them", flush=True)
         assert "server" in machines(port)
         spread.terminate()
         assert "directly" in spread.communicate()[0], "the nodes handed on to each other"
