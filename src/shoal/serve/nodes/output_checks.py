@@ -25,9 +25,9 @@ def output_problem(y_BLD: Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 def rows_not_finite(y_BLD: Tensor) -> list[int]:
     """The rows with a number that is not finite."""
-    finite = y_BLD.isfinite()
-    if finite.all():
+    if y_BLD.sum(dtype=torch.promote_types(y_BLD.dtype, torch.float32)).isfinite():  # a twentieth of the time of the exact check
         return []
+    finite = y_BLD.isfinite()
     return [row for row, is_finite in enumerate(finite.flatten(1).all(1).tolist()) if not is_finite]
 
 
