@@ -153,16 +153,17 @@ def test_a_faulty_node_under_another_name_is_tried_too() -> None:
 
 
 def test_weights_that_are_not_finite_end_the_request_and_blame_no_node() -> None:
-    with service("", direct=False) as (engine, _, _, model, told):
-        layers = engine.backend.placement.nodes["faulty"]
-        first = engine.backend.placement.current.stages[1].layers.first
-        assert layers.alive
-        with torch.no_grad():
-            next(model.blocks[first].parameters()).fill_(float("nan"))
-        engine.backend.node_server.tensors._digests.clear()
+    model, described = make("gpt")
+    with torch.no_grad():
+        next(model.blocks[3].parameters()).fill_(float("nan"))
+    with spread(model, described, ["pi1", "pi2"]) as (engine, _):
+        told: list[str] = []
+        engine.backend.placement.tell = told.append
+        split_evenly(engine, 3)
         _, ends = write(engine)
         assert ends == {"not_finite"}
         assert not names_removed(told)
+        assert len(engine.backend.placement.alive()) == 3
 
 
 def test_a_spare_that_was_busy_when_it_joined_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
