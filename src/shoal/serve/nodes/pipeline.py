@@ -438,8 +438,8 @@ class NodePipeline:
         self.placement.nodes[stage.name].timing.sent(in_flight.number, work)
 
     def _keep_inputs(self, stage: RouteStage, token_batch: TokenBatch, x_BLD: Tensor) -> None:
-        """Keep the inputs of a stage for a machine that may have to replace it."""
-        for request, position, x_LD in zip(token_batch.requests, token_batch.positions, x_BLD, strict=True):
+        """Keep the inputs of a stage for a machine that may replace it, on the CPU: they come from several devices."""
+        for request, position, x_LD in zip(token_batch.requests, token_batch.positions, x_BLD.cpu(), strict=True):
             active = self._active.get(request) or self._retained.get(request)
             if active is not None:
                 active.keep(stage.layers.first, position, x_LD)
