@@ -168,7 +168,7 @@ def test_failing_statements_and_debugging_write_nothing_into_the_servers_log(dat
 COUNT_NOW = "SELECT pg_stat_force_next_flush()"
 """PostgreSQL counts what a connection has written once a second while it works, and after ten when it is idle."""
 Watch = Callable[[float], list[str]]
-TIGHT = Bounds(calls=200, calls_for_a_unit=100, wal_bytes=4 << 20, wal_records=200, temp_bytes=4 << 20)
+TIGHT = Bounds(busy_s=6.0, calls=200, calls_for_a_unit=100, wal_bytes=4 << 20, wal_records=200, temp_bytes=4 << 20)
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_statements_that_each_end_in_time_are_added_up(watch: Watch, eve: Access
     finally:
         told.set()
         thread.join(PATIENCE_S)
-    assert "student-eve is in quarantine: it kept the server busy for 6" in notes[0]
+    assert "student-eve is in quarantine: it kept the server busy for " in notes[0]
     assert not thread.is_alive()
 
 
@@ -278,23 +278,27 @@ LOOPS = (
 )
 
 
-@pytest.mark.parametrize("statement", LOOPS, ids=[loop.split(".")[1].split("(")[0] for loop in LOOPS])
 def test_calls_in_a_loop_are_counted_while_their_transaction_is_open(
-    server: PostgresServer, watch: Watch, eve: Access, statement: str
+    database: Database, server: PostgresServer, watch: Watch, eve: Access
 ) -> None:
     server.issue(1, [(0, 0, 1)], 100.0, 1, None)
+    calls = "SELECT calls FROM shoal.student_uses() WHERE role = %s"
     with contextlib.closing(connected(eve)) as student:
         secret = uuid.uuid4()
         student.execute("SELECT shoal.join_run(%s, 'eve', '{}')", (secret,))
         student.execute("BEGIN")
-        student.execute(statement.format(secret=secret).encode())
-        is_told(watch, "it made ")
+        for statement in LOOPS:
+            ((before,),) = database.rows(calls, eve.user)
+            student.execute(statement.format(secret=secret).encode())
+            ((now,),) = database.rows(calls, eve.user)
+            assert now >= before + 300, statement
+        is_told(watch, "it made 2")
         assert is_disconnected(student)
 
 
 def test_who_connects_again_and_again_is_shut_out(watch: Watch, eve: Access) -> None:
     notes: list[str] = []
-    for _ in range(130):
+    for _ in range(15):
         with contextlib.closing(connected(eve)):
             notes += watch(0.1)
     assert "student-eve is in quarantine: it kept the server busy" in notes[0]
@@ -358,11 +362,11 @@ def test_a_reader_that_floods_is_disconnected(database: Database, watch: Watch) 
 
 def test_an_honest_student_with_tiny_units_stays_within_the_bounds(database: Database, server: PostgresServer, eve: Access) -> None:
     dog = Watchdog(Bounds.for_frames(10_000))
-    server.issue(1, [(0, n, 1) for n in range(200)], 100.0, 1, None)
+    server.issue(1, [(0, n, 1) for n in range(60)], 100.0, 1, None)
     desk = LeaseClient(eve.address, poll_interval_s=0.1)
     desk.join("eve", {})
     with database.connect("coordinator") as coordinator:
-        for turn in range(200):
+        for turn in range(60):
             (unit,) = desk.claim(1, 0.0)
             assert desk.submit(unit, {}, [b"x" * 10_000]) == "accepted"
             desk.heartbeat("computing", {})
