@@ -90,6 +90,24 @@ def test_frames_of_a_request_are_not_written_again(database: Database, server: P
     assert database.rows(held) == [(2, 7), (2, len(LARGE))]
 
 
+def test_frames_that_a_crashed_server_has_forgotten_are_written_again(database: Database, server: PostgresServer) -> None:
+    """What a worker has sent is confirmed when it is in the journal: a server that is killed before may lose it."""
+    delivered(database, server, 1)
+    (request,) = take(server)
+    journal = PostgresJournal(server)
+    journal.begin()
+    with database.connect() as owner:
+        for table in ("contributions", "parts", "blobs"):
+            owner.execute(f"DELETE FROM shoal.{table}".encode())
+    with server.transaction():
+        journal.append({"kind": "accepted"}, request.message.frames)
+        server.consume(request)
+    again = reopened(database, server)
+    ((_, frames),) = PostgresJournal(again).recover(1)
+    again.close()
+    assert tuple(map(bytes, frames)) == (LARGE, b"buffers")
+
+
 def test_what_was_recorded_is_not_delivered_again_and_the_rest_is(database: Database, server: PostgresServer) -> None:
     delivered(database, server, 2)
     journal = PostgresJournal(server)

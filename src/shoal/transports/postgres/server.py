@@ -53,24 +53,21 @@ class PostgresServer(RequestTables):
         return welcome
 
     def keep(self, content: Sequence[Frame]) -> list[uuid.UUID]:
-        """Store frames as blobs. Frames that came out of the database get one more use, and are not written again."""
+        """Store frames as blobs. Frames that came out of the database get one more use, and are written again only if a server that crashed
+        has forgotten them: it may lose what was not confirmed."""
         if not content:
             return []
         found = [self.known.blob_of(frame) for frame in content]
-        new = [frame for frame, blob in zip(content, found, strict=True) if blob is None]
         with self.transaction() as connection:
-            fresh = iter(blobs.store(connection, new))
-            old = [blob for blob in found if blob is not None]
-            if old:
-                held = self.fetch(
-                    "UPDATE shoal.blobs b SET uses = b.uses + again.times"
-                    " FROM (SELECT id, count(*)::int4 AS times FROM unnest(%s::uuid[]) id GROUP BY id) again"
-                    " WHERE b.id = again.id RETURNING 1",
-                    (old,),
-                )
-                if len(held) != len(set(old)):
-                    raise ShoalError(f"{self.connection.name} has lost frames that a record refers to: restore it from a backup")
-        return [blob or next(fresh) for blob in found]
+            held = self.fetch(
+                "UPDATE shoal.blobs b SET uses = b.uses + again.times"
+                " FROM (SELECT id, count(*)::int4 AS times FROM unnest(%s::uuid[]) id GROUP BY id) again"
+                " WHERE b.id = again.id RETURNING b.id",
+                ([blob for blob in found if blob is not None],),
+            )
+            ids = {blob for (blob,) in held}
+            fresh = iter(blobs.store(connection, [frame for frame, blob in zip(content, found, strict=True) if blob not in ids]))
+        return [blob if blob is not None and blob in ids else next(fresh) for blob in found]
 
     def put_piece(self, number: int, piece: bytes) -> None:
         """Store a piece of the data set, for workers that lack it. Each is a transaction of its own: together they may be gigabytes."""
