@@ -33,6 +33,10 @@ _READ_S = 0.3
 _FRAMES_KEPT = 8
 
 
+class LostFramesError(ShoalError):
+    """Frames that a row refers to are not in the database."""
+
+
 class KnownFrames:
     """Remembers which blob a frame came from, so that it need not be stored again. It does not keep frames alive."""
 
@@ -149,9 +153,11 @@ class RequestTables(CoordinatorDatabaseConnection):
         self.traffic.receive(row.size)
         if row.too_large is not None:
             return self._refuse(request, "oversized", row.too_large)
-        content = [request.message.frames[0], *self.read(row.blobs)]
         try:
+            content = [request.message.frames[0], *self.read(row.blobs)]
             message = wire.decode(content, self.limits)[1]
+        except LostFramesError as problem:  # a server that was killed forgets requests: their workers ask again
+            return self._refuse(request, "malformed", str(problem))
         except wire.Malformed as problem:
             return self._refuse(request, problem.reason, str(problem))
         if not self._rates.admits(request.peer, time.monotonic()):
@@ -179,7 +185,7 @@ class RequestTables(CoordinatorDatabaseConnection):
             )
         )
         if found is None or len(found.frames) != len(blobs):
-            raise ShoalError(f"{self.connection.name} has lost frames that it refers to: restore it from a backup")
+            raise LostFramesError(f"{self.connection.name} has lost frames that it refers to: restore it from a backup")
         for frame, blob in zip(found.frames, blobs, strict=True):
             self.known.add(frame, blob)
         return found.frames
