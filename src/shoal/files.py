@@ -171,6 +171,14 @@ def check_format(source: PurePath | str, kind: str, found: object, expected: int
         raise ShoalError(f"{has}, and this version of Shoal reads format {expected}: {remedy}")
 
 
+def parse_json(content: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _checksum(fields: Mapping[str, Any]) -> str:
     """Checksum of the fields of a JSON object, whatever its layout."""
     return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
@@ -205,8 +213,8 @@ class JsonFormat(NamedTuple):
         if content is None:
             return None
         try:
-            fields = json.loads(content)
-        except (ValueError, RecursionError):
+            fields = parse_json(content)
+        except ValueError:
             fields = None
         if isinstance(fields, dict):
             checksum = fields.pop(_CHECKSUM, None)

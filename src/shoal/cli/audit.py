@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import yaml
 
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
-from shoal.files import open_to_read, read_file
+from shoal.files import open_to_read, parse_json, read_file
 from shoal.runs.folder.run_reader import read_summary
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ def _has_receipts(path: Path) -> bool:
         return True
     try:
         with open_to_read(path) as file:
-            line = json.loads(file.readline(_LONGEST_LINE))
+            line = parse_json(file.readline(_LONGEST_LINE))
     except (OSError, ValueError, ShoalError):
         return False
     return isinstance(line, list) and len(line) >= 4 and isinstance(line[0], str)

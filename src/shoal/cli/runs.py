@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.files import read_file
+from shoal.files import parse_json, read_file
 from shoal.runs.folder.run_reader import RunFolder, Tail, read_summary
 
 _MOST_BYTES = 1 << 30
@@ -96,7 +96,7 @@ def _row(folder: Path) -> dict[str, Any]:
 
 def _last_step(folder: Path) -> int:
     try:
-        return int(json.loads(_text(folder / "metrics.jsonl").splitlines()[-1])["step"])
+        return int(parse_json(_text(folder / "metrics.jsonl").splitlines()[-1])["step"])
     except (ValueError, IndexError, KeyError, TypeError):
         return 0
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
 from typing import Any
 
 from shoal.coordinator.durable.ledger import lines_of
+from shoal.files import parse_json
 
 _MOST_KEYS = 500_000
 """Contributions whose numbers are remembered, so that none is in twice."""
@@ -34,7 +34,7 @@ class LedgerDigest:
         self.lines += 1
         self._check(line)
         try:
-            found = json.loads(line)
+            found = parse_json(line)
             if isinstance(found, dict) and "version" in found:
                 self._count(found)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):

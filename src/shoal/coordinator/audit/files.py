@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgpack  # type: ignore[import-untyped]
 
 from shoal.errors import ShoalError
-from shoal.files import read_file
+from shoal.files import parse_json, read_file
 
 Key = tuple[str, int]
 """A worker, and the number of a contribution."""
@@ -100,7 +100,7 @@ def gather_from(
     evidence: AuditInput, ledger: Iterable[str], snapshot: dict[str, Any] | None, records: Iterable[bytes], waiting: Iterable[Key]
 ) -> AuditInput:
     """Add what a database holds to the receipts that were read. A database never has a half-written row."""
-    evidence.ledger = [(f"ledger:{number}", json.loads(line)) for number, line in enumerate(ledger, 1)]
+    evidence.ledger = [(f"ledger:{number}", parse_json(line)) for number, line in enumerate(ledger, 1)]
     evidence.ledger_bytes = len(evidence.ledger)  # a database counts lines
     evidence.snapshot = _summary(snapshot) if snapshot is not None else None
     evidence.records = [(f"journal, record {number}", dict(msgpack.unpackb(record))) for number, record in enumerate(records, 1)]
@@ -152,7 +152,7 @@ def _read_ledger(path: Path, evidence: AuditInput, violations: list[str]) -> Non
             violations.append(f"{place}: does not match its checksum")
         before = match[2] if match is not None else b""
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             violations.append(f"{place}: cannot be read")
             continue
@@ -192,7 +192,7 @@ def _read_receipts(evidence: AuditInput, own: Iterable[Path], claims: Iterable[P
 def _receipts(path: Path, notes: list[str], violations: list[str]) -> Iterator[tuple[str, AuditedReceipt]]:
     for place, line in _lines(path, notes, violations):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             violations.append(f"{place}: cannot be read")
             continue
@@ -232,7 +232,7 @@ def _snapshot(folder: Path, violations: list[str]) -> SnapshotSummary | None:
 
 def _header(path: Path) -> dict[str, Any]:
     content = _content(path / "state.json")
-    header: dict[str, Any] = json.loads(content)
+    header: dict[str, Any] = parse_json(content)
     tail = f', "checksum": "{header["checksum"]}"}}'.encode()
     if not content.endswith(tail) or f"{zlib.crc32(content.removesuffix(tail)):08x}" != header["checksum"]:
         raise ValueError("state.json does not match its checksum")

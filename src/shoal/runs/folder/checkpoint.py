@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shoal.engines import Engine, World
 from shoal.errors import ShoalError
-from shoal.files import DamagedFileError, check_format, make_folder, open_to_read, write_file, writing
+from shoal.files import DamagedFileError, check_format, make_folder, open_to_read, parse_json, write_file, writing
 from shoal.protocol.checksums import crc32
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors, write_from_first, write_shards
 from shoal.updates.state_packing import Checkpoint, packed, unpacked
@@ -219,7 +219,7 @@ def _header_of(path: Path) -> dict[str, Any]:
     """The content of state.json. Raises ShoalError where its version or its checksum does not match."""
     with open_to_read(path / "state.json") as file:
         content = file.read()
-    header: dict[str, Any] = json.loads(content)
+    header: dict[str, Any] = parse_json(content)
     check_format(path, "checkpoint", header["format"], _FORMAT)
     body, _, checksum = content.rpartition(_OWN_CHECKSUM.encode())
     if checksum != f'{crc32(body):08x}"}}'.encode():

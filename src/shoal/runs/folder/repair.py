@@ -23,7 +23,7 @@ from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
 from shoal.coordinator.durable.records import NOWHERE, DamagedJournal, JournalReader, RecordEnd, follows, readable_after
 from shoal.errors import ShoalError
-from shoal.files import read_file
+from shoal.files import parse_json, read_file
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.updates.state_packing import Checkpoint
 
@@ -132,9 +132,9 @@ def confirmed_in(folder: Path, key: bytes, warn: Callable[[str], None]) -> Seque
 def _receipt(line: bytes, key: bytes) -> tuple[str, int] | None:
     """Worker and number of a confirmed contribution, −1 for one without a seal; None where the line is damaged."""
     try:
-        worker, seq, status, version, *proof = json.loads(line)
+        worker, seq, status, version, *proof = parse_json(line)
         kinds = tuple(map(type, (worker, seq, status, version, *proof)))
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return None
     if kinds == (str, int, str, int):
         return worker, -1
@@ -216,7 +216,7 @@ def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]
     content = read_file(path, _MOST_BYTES) or b""
     for line in [*lines_of(content)][content[:length].count(b"\n") :]:
         if line.sound:
-            yield json.loads(line.text)
+            yield parse_json(line.text)
 
 
 def _sequences_in(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:

@@ -33,7 +33,7 @@ from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere, was_held
 from shoal.coordinator.durable.records import JournalReader
 from shoal.errors import ShoalError
-from shoal.files import DamagedFileError, make_folder, open_file, read_file, write_file
+from shoal.files import DamagedFileError, make_folder, open_file, parse_json, read_file, write_file
 from shoal.manifest import FILE as MANIFEST
 from shoal.manifest import check_manifest, write_manifest
 from shoal.runs.folder import plugin_record
@@ -216,7 +216,7 @@ class RunDirectory:
             write_file(self.path / "metrics.jsonl", "".join(line + "\n" for line in kept))
 
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._metric_lines() if _step_of(line) < sys.maxsize]
+        return [parse_json(line) for line in self._metric_lines() if _step_of(line) < sys.maxsize]
 
     def _metric_lines(self) -> list[str]:
         content = read_file(self.path / "metrics.jsonl", _MOST_METRIC_BYTES) or b""
@@ -310,6 +310,6 @@ def _remove(paths: list[Path]) -> None:
 def _step_of(line: str) -> int:
     """The step of a record; a line that a crash cut short counts as later than all others."""
     try:
-        return int(json.loads(line)["step"])
+        return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return sys.maxsize

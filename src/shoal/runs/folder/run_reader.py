@@ -5,7 +5,6 @@ Nothing that is read is trusted, since workers may have caused any content: valu
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.files import DamagedFileError, JsonFormat, open_to_read, read_file
+from shoal.files import DamagedFileError, JsonFormat, open_to_read, parse_json, read_file
 
 _FRESH_S = 10.0
 _LONG_S = 600.0
@@ -93,8 +92,8 @@ class Tail:
         """New lines that hold a JSON object."""
         for line in self.new_lines():
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
+                value = parse_json(line)
+            except ValueError:
                 continue
             if isinstance(value, dict):
                 yield value

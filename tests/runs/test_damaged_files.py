@@ -1,0 +1,210 @@
+"""Whatever is damaged in the files of a run or of an export: every command recovers exactly, or names the file; none fails or waits."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal import train
+from shoal.cli.main import main
+from shoal.data.text.tokenizers.own import CharacterTokenizer
+from shoal.errors import ShoalError
+from shoal.manifest import check_manifest, write_manifest
+from shoal.runs.folder.checkpoint import Checkpoints, digest_of, load_weights, read_checkpoint, save_weights
+from shoal.runs.folder.run_reader import INVITATION
+from shoal.runs.invitation import CoordinatorSecrets, GuestList, Invitation
+from shoal.runs.owner import OwnerFile, write_owner_file
+from shoal.transports.keys import new_keys
+from tests.support.damages import damaged, flip, no_hang
+
+DAMAGES = 12
+"""Of each command below."""
+FLIPS = 12
+"""Of each kind of file that is read alone."""
+CONFIG = """\
+dialect: shoal
+model: {kind: gpt, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 16}
+data: {source: {kind: text, path: text.txt}, tokenizer: characters, sequence_length: 8}
+training: {max_steps: 4, batch_size: 4, device: cpu}
+checkpoint: {every_steps: 2, strategy: steps}
+logging: {every_steps: 1}
+"""
+UNCHECKED = ("metrics.jsonl", "events.jsonl", "history.jsonl", "changes.jsonl", "lock", "latest", "spare-journal")
+"""Figures and messages for people, which no number of a run is computed from; and files that are made again."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one process, its export, and a run with two workers."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (folder / "config.yaml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "config.yaml", "--run-dir", "run"]) == 0
+        assert main(["export", "run", "export"]) == 0
+        overrides = ["data.source.name=digits", "training.epochs=1", "training.batch_size=64", "logging.every_steps=1"]
+        network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        train("starter", workers=2, overrides=overrides, model=network, run_dir=folder / "shared", progress=False)
+    return folder
+
+
+class Command(NamedTuple):
+    """A command, the folder whose files are damaged, and what it leads to besides its output."""
+
+    words: tuple[str, ...]
+    folder: str
+    leads_to: Callable[[], str] = lambda: ""
+
+
+def last_weights() -> str:
+    return "".join(digest_of(load_file(path)) for path in sorted(Path("run/checkpoints").glob("step-*5/weights.safetensors")))
+
+
+def exported() -> str:
+    return digest_of(load_weights(Path("again/model.safetensors"))) if Path("again").exists() else ""
+
+
+COMMANDS = {
+    "generate-run": Command(("generate", "run", "--max-new-tokens", "4"), "run"),
+    "generate-export": Command(("generate", "export", "--max-new-tokens", "4"), "export"),
+    "eval": Command(("eval", "run"), "run"),
+    "export": Command(("export", "run", "again"), "run", exported),
+    "resume": Command(
+        ("train", "config.yaml", "--run-dir", "run", "--resume", "--set", "training.max_steps=5", "--log-level", "WARNING"),
+        "run",
+        last_weights,
+    ),
+    "status": Command(("status", "run"), "run"),
+    "status-shared": Command(("status", "shared"), "shared"),
+    "runs": Command(("runs", "."), "shared"),
+    "audit": Command(("audit", "shared"), "shared"),
+    "repair": Command(("repair", "shared"), "shared"),
+    "manifest": Command(("manifest", "export"), "export"),
+}
+
+
+class Outcome(NamedTuple):
+    code: int
+    said: str
+    result: str
+
+    def is_same(self, other: Outcome) -> bool:
+        return (self.code, self.result) == (other.code, other.result)
+
+
+def outcome(command: Command, capsys: pytest.CaptureFixture[str], what: str = "") -> Outcome:
+    capsys.readouterr()
+    with no_hang(f"{command.words}: {what}"):
+        code = main(command.words)
+    said = capsys.readouterr()
+    figures = re.sub(r"[\d.]+ (s|min|h)\b|as of .* ago|samples_per_s .*", "", said.out)
+    return Outcome(code, said.out + said.err, f"{figures} {command.leads_to()}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_recovers_exactly_or_names_the_damaged_file(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    command, chance = COMMANDS[name], random.Random(name)
+    shutil.copytree(made, tmp_path / "whole")
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = outcome(command, capsys)
+    files = sorted(path.relative_to(made) for path in (made / command.folder).rglob("*") if path.is_file() and path.stat().st_size)
+    for number in range(DAMAGES):
+        copy = tmp_path / f"damaged {number}"
+        shutil.copytree(made, copy)
+        monkeypatch.chdir(copy)
+        path = chance.choice(files)
+        what = damaged(path, chance)
+        found = outcome(command, capsys, what)
+        assert found.code in (0, 1, 2), what
+        named = path.name in found.said or path.parent.name in found.said
+        assert found.is_same(whole) or named or path.name in UNCHECKED, f"{command.words}, {what}: {found}"
+        shutil.rmtree(copy)
+
+
+# --- files that are read alone ---------------------------------------------------------------------------
+
+
+def _secrets(folder: Path) -> Any:
+    return CoordinatorSecrets.of(folder)
+
+
+def _write_secrets(folder: Path) -> None:
+    CoordinatorSecrets("token", new_keys(), 5, 3, "tcp://127.0.0.1:5", True).save(folder)
+
+
+def _write_weights(folder: Path) -> None:
+    save_weights(folder / "start.safetensors", {"model.a": torch.arange(6.0), "model.b": torch.ones(2, 2, dtype=torch.bfloat16)})
+
+
+def _weights(folder: Path) -> Any:
+    return {name: value.tolist() for name, value in load_weights(folder / "start.safetensors").items()}
+
+
+def _checkpoint(folder: Path) -> Any:
+    found = read_checkpoint(folder / "step-00000003")
+    return {name: value.tolist() for name, value in found.weights.items()}, str(found.state), found.step
+
+
+def _manifest(folder: Path) -> Any:
+    return check_manifest(folder)
+
+
+def _write_manifest(folder: Path) -> None:
+    (folder / "weights").write_bytes(b"12345")
+    (folder / "config.json").write_bytes(b"{}")
+    write_manifest(folder)
+
+
+ALONE: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
+    "secrets": (_write_secrets, _secrets),
+    "guests": (lambda folder: GuestList(folder).invite("ann", 2), lambda folder: GuestList(folder).all()),
+    "owner": (
+        lambda folder: write_owner_file(folder, Invitation("tcp://127.0.0.1:5", "token", None)),
+        lambda folder: OwnerFile.read(folder / "owner.json"),
+    ),
+    "invitation": (
+        lambda folder: INVITATION.write(folder / "invitation.json", {"line": "shoal join …", "token": "t"}),
+        lambda folder: [(INVITATION.read(folder / "invitation.json") or {})[name] for name in ("line", "token")],
+    ),
+    "weights": (_write_weights, _weights),
+    "checkpoint": (
+        lambda folder: Checkpoints(folder, 2).save(3, {"a": torch.arange(6.0)}, {"n": 3, "t": torch.ones(3)}),
+        _checkpoint,
+    ),
+    "manifest": (_write_manifest, _manifest),
+    "tokenizer": (
+        lambda folder: CharacterTokenizer.from_texts(["the quick brown fox"]).save(folder),
+        lambda folder: __import__("shoal.data", fromlist=["data"]).load_tokenizer(str(folder)).alphabet,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_flipped_bit_in_a_file_is_refused_by_its_name_or_changes_nothing(tmp_path: Path, name: str) -> None:
+    write, read = ALONE[name]
+    write(tmp_path)
+    whole, chance = read(tmp_path), random.Random(name)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name != "latest")
+    for _ in range(FLIPS):
+        path = chance.choice(files)
+        before = path.read_bytes()
+        what = flip(path, chance)
+        try:
+            assert read(tmp_path) == whole, what
+        except ShoalError as error:
+            told = str(error)
+        else:
+            told = path.name
+        assert path.name in told or path.parent.name in told, what
+        path.write_bytes(before)
