@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,8 @@ from shoal.runs.owner import OwnerFile, write_owner_file
 from shoal.transports.keys import new_keys
 from tests.support.damages import damaged, flip, no_hang
 
-DAMAGES = 12
-"""Of each command below."""
+DAMAGES = 4
+"""Of each command below; `tests/chaos` has many more."""
 FLIPS = 12
 """Of each kind of file that is read alone."""
 CONFIG = """\
@@ -208,3 +209,33 @@ def test_a_flipped_bit_in_a_file_is_refused_by_its_name_or_changes_nothing(tmp_p
             told = path.name
         assert path.name in told or path.parent.name in told, what
         path.write_bytes(before)
+
+
+# --- a disk that is full -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [0, 3000, 20_000])
+def test_a_file_that_cannot_be_written_is_named(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: int
+) -> None:
+    """`room`: the most bytes of a file, as an administrator may limit them; a full disk fails at the same places."""
+    shutil.copytree(made, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    commands = [
+        ["train", "config.yaml", "--run-dir", "new"],
+        ["train", "config.yaml", "--run-dir", "run", "--resume", "--set", "training.max_steps=5"],
+        ["export", "run", "again"],
+        ["manifest", "export", "--write"],
+    ]
+    capsys.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    codes = list[int]()
+    for words in commands:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            codes.append(main(words))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        said = capsys.readouterr().err
+        assert codes[-1] == 0 or re.search(r"(cannot (write|save|make) |warning: ).*(new|run|again|export)/\S+", said), (words, said)
+    assert codes[:2] == [2, 2] or room > 3000

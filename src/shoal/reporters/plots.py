@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal.files import writing
+
 _WIDTH, _HEIGHT = 900, 500
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 30, 30, 70
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
@@ -42,7 +44,8 @@ def save_curves(curves: dict[str, Points], path: Path, *, x_title: str = "step",
         colour = _COLOURS[number % len(_COLOURS)]
         _draw_curve(draw, [_place(point, ranges) for point in curve], colour)
         _draw_legend(draw, font, number, name, colour)
-    image.save(path)
+    with writing(path):
+        image.save(path)
 
 
 def save_heat_map(rows: list[list[float]], path: Path, *, x_title: str, y_title: str) -> None:
@@ -60,7 +63,8 @@ def save_heat_map(rows: list[list[float]], path: Path, *, x_title: str, y_title:
             draw.rectangle([(left, top), (left + cell - 1, top + cell - 1)], fill=_shade(value / largest), outline=_GRID)
         draw.text((_LEFT - 8, _TOP + (y + 0.5) * cell), f"{y_title} {y}", fill="black", font=font, anchor="rm")
     draw.text((_LEFT, _TOP + tall * cell + 20), f"{x_title} 0 to {wide - 1}; white is 0, dark is {largest:.3g}", fill="black", font=font)
-    image.save(path)
+    with writing(path):
+        image.save(path)
 
 
 def _shade(share: float) -> tuple[int, int, int]:

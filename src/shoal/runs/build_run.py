@@ -18,6 +18,7 @@ from shoal.data.interfaces import Progress
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
+from shoal.files import make_folder, write_file
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.folder.resume_rules import Settings, changed_settings, forbidden_changes, format_changes, settings_of
@@ -311,8 +312,7 @@ def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], N
             written = "".join(stream_text(model, tokenizer, "", 64, run.seed, run.serving.decoding, beside))
         model.train()
         if first:
-            folder.mkdir(exist_ok=True)
-            (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
+            write_file(make_folder(folder) / f"step-{step:08d}.txt", written)
 
     if (write := parts.feed.sample_writer()) is not None:
         return lambda step: write(folder / f"step-{step:08d}.txt") if first else None

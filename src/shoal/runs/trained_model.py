@@ -128,7 +128,7 @@ def _appear(folder: Path, write: Callable[[Path], None]) -> None:
     except (ShoalError, OSError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, ShoalError):
-            raise
+            raise ShoalError(str(error).replace(str(partial), str(folder))) from None
         raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
 
 

@@ -21,6 +21,7 @@ from shoal.data.interfaces import Progress
 from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
+from shoal.files import make_folder, writing
 from shoal.protocol.messages import Frames, Message, is_worker_name
 from shoal.runs.build_run import RunParts, assemble
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
@@ -120,5 +121,6 @@ def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:
     for name, content in zip(names, frames, strict=True):
         if not _PLAIN_NAME.fullmatch(name) or name.startswith("."):
             raise ShoalError(f"the coordinator sent a file with an impossible name: {name!r}")
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
+        make_folder(folder)
+        with writing(folder / name):
+            (folder / name).write_bytes(content)

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.files import make_folder, writing
+
 _SHADES = " .:-=+*#%@"
 
 
@@ -28,10 +30,11 @@ def save_png(image_CHW: Tensor, path: Path) -> None:
 
     pixels = (image_CHW.clamp(0, 1) * 255).round().to(torch.uint8)
     array = pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
-    Image.fromarray(array).save(partial, "PNG")
-    partial.replace(path)
+    with writing(path):
+        make_folder(path.parent)
+        Image.fromarray(array).save(partial, "PNG")
+        partial.replace(path)
 
 
 def as_text(image_HW: Tensor) -> list[str]:

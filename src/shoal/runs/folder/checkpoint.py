@@ -252,7 +252,8 @@ def _save(path: Path, weights: Mapping[str, Tensor], metadata: dict[str, str] | 
     try:
         save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, path, metadata)
     except (OSError, SafetensorError) as error:
-        raise ShoalError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+        final = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
+        raise ShoalError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from shoal.coordinator.durable.lock import FolderLock
 from shoal.coordinator.durable.receipt_seal import key_in, seal
 from shoal.coordinator.durable.records import NOWHERE, DamagedJournal, JournalReader, RecordEnd, follows, readable_after
 from shoal.errors import ShoalError
-from shoal.files import parse_json, read_file
+from shoal.files import parse_json, read_file, write_file
 from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.updates.state_packing import Checkpoint
 
@@ -268,8 +268,8 @@ def _new_folder(folder: Path) -> Path:
 def _write_down(folder: Path, removed: RemovedRecords) -> Path:
     """Write rows that were removed from a database to files."""
     aside = _new_folder(folder)
-    (aside / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in removed.records), encoding="utf-8")
-    (aside / "ledger.jsonl").write_text("".join(f"{entry}\n" for entry in removed.ledger), encoding="utf-8")
+    write_file(aside / "records.jsonl", "".join(json.dumps(record) + "\n" for record in removed.records))
+    write_file(aside / "ledger.jsonl", "".join(f"{entry}\n" for entry in removed.ledger))
     return aside
 
 

@@ -146,11 +146,25 @@ class Recorder:
             raise
         finally:
             summary = self.summary(status, error) | more_summary()
-            self.directory.write_summary(summary)
-            for reporter in self.reporters:
-                reporter.close(summary)
-            self.directory.close()
+            unwritten = self._conclude(summary)
+        if unwritten is not None:
+            raise unwritten
         return summary
+
+    def _conclude(self, summary: dict[str, Any]) -> ShoalError | None:
+        """Write the summary and close the reporters. Return why the summary cannot be written; a reporter's problem is a warning."""
+        unwritten = None
+        try:
+            self.directory.write_summary(summary)
+        except ShoalError as error:
+            unwritten = error
+        for reporter in self.reporters:
+            try:
+                reporter.close(summary)
+            except ShoalError as error:
+                self.message(f"warning: {error}")
+        self.directory.close()
+        return unwritten
 
     # --- steps -------------------------------------------------------------------------------------
 

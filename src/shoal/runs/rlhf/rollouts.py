@@ -31,6 +31,7 @@ from shoal.data.splits import held_out_numbers
 from shoal.engines import Engine, World
 from shoal.engines.learners.answers import AnswerFeed
 from shoal.errors import ShoalError
+from shoal.files import make_folder, write_file
 from shoal.models.generation.batch_sampling import SampledAnswers, sample
 from shoal.models.generation.decoding import group_draws
 from shoal.models.generation.side_texts import SideTexts, make_side_texts, side_text_columns
@@ -491,9 +492,9 @@ class RolloutFeed(AnswerFeed):
 
     def sample_writer(self) -> Callable[[Path], None]:
         def write(path: Path) -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
-            path.write_text("\n".join(parts), encoding="utf-8")
+            write_file(path, "\n".join(parts))
 
         return write
 

@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from shoal.data.packages import import_optional
 from shoal.data.text.tokenizers.interface import Ids, Tokenizer
 from shoal.errors import ShoalError
+from shoal.files import make_folder, write_file
 from shoal.untrusted.tokenizer_files import check_tokenizer, check_tokenizer_file, check_tokenizer_folder, panic_is_an_error
 
 END_OF_TEXT = "<|endoftext|>"
@@ -81,11 +82,10 @@ class LibraryTokenizer(LibraryBasedTokenizer):
 
     def save(self, folder: str | Path) -> None:
         """Write files that transformers can read too."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save(str(folder / "tokenizer.json"))
+        folder = make_folder(Path(folder))
+        write_file(folder / "tokenizer.json", self._tokenizer.to_str(pretty=True))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eos, "pad_token": self._pad, "name": self.name}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        write_file(folder / "tokenizer_config.json", json.dumps(config, indent=2))
 
 
 class PretrainedTokenizer(LibraryBasedTokenizer):
