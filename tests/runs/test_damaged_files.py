@@ -211,6 +211,17 @@ def test_a_flipped_bit_in_a_file_is_refused_by_its_name_or_changes_nothing(tmp_p
         path.write_bytes(before)
 
 
+def test_an_audit_goes_by_the_settings_that_the_run_wrote(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.cli.audit import _settings
+
+    shutil.copytree(made / "shared", tmp_path / "shared")
+    before, config = _settings(tmp_path / "shared"), tmp_path / "shared" / "config.yaml"
+    config.write_text(re.sub(r"(?m)^  kind: .*$", "  kind: local", config.read_text()))
+    assert _settings(tmp_path / "shared")["strategy"]["kind"] == before["strategy"]["kind"]
+
+
 # --- a disk that is full -------------------------------------------------------------------------------
 
 

@@ -80,5 +80,10 @@ def test_a_run_whose_state_is_elsewhere_by_now_finds_it_there_and_never_begins_a
     with pytest.raises(ShoalError, match=r"new holds no state of this run, which was kept in .*old"):
         FolderStorage(now, str(tmp_path), True, now.transport, (), print)
     (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "snapshots").mkdir()
+    same = now.replace(coordinator=now.coordinator.replace(state_path=str(tmp_path / "new")))
+    (tmp_path / "config.yaml").write_text(settings_text(same))
+    with pytest.raises(ShoalError, match=r"secrets\.json is missing"):
+        FolderStorage(now, str(tmp_path), True, now.transport, (), print)
     CoordinatorSecrets("token", new_keys(), expected=3).save(tmp_path / "new")
     assert FolderStorage(now, str(tmp_path), True, now.transport, (), print).expected == 3

@@ -11,7 +11,7 @@ import yaml
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 from shoal.files import open_to_read, parse_json, read_file
-from shoal.runs.folder.run_reader import read_summary
+from shoal.runs.folder.run_reader import RunFolder, read_summary
 
 if TYPE_CHECKING:
     from shoal.coordinator.audit.files import AuditInput
@@ -161,6 +161,19 @@ def state_of(folder: Path, settings: Any = None) -> Path:
 
 
 def _settings(folder: Path) -> Any:
+    """The settings of config.yaml, with the values that the run recorded: an edit or a damage since then changes no audit. Only the
+    folder of the coordinator's state may have been moved."""
+    settings = _settings_in_yaml(folder)
+    settings = settings if isinstance(settings, dict) else {}
+    for path, entry in RunFolder(folder).provenance().items():
+        section, _, key = path.partition(".")
+        if key and path != "coordinator.state_path":
+            before = settings.get(section)
+            settings[section] = (before if isinstance(before, dict) else {}) | {key: entry["value"]}
+    return settings
+
+
+def _settings_in_yaml(folder: Path) -> Any:
     try:
         content = read_file(folder / "config.yaml")
         if content is None:

@@ -65,6 +65,11 @@ class FolderStorage:
             raise ShoalError(
                 f"{folder} holds no state of this run, which was kept in {kept}: move it there, or leave coordinator.state_path as it was"
             )
+        if (folder / "snapshots").exists() and not (folder / "secrets.json").exists():
+            raise ShoalError(
+                f"{folder / 'secrets.json'} is missing: it holds the token and the keys by which workers know the coordinator. Put it back "
+                f"from a backup; or start a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"
+            )
 
     def _state(self, directory: RunDirectory) -> Path:
         return Path(self.run.coordinator.state_path) if self.run.coordinator.state_path else directory.path / "coordinator"
