@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +19,10 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.launch.start_mode import StartPlan
+    from shoal.transports.zeromq.tunnel import Tunnel
+
+_NOTICE_S = 10.0
+"""How long a process may take to notice by itself that a machine was lost. torch can wait for days in some places."""
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:
@@ -57,34 +62,58 @@ def _tell(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
+def as_stage(plan: StartPlan, work: Callable[[Tunnel], int]) -> int:
+    """Work as the process of a pipeline stage, on a machine of its own. When another machine is lost this process ends: at once where
+    torch notices it, and in any case after some seconds."""
+    from shoal.launch.engine_processes import LOST
+    from shoal.launch.pipeline_rendezvous import tunnel_for
+
+    here = plan.here
+    assert here is not None
+
+    def on_lost(rank: int) -> None:
+        def end() -> None:
+            report(ShoalError(f"process {here.rank} of {here.size} has lost process {rank}, and waited for it in vain"))
+            _leave(LOST)
+
+        ending = threading.Timer(_NOTICE_S, end)
+        ending.daemon = True
+        ending.start()
+
+    line = sys.stdin.readline()
+    return as_rank(here, lambda: work(tunnel_for(plan.run, here, line, on_lost)), watch=True)
+
+
 def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
     """Work as one process of several. A process that fails exits at once, since cleaning up would wait for the others.
 
     `watch`: end with the process that started this one.
     """
-    from shoal.engines.deepspeed.disk import leave_nothing
-    from shoal.engines.world import is_process_lost
-    from shoal.launch.engine_processes import LOST
-
-    def leave(code: int) -> NoReturn:
-        leave_nothing()
-        os._exit(code)
+    from shoal.engines.world import OthersNotFound, is_process_lost
+    from shoal.launch.engine_processes import LOST, NOT_FOUND
 
     if watch:
-        when_parent_ends(lambda: leave(1))
+        when_parent_ends(lambda: _leave(1))
     try:
         return work()
     except ShoalError as error:
         report(error)
-        code = 2
+        code = NOT_FOUND if here.apart and isinstance(error, OthersNotFound) else 2
     except Exception as error:
         if not is_process_lost(error):
             raise
         report(ShoalError(f"process {here.rank} of {here.size} has lost the others: one of them has ended"))
         code = LOST
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    from shoal.engines.deepspeed.disk import leave_nothing
+
+    leave_nothing()
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(code)
+    os._exit(code)
 
 
 def ignore_signals() -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.engine_processes import as_rank, gather, ignore_signals, start_ranks
+from shoal.cli.engine_processes import as_rank, as_stage, gather, ignore_signals, start_ranks
 from shoal.cli.main import report
 from shoal.cli.options import load, slowdowns
 from shoal.cli.output import download, print_log, print_secret, show_invitation, show_outcome, stopping_on_signals
@@ -78,8 +78,10 @@ def carry_out(plan: StartPlan, argv: list[str], arguments: Arguments = lambda na
         ignore_signals()  # its child processes get the signal, too, and it ends with them
         plan.torchrun.work(print_log)
         return 0
+    if plan.here is not None and plan.here.apart:
+        return as_stage(plan, lambda tunnel: train(plan._replace(tunnel=tunnel)))
     if plan.here is not None:
-        return as_rank(plan.here, lambda: train(plan), watch=bool(plan.here.file) or plan.here.apart)
+        return as_rank(plan.here, lambda: train(plan), watch=bool(plan.here.file))
     return train(plan, arguments)
 
 

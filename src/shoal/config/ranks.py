@@ -14,7 +14,7 @@ RENDEZVOUS = "SHOAL_RENDEZVOUS"
 GROUP = "SHOAL_GROUP"
 """Group of torchrun processes to which this one belongs, if each group is a worker."""
 APART = "SHOAL_APART"
-"""Set if the processes are on machines without a shared folder."""
+"""Set if the processes are on machines without a shared folder, which a tunnel connects."""
 STAGE = "SHOAL_STAGE"
 """Pipeline stage of the process, if it differs from its rank."""
 STRATEGY_FOR_WORKERS = "syncps"
@@ -44,7 +44,7 @@ class RankPlace(NamedTuple):
     group: str = ""
     """Group of torchrun processes; empty: all."""
     apart: bool = False
-    """Whether the machines share no folder: rank 0 keeps the run's folder and sends the others what they need."""
+    """Whether the machines share no folder: rank 0 keeps the run's folder and sends the others what they need. A tunnel connects them."""
     stage: int | None = None
     """Pipeline stage; None: the rank."""
 
@@ -65,7 +65,7 @@ def rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     except (KeyError, ValueError) as error:
         raise ShoalError(f"the environment has RANK and WORLD_SIZE, and is not as torchrun leaves it: {error}") from None
     file, address = environment.get(RENDEZVOUS, ""), environment.get("MASTER_ADDR", "")
-    if not file and not (address and port):
+    if not file and APART not in environment and not (address and port):
         raise ShoalError("the environment has RANK and WORLD_SIZE, but no MASTER_ADDR and MASTER_PORT: start with torchrun")
     rank, size, local_rank, local_size = numbers
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -91,7 +91,7 @@ def batch_share(run: Run, rank: int, size: int) -> tuple[int, int]:
 def rank_environment(here: RankPlace) -> dict[str, str]:
     """Environment variables of a process with this rank; torchrun's own address variables are inherited."""
     numbers = {name: str(number) for name, number in zip(_NAMES, here[:4], strict=True)}
-    at = {"MASTER_ADDR": here.address, "MASTER_PORT": str(here.port), APART: "1"} if here.apart else {}
+    at = {APART: "1"} if here.apart else {}
     at |= {STAGE: str(here.stage)} if here.stage is not None else {}
     return numbers | at | {RENDEZVOUS: here.file, GROUP: here.group} | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if here.hosted else {})
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from shoal.config.ranks import RankPlace
+from shoal.engines.tunnelled_store import Tunnel, TunnelledStore
 from shoal.errors import ShoalError
 
 _MEET_S = 120.0
@@ -26,11 +27,19 @@ Result = TypeVar("Result")
 class World:
     """This process and the others that it steps with. In a world of one process all methods return at once."""
 
-    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None, here: RankPlace | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        talk: dist.ProcessGroup | None = None,
+        here: RankPlace | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
         self.rank, self.size, self.apart = rank, size, here is not None and here.apart
         """`apart`: the processes have no shared folder."""
         self.stage = rank if here is None or here.stage is None else here.stage
         """The pipeline stage that this process runs."""
+        self.rendezvous = rendezvous
         self.talk = talk
         """The process group for small tensors in main memory. Gradients use the default group, which is NCCL's on GPUs."""
         self.leaving = False
@@ -139,6 +148,8 @@ class World:
             self.wait()
             dist.destroy_process_group()
             self.size, self.talk = 1, None
+            if self.rendezvous is not None:
+                self.rendezvous.close()
 
 
 class PendingSum:
@@ -156,9 +167,10 @@ class PendingSum:
 class Rendezvous:
     """The key-value store by which an engine's processes find each other. The first process may leave messages in it for the others."""
 
-    def __init__(self, here: RankPlace) -> None:
-        self.here = here
-        self.store = self._found(lambda: _store(here))
+    def __init__(self, here: RankPlace, tunnel: Tunnel | None = None) -> None:
+        """`tunnel`: to the machines of the other processes, where the processes are apart."""
+        self.here, self.tunnel = here, tunnel
+        self.store = self._found(lambda: _store(here) if tunnel is None else _tunnelled_store(here, tunnel))
 
     def put(self, name: str, value: str | bytes) -> None:
         """Store a message under a name."""
@@ -184,18 +196,27 @@ class Rendezvous:
         backend, patience = ("nccl", None) if on_gpu else ("gloo", _SILENCE)
         dist.init_process_group(backend, store=self.store, rank=self.here.rank, world_size=self.here.size, timeout=patience, device_id=own)
         talk = dist.new_group(backend="gloo", timeout=_SILENCE) if on_gpu else dist.group.WORLD
-        return World(self.here.rank, self.here.size, talk, self.here)
+        return World(self.here.rank, self.here.size, talk, self.here, self)
+
+    def close(self) -> None:
+        """End the connections to other machines, after the process groups were shut down."""
+        if self.tunnel is not None:
+            self.tunnel.close()
 
     def _found(self, operation: Callable[[], Result]) -> Result:
         try:
             return operation()
         except (RuntimeError, ValueError, OSError) as error:
-            raise ShoalError(f"process {self.here.rank} of {self.here.size} did not find the others: {error}") from None
+            raise OthersNotFound(f"process {self.here.rank} of {self.here.size} did not find the others: {error}") from None
 
 
-def enter(here: RankPlace | None, device: torch.device) -> World:
+class OthersNotFound(ShoalError):
+    """The other processes did not start, or have ended."""
+
+
+def enter(here: RankPlace | None, device: torch.device, tunnel: Tunnel | None = None) -> World:
     """Meet the other processes and create the process groups. Raises ShoalError."""
-    return Rendezvous(here).enter(device) if here is not None else World()
+    return Rendezvous(here, tunnel).enter(device) if here is not None else World()
 
 
 def _store(here: RankPlace) -> Store:
@@ -205,6 +226,12 @@ def _store(here: RankPlace) -> Store:
     listening = here.rank == 0 and not here.hosted
     store = TCPStore(here.address, here.port, here.size, listening, timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
     return PrefixStore(here.group or f"start-{here.restart}", store)
+
+
+def _tunnelled_store(here: RankPlace, tunnel: Tunnel) -> Store:
+    store = TunnelledStore(here.rank, here.size, tunnel, timedelta(seconds=_MEET_S))
+    store.connect_all(here.size)
+    return store
 
 
 def is_process_lost(error: Exception) -> bool:

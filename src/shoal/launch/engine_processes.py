@@ -27,6 +27,8 @@ from shoal.scheduling.task_stages import stage_shares
 
 LOST = 75
 """The exit code of a process that ended because another one did."""
+NOT_FOUND = 76
+"""The exit code of a process on a machine of its own that did not find the others."""
 _POLL_INTERVAL_S = 0.05
 _PATIENCE_S = 5.0
 _FOR_ALL = ("torch.distributed.checkpoint",)

@@ -2,13 +2,15 @@
 
 The coordinator's machine has the first stage, or the one that a scheduler places there, and keeps the run's folder. `PipelineRendezvous`
 assigns the ranks, without waiting or sending; `PipelineHost` runs it on the coordinator's machine, and `PipelineMember` is one that joins.
-Both start one process for their stage. Ranks are assigned over the run's transport, with its token and keys; stages connect directly.
+Both start one process for their stage. Ranks are assigned over the run's transport, with its token and keys. The processes of the stages
+connect through tunnels, for which each machine has a key pair: the coordinator gives the public keys to the machines of a start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import signal
@@ -23,10 +25,12 @@ from shoal.config.load import Override
 from shoal.config.plugins import needed_by
 from shoal.config.ranks import RankPlace, rank_environment
 from shoal.config.received import Permissions, Redactor
+from shoal.config.schema.engine import Pipeline
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
-from shoal.launch.engine_processes import ENDED, LOST
+from shoal.launch.engine_processes import ENDED, LOST, NOT_FOUND
+from shoal.launch.local import MOST_FAILURES
 from shoal.process_exit import DECLINED
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.runs import stage_placement
@@ -36,7 +40,9 @@ from shoal.runs.invitation import Invitation, listen
 from shoal.runs.live_objects import refuse_unknown_functions
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
-from shoal.transports.addresses import free_port, interface_of, parse
+from shoal.transports.addresses import Address, free_port, interface_of, own_address_towards, parse, resolve
+from shoal.transports.keys import is_key, new_keys
+from shoal.transports.zeromq.tunnel import Tunnel, TunnelEnds
 from shoal.worker.sender import ConnectionLostError
 
 ASK, FAILED = "stage", "stage-failed"
@@ -60,6 +66,8 @@ class WaitingMachine(NamedTuple):
     name: str
     instance: str
     seen_at: float
+    key: str = ""
+    """Its public key, for the tunnel."""
 
     def is_there(self, now: float) -> bool:
         return now - self.seen_at < _SILENT_S
@@ -79,6 +87,8 @@ class PipelineRendezvous:
         self.members: dict[str, WaitingMachine] = {}
         self.places: dict[str, int] = {}
         """By instance: the ranks of the machines that take part."""
+        self.keys: list[str] = []
+        """The public keys of the machines that take part, by rank from 1."""
         self.stages: dict[str, int] = {}
         """By instance: the stages of the machines that take part."""
         self.missing = ""
@@ -92,12 +102,12 @@ class PipelineRendezvous:
     def size(self) -> int:
         return 1 + len(self.places)
 
-    def ask(self, name: str, instance: str, last: int, now: float) -> int | None:
+    def ask(self, name: str, instance: str, last: int, now: float, key: str = "") -> int | None:
         """A machine asks, which last took part in start number `last`. Return its rank, or None: it must wait."""
         if len(self.members) >= _MOST_WAITING and instance not in self.members:
             self.members = {one.instance: one for one in self.members.values() if one.is_there(now)}
         if len(self.members) < _MOST_WAITING or instance in self.members:
-            self.members[instance] = WaitingMachine(name, instance, now)
+            self.members[instance] = WaitingMachine(name, instance, now, key)
         return self.places.get(instance) if self.running and last < self.start else None
 
     def present(self, now: float) -> list[WaitingMachine]:
@@ -115,6 +125,7 @@ class PipelineRendezvous:
         if not stages:
             return False
         self.places = {instance: rank for rank, instance in enumerate((one for one in stages if one != HERE), 1)}
+        self.keys = [self.members[instance].key for instance in self.places]
         self.stages, self.missing = dict(stages), ""
         self.start, self.running = self.start + 1, True
         return True
@@ -164,7 +175,7 @@ class PipelineHost:
 
     def __init__(self, run: Run, hosts: tuple[str, ...], arguments: Sequence[str], tell: Callable[[str], None]) -> None:
         """`arguments`: those of `shoal train` for the process of the first stage."""
-        self.run, self.arguments, self.tell = run, list(arguments), tell
+        self.run, self.hosts, self.arguments, self.tell = run, tuple(map(resolve, hosts)), list(arguments), tell
         placing = StagePlacer(run) if run.placed else None
         self._at_end = contextlib.ExitStack()
         state_path = run.coordinator.state_path or self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gathering-"))
@@ -175,8 +186,11 @@ class PipelineHost:
         self.gathering = PipelineRendezvous(expected, run.cluster.workers, placing.choose if placing else None)
         self.text = settings_text(run)
         self.process: forkserver.ChildProcess | None = None
-        self.port, self.group = 0, secrets.token_hex(8)
+        self.port, self.public = 0, list[str]()
+        """The port of this machine's tunnel, and the public keys of all machines by rank."""
         self.over, self.failed = False, ""
+        self._not_found = 0
+        """Starts in a row in which the machines did not reach each other."""
         self._shown_names: list[str] = []
         self._reported_missing = set[str]()
 
@@ -220,6 +234,12 @@ class PipelineHost:
         self._end()
         if code in ENDED:
             return code
+        self._not_found = self._not_found + 1 if code == NOT_FOUND else 0
+        if self._not_found >= MOST_FAILURES:
+            self.failed = (
+                f"the machines do not reach each other, {MOST_FAILURES} times in a row: each must reach those before it in the list"
+            )
+            return None
         self.gathering.lost(time.monotonic())
         self.tell(f"warning: a machine was lost: waiting {_GRACE_S:.0f} s for all to come back, then going on from the last checkpoint")
         return None
@@ -229,12 +249,13 @@ class PipelineHost:
         names = {HERE: "this machine"} | {one.instance: one.name for one in gathering.members.values()}
         order = sorted(gathering.stages, key=lambda instance: gathering.stages[instance])
         self.tell(f"{gathering.size} stages begin: {', '.join(names[instance] for instance in order)}")
-        self.port = free_port("0.0.0.0") or 0
-        group, stage = f"{self.group}-{gathering.start}", gathering.stages[HERE]
-        here = RankPlace(0, gathering.size, 0, 1, address="127.0.0.1", port=self.port, group=group, apart=True, stage=stage)
-        environ = dict(os.environ) | rank_environment(here) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
-        environ |= _speaking_at(parse(self.invitation.address).host)
+        own, stage = new_keys(), gathering.stages[HERE]
+        self.port, self.public = free_port(self.hosts[0]) or 0, [own.public, *gathering.keys]
+        here = RankPlace(0, gathering.size, 0, 1, apart=True, stage=stage)
+        environ = dict(os.environ) | rank_environment(here) | on_loopback() | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
         self.process = forkserver.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
+        address = str(Address("tcp", "127.0.0.1", self.port))
+        _send_ends(self.process, TunnelEnds(own.secret, tuple(self.public), address), self.hosts)
 
     def _show_who_waits(self) -> None:
         names = [one.name for one in self.gathering.present(time.monotonic())]
@@ -245,7 +266,7 @@ class PipelineHost:
     def _answer(self, request: Request) -> dict[str, Any]:
         header = request.message.header
         kind = header.get("kind")
-        name, instance, last = (header.get(key) for key in ("name", "instance", "last"))
+        name, instance, last, key = (header.get(field) for field in ("name", "instance", "last", "key"))
         if kind == "join":
             return {"kind": "refused", "reason": STAGES, "detail": "this run gives out places in a pipeline"}
         if kind not in (ASK, FAILED) or not (_is_word(name) and _is_word(instance) and isinstance(last, int)):
@@ -258,11 +279,13 @@ class PipelineHost:
             return {"kind": "noted"}
         if self.over or self.failed:
             return {"kind": "over", "reason": self.failed}
-        rank = self.gathering.ask(name, instance, last, time.monotonic())
+        if not (isinstance(key, str) and is_key(key)):
+            return {"kind": "refused", "reason": "malformed", "detail": "a machine says the public key of its tunnel"}
+        rank = self.gathering.ask(name, instance, last, time.monotonic(), key)
         if rank is None:
             return {"kind": "wait"}
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        place = {"rank": rank, "size": self.gathering.size, "port": self.port, "group": self.group, "start": self.gathering.start}
+        place = {"rank": rank, "size": self.gathering.size, "port": self.port, "keys": self.public, "start": self.gathering.start}
         place["stage"] = self.gathering.stages[instance]
         return {"kind": "place", "config": self.text, "digest": digest, "plugins": needed_by(self.run)} | place
 
@@ -287,10 +310,29 @@ def _is_word(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()
 
 
-def _speaking_at(address: str) -> dict[str, str]:
-    """For gloo: through which interface the others reach this machine. A name of this machine may lead to itself alone."""
-    found = interface_of(address)
+def on_loopback() -> dict[str, str]:
+    """For gloo: listen on 127.0.0.1 only."""
+    found = interface_of("127.0.0.1")
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
+
+
+# --- the tunnel of a stage --------------------------------------------------------------------------------------
+
+
+def _send_ends(process: forkserver.ChildProcess, ends: TunnelEnds, hosts: Sequence[str]) -> None:
+    """Send the process of a stage what it needs for its tunnel. It has a secret, so it is in no argument, file or environment."""
+    with contextlib.suppress(OSError):  # the process has ended already
+        forkserver.write_line(process, json.dumps([*ends, list(hosts)]))
+
+
+def tunnel_for(run: Run, here: RankPlace, line: str, on_lost: Callable[[int], None]) -> Tunnel:
+    """The tunnel of a stage's process, which was sent this line. Raises ShoalError."""
+    assert isinstance(run.engine, Pipeline)
+    try:
+        secret, public, address, hosts = json.loads(line)
+    except ValueError:
+        raise ShoalError("a stage of a pipeline over machines is started by `shoal coordinate` or `shoal join`") from None
+    return Tunnel(here.rank, TunnelEnds(secret, tuple(public), address), hosts, run.engine.timeout_s, on_lost)
 
 
 # --- a machine that joins ------------------------------------------------------------------------------------
@@ -314,6 +356,7 @@ class PipelineMember:
         self.invitation, self.name, self.own = invitation, name[:LONGEST_NAME], own
         self.line = TransportConnection(invitation.address, invitation.token, invitation.key)
         self.instance, self.patience_s = secrets.token_hex(8), patience_s
+        self.keys = new_keys()
         self.last = 0
         """The start in which this machine last took part."""
         self.process: forkserver.ChildProcess | None = None
@@ -366,6 +409,7 @@ class PipelineMember:
 
     def _call(self, kind: str, **more: Any) -> dict[str, Any]:
         header = {"kind": kind, "name": self.name, "instance": self.instance, "last": self.last, "protocol": PROTOCOL}
+        header["key"] = self.keys.public
         return self.line.call(header | more, (), _SILENT_S).header
 
     def _computed(self, place: Mapping[str, Any], tell: Callable[[str], None]) -> int:
@@ -391,15 +435,23 @@ class PipelineMember:
 
     def _run(self, folder: Path, place: Mapping[str, Any], run: Run) -> tuple[int, str]:
         host = parse(self.invitation.address).host
-        group = f"{place['group']}-{place['start']}"
-        where = {"address": host, "port": place["port"], "group": group}
-        here = RankPlace(place["rank"], place["size"], 0, 1, **where, apart=True, stage=place["stage"])
-        environ = dict(os.environ) | rank_environment(here) | _speaking_at(host)
+        ends = TunnelEnds(self.keys.secret, _keys_in(place), str(Address("tcp", host, int(place["port"]))))
+        here = RankPlace(place["rank"], place["size"], 0, 1, apart=True, stage=place["stage"])
+        environ = dict(os.environ) | rank_environment(here) | on_loopback()
         environ["HF_TOKEN"] = run.hub.token.reveal() if run.hub.token else ""  # only for names that this machine's user allowed
         with open_file(folder / "log", "wb", private=True) as log:
             command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder)]
             self.process = forkserver.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+            _send_ends(self.process, ends, [own_address_towards(host) or "127.0.0.1"])
             code = self.process.wait()
             self.process.stdin.close()
         said = (folder / "log").read_text(encoding="utf-8", errors="replace").strip()
         return (LOST if code not in ENDED else code), said.rpartition("\n")[2].removeprefix("error: ")
+
+
+def _keys_in(place: Mapping[str, Any]) -> tuple[str, ...]:
+    """The public keys of all machines, as the coordinator sent them. Raises ShoalError."""
+    keys, size = place["keys"], place["size"]
+    if not (isinstance(keys, list) and len(keys) == size and all(isinstance(key, str) and is_key(key) for key in keys)):
+        raise ShoalError("the coordinator sent no public key for each machine of the pipeline")
+    return tuple(keys)

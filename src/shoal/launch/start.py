@@ -148,6 +148,7 @@ def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None
         reporters=reporters,
         progress=progress,
         here=plan.here,
+        tunnel=plan.tunnel,
         live=live,
     )
     return StartedRun(loop, lambda: _outcome(loop, loop.train()))

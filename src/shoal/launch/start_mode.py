@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.launch.torchrun import TorchrunGroup
     from shoal.runs.worker_run import JoinedWorker
+    from shoal.transports.zeromq.tunnel import Tunnel
 
 Load = Callable[[Sequence[Override]], LoadedConfig]
 """Resolves the configuration with these settings on top."""
@@ -77,6 +78,8 @@ class StartPlan(NamedTuple):
     """Workers to start on this machine; 0 for a resumed run: as many as the run began with."""
     torchrun: TorchrunGroup | None = None
     """The processes that torchrun started, where each runs a worker."""
+    tunnel: Tunnel | None = None
+    """To the machines of the other stages, where each is on a machine of its own."""
     note: str = ""
     """For the user: a choice that neither the caller nor the settings made."""
 

@@ -13,6 +13,7 @@ from shoal.data.interfaces import Progress
 from shoal.engines import World, choose_device, cuda_graph, enter
 from shoal.engines.pipeline.engine import PipelineEngine
 from shoal.engines.precision import fp8
+from shoal.engines.tunnelled_store import Tunnel
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.runs.build_run import (
@@ -42,15 +43,17 @@ def prepare(
     reporters: list[Reporter],
     progress: Progress | None = None,
     here: RankPlace | None = None,
+    tunnel: Tunnel | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> TrainingLoop:
-    """A loop that is ready to train, new or resumed. `here`: rank of this process, where all processes of an engine call this."""
+    """A loop that is ready to train, new or resumed. `here`: rank of this process, where all processes of an engine call this; `tunnel`: to
+    the others, where each is on a machine of its own."""
     run = loaded.run
     warn = warn_reporters(reporters)
     device = choose_device(run.training.device, here.local_rank if here else 0)
     fp8.check(run.training, device)
     cuda_graph.check(run.training, device)
-    world = enter(here, device) if here else None
+    world = enter(here, device, tunnel) if here else None
     own = Path(run_dir or run.output_dir)
     directory, checkpoint, start = _first_decides(world, lambda: _find_start(run, run_dir, resume, here, warn), own)
     parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, live=live)

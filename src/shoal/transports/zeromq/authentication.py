@@ -45,8 +45,10 @@ class ZapAuthenticator:
         traffic: Traffic,
         byte_limiter: ByteLimiter,
         connections: ConnectionLimiter[int],
+        on_ended: Callable[[int], None] = lambda descriptor: None,
     ) -> None:
-        self._admits = admits
+        """`on_ended`: called, in the authenticator's thread, with the descriptor of a connection that has ended."""
+        self._admits, self._on_ended = admits, on_ended
         self.connections = connections
         self._traffic = traffic
         self._byte_limiter = byte_limiter
@@ -101,6 +103,7 @@ class ZapAuthenticator:
         elif message["event"] == zmq.EVENT_DISCONNECTED:
             self._byte_limiter.on_ended(descriptor)
             self.connections.remove(descriptor)
+            self._on_ended(descriptor)
         else:
             self._traffic.refuse(FAILED[message["event"]])
 
