@@ -24,11 +24,14 @@ from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, last_line, pause_s, shared_cores
 from shoal.launch.waiting import wait_until
 from shoal.scheduling.task_stages import stage_shares
+from shoal.transports.addresses import interface_of
 
 LOST = 75
 """The exit code of a process that ended because another one did."""
 NOT_FOUND = 76
 """The exit code of a process on a machine of its own that did not find the others."""
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Variables that name the interface on which a library listens, without passwords or encryption."""
 _POLL_INTERVAL_S = 0.05
 _PATIENCE_S = 5.0
 _FOR_ALL = ("torch.distributed.checkpoint",)
@@ -113,7 +116,16 @@ def place_in_engine(run: Run) -> RankPlace | None:
     ):
         if wanted is not None and wanted != found:
             raise ShoalError(f"{setting} is {wanted}, and torchrun started {found}")
+    if here.nodes == 1:
+        for variable, interface in on_loopback(GLOO, NCCL).items():
+            os.environ.setdefault(variable, interface)
     return here
+
+
+def on_loopback(*variables: str) -> dict[str, str]:
+    """The environment in which these libraries listen on 127.0.0.1 only."""
+    found = interface_of("127.0.0.1")
+    return dict.fromkeys(variables, found) if found else {}
 
 
 class LocalRanks:
@@ -141,7 +153,7 @@ class LocalRanks:
 
     def _start(self, rank: int, folder: Path) -> forkserver.ChildProcess:
         here = RankPlace(rank, self.count, rank, self.count, file=str(folder / "meeting"))
-        environ = dict(os.environ) | rank_environment(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
+        environ = on_loopback(GLOO, NCCL) | os.environ | rank_environment(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
         if "OMP_NUM_THREADS" not in environ:
             environ |= shared_cores(self.count)
         command = ["-m", "shoal", *self.arguments]

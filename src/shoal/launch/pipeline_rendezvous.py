@@ -29,7 +29,7 @@ from shoal.config.schema.engine import Pipeline
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file
 from shoal.launch import forkserver
-from shoal.launch.engine_processes import ENDED, LOST, NOT_FOUND
+from shoal.launch.engine_processes import ENDED, GLOO, LOST, NOT_FOUND, on_loopback
 from shoal.launch.local import MOST_FAILURES
 from shoal.process_exit import DECLINED
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
@@ -40,7 +40,7 @@ from shoal.runs.invitation import Invitation, listen
 from shoal.runs.live_objects import refuse_unknown_functions
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
-from shoal.transports.addresses import Address, free_port, interface_of, own_address_towards, parse, resolve
+from shoal.transports.addresses import Address, free_port, own_address_towards, parse, resolve
 from shoal.transports.keys import is_key, new_keys
 from shoal.transports.zeromq.tunnel import Tunnel, TunnelEnds
 from shoal.worker.sender import ConnectionLostError
@@ -252,7 +252,7 @@ class PipelineHost:
         own, stage = new_keys(), gathering.stages[HERE]
         self.port, self.public = free_port(self.hosts[0]) or 0, [own.public, *gathering.keys]
         here = RankPlace(0, gathering.size, 0, 1, apart=True, stage=stage)
-        environ = dict(os.environ) | rank_environment(here) | on_loopback() | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
+        environ = dict(os.environ) | rank_environment(here) | on_loopback(GLOO) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
         self.process = forkserver.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
         address = str(Address("tcp", "127.0.0.1", self.port))
         _send_ends(self.process, TunnelEnds(own.secret, tuple(self.public), address), self.hosts)
@@ -308,12 +308,6 @@ class PipelineHost:
 
 def _is_word(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()
-
-
-def on_loopback() -> dict[str, str]:
-    """For gloo: listen on 127.0.0.1 only."""
-    found = interface_of("127.0.0.1")
-    return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 
 # --- the tunnel of a stage --------------------------------------------------------------------------------------
@@ -437,7 +431,7 @@ class PipelineMember:
         host = parse(self.invitation.address).host
         ends = TunnelEnds(self.keys.secret, _keys_in(place), str(Address("tcp", host, int(place["port"]))))
         here = RankPlace(place["rank"], place["size"], 0, 1, apart=True, stage=place["stage"])
-        environ = dict(os.environ) | rank_environment(here) | on_loopback()
+        environ = dict(os.environ) | rank_environment(here) | on_loopback(GLOO)
         environ["HF_TOKEN"] = run.hub.token.reveal() if run.hub.token else ""  # only for names that this machine's user allowed
         with open_file(folder / "log", "wb", private=True) as log:
             command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder)]

@@ -26,6 +26,7 @@ from shoal.config.received import arguments_for
 from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Rendezvous
 from shoal.errors import ShoalError
+from shoal.launch.engine_processes import GLOO, NCCL, on_loopback
 from shoal.launch.local import LocalWorkers, factory_arguments, gpus_for, worker_names
 from shoal.launch.waiting import wait_until
 from shoal.runs.invitation import Invitation
@@ -192,7 +193,7 @@ class TorchrunGroup:
         environ = dict(modules or os.environ)
         if several:
             here = self.here._replace(rank=self.rank, size=self.per_worker, hosted=True, group=f"{self.start} {self.group}")
-            environ |= rank_environment(here)
+            environ = (on_loopback(GLOO, NCCL) if self.machines == 1 else {}) | environ | rank_environment(here)
         else:
             environ = without_rank_variables(environ)
             gpus = gpus[self.here.local_rank % len(gpus) :][:1] if gpus else []
