@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import struct
 from datetime import timedelta
-from typing import Protocol
 
 from torch._C._distributed_c10d import Store, TCPStore
+
+from shoal.protocol.tunnel import LoopbackTunnel
 
 _LOOPBACK = re.compile(rb"(?<=\x02\x00|\x10\x02)(..)\x7f\x00\x00\x01", re.DOTALL)
 """The system's form of 127.0.0.1 and a port, in gloo's addresses: on Linux, or with a length before it (macOS)."""
@@ -22,23 +23,10 @@ _PORT = _OWNER = struct.Struct(">H")
 _ADDRESS = "tunnel of {}"
 
 
-class Tunnel(Protocol):
-    """This machine's end of a tunnel to the machines of the other processes (transports/zeromq/tunnel.py)."""
-
-    addresses: tuple[str, ...]
-
-    def store_listener(self) -> tuple[int, int]: ...
-    def store_port(self) -> int: ...
-    def expose(self, port: int) -> None: ...
-    def port_to(self, rank: int, port: int) -> int: ...
-    def dial(self, rank: int, address: str) -> None: ...
-    def close(self) -> None: ...
-
-
 class TunnelledStore(Store):
     """A store whose values begin with the rank of the process that set them. The process group calls its methods, from C++."""
 
-    def __init__(self, rank: int, size: int, tunnel: Tunnel, timeout: timedelta) -> None:
+    def __init__(self, rank: int, size: int, tunnel: LoopbackTunnel, timeout: timedelta) -> None:
         super().__init__()
         self._rank, self._tunnel = rank, tunnel
         first = rank == 0

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from shoal.config.ranks import RankPlace
-from shoal.engines.tunnelled_store import Tunnel, TunnelledStore
+from shoal.engines.tunnelled_store import TunnelledStore
 from shoal.errors import ShoalError
+from shoal.protocol.tunnel import LoopbackTunnel
 
 _MEET_S = 120.0
 """Seconds that a process waits for all others to start."""
@@ -167,7 +168,7 @@ class PendingSum:
 class Rendezvous:
     """The key-value store by which an engine's processes find each other. The first process may leave messages in it for the others."""
 
-    def __init__(self, here: RankPlace, tunnel: Tunnel | None = None) -> None:
+    def __init__(self, here: RankPlace, tunnel: LoopbackTunnel | None = None) -> None:
         """`tunnel`: to the machines of the other processes, where the processes are apart."""
         self.here, self.tunnel = here, tunnel
         self.store = self._found(lambda: _store(here) if tunnel is None else _tunnelled_store(here, tunnel))
@@ -214,7 +215,7 @@ class OthersNotFound(ShoalError):
     """The other processes did not start, or have ended."""
 
 
-def enter(here: RankPlace | None, device: torch.device, tunnel: Tunnel | None = None) -> World:
+def enter(here: RankPlace | None, device: torch.device, tunnel: LoopbackTunnel | None = None) -> World:
     """Meet the other processes and create the process groups. Raises ShoalError."""
     return Rendezvous(here, tunnel).enter(device) if here is not None else World()
 
@@ -228,7 +229,7 @@ def _store(here: RankPlace) -> Store:
     return PrefixStore(here.group or f"start-{here.restart}", store)
 
 
-def _tunnelled_store(here: RankPlace, tunnel: Tunnel) -> Store:
+def _tunnelled_store(here: RankPlace, tunnel: LoopbackTunnel) -> Store:
     store = TunnelledStore(here.rank, here.size, tunnel, timedelta(seconds=_MEET_S))
     store.connect_all(here.size)
     return store

@@ -13,8 +13,8 @@ from shoal.data.interfaces import Progress
 from shoal.engines import World, choose_device, cuda_graph, enter
 from shoal.engines.pipeline.engine import PipelineEngine
 from shoal.engines.precision import fp8
-from shoal.engines.tunnelled_store import Tunnel
 from shoal.errors import ShoalError
+from shoal.protocol.tunnel import LoopbackTunnel
 from shoal.runs import stage_placement
 from shoal.runs.build_run import (
     RunParts,
@@ -43,7 +43,7 @@ def prepare(
     reporters: list[Reporter],
     progress: Progress | None = None,
     here: RankPlace | None = None,
-    tunnel: Tunnel | None = None,
+    tunnel: LoopbackTunnel | None = None,
     live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> TrainingLoop:
     """A loop that is ready to train, new or resumed. `here`: rank of this process, where all processes of an engine call this; `tunnel`: to

@@ -27,6 +27,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from shoal.errors import ShoalError
+from shoal.protocol.tunnel import LoopbackTunnel
 from shoal.transports import addresses, keys
 from shoal.transports.connection_limits import ConnectionLimiter
 from shoal.transports.interface import Traffic
@@ -71,7 +72,7 @@ class MessageKind(IntEnum):
     """A new stream to an exposed port, which the number names."""
     DATA = auto()
     TAKEN = auto()
-    """So many bytes of the stream were passed on: as many more may come."""
+    """Bytes of the stream were passed on, and as many more may come."""
     CLOSE = auto()
 
 
@@ -107,7 +108,7 @@ class _Peer:
         self.connected = self.lost = False
 
 
-class Tunnel:
+class Tunnel(LoopbackTunnel):
     """One machine's end. A thread of its own passes everything on; the methods may be called from any other thread."""
 
     def __init__(self, rank: int, ends: TunnelEnds, hosts: Sequence[str], silence_s: float, on_lost: Callable[[int], None]) -> None:
@@ -138,22 +139,18 @@ class Tunnel:
     # --- for other threads -------------------------------------------------------------------------
 
     def store_listener(self) -> tuple[int, int]:
-        """Descriptor and port of a socket for the TCPStore, which the other machines reach as the first machine's `STORE`."""
         listener = sockets.create_server(("127.0.0.1", 0), backlog=128)
         port = listener.getsockname()[1]
         self._call(lambda: self._exposed.update({STORE: port}))
         return listener.detach(), port
 
     def store_port(self) -> int:
-        """A port of this machine's 127.0.0.1 that leads to the first machine's TCPStore."""
         return self.port_to(0, STORE)
 
     def expose(self, port: int) -> None:
-        """Let the other machines connect to a port of this machine's 127.0.0.1."""
         self._call(lambda: self._exposed.update({port: port}))
 
     def port_to(self, rank: int, port: int) -> int:
-        """A port of this machine's 127.0.0.1 that leads to an exposed port of a machine of lower rank, which was dialled."""
         listener = sockets.create_server(("127.0.0.1", 0), backlog=16)
         listener.setblocking(False)
         local: int = listener.getsockname()[1]
@@ -161,11 +158,9 @@ class Tunnel:
         return local
 
     def dial(self, rank: int, address: str) -> None:
-        """Connect to a machine of lower rank."""
         self._call(lambda: self._dial(self._peers[rank], address))
 
     def close(self) -> None:
-        """Deliver what was sent, then end all streams."""
         self._call(self._begin_to_close)
         self._thread.join()
 
