@@ -8,7 +8,8 @@ import pytest
 
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.launch.pipeline_rendezvous import HERE, PipelineRendezvous, StagePlacer, WaitingMachine
+from shoal.launch.pipeline_rendezvous import HERE, PipelineRendezvous, StagePlacer, WaitingMachine, _check_place
+from shoal.transports.keys import new_keys
 
 
 def test_places_follow_the_list_and_nobody_begins_before_all_are_there() -> None:
@@ -65,6 +66,29 @@ def test_a_machine_that_comes_too_late_waits_and_takes_a_place_that_becomes_free
     gathering.ask("spare", "b", 0, 3.0)
     assert gathering.begin(3.0)
     assert gathering.ask("spare", "b", 0, 4.0) == 1
+
+
+PLACE = {"rank": 1, "size": 2, "stage": 1, "port": 4000, "start": 1, "keys": [new_keys().public, new_keys().public]}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"rank": 2},
+        {"rank": "1"},
+        {"rank": 0},
+        {"stage": -1},
+        {"port": 1 << 16},
+        {"size": 3},
+        {"keys": ["x", "y"]},
+        {"keys": None},
+        {"start": 1.5},
+    ],
+)
+def test_a_machine_refuses_a_place_that_there_cannot_be(lie: dict[str, object]) -> None:
+    _check_place(PLACE)
+    with pytest.raises(ShoalError, match="no place in a pipeline"):
+        _check_place(PLACE | lie)
 
 
 # --- a scheduler places the stages ---------------------------------------------------------------------------

@@ -408,7 +408,8 @@ class PipelineMember:
 
     def _computed(self, place: Mapping[str, Any], tell: Callable[[str], None]) -> int:
         """Have a process be the stage, and wait for its end; its exit code. Raises ShoalError where it could not do its part."""
-        self.last = int(place["start"])
+        _check_place(place)
+        self.last = place["start"]
         try:
             run = configuration(dict(place), self.own.overrides, self.own.permissions)
             refuse_unknown_functions(run, self.own.functions)
@@ -429,7 +430,7 @@ class PipelineMember:
 
     def _run(self, folder: Path, place: Mapping[str, Any], run: Run) -> tuple[int, str]:
         host = parse(self.invitation.address).host
-        ends = TunnelEnds(self.keys.secret, _keys_in(place), str(Address("tcp", host, int(place["port"]))))
+        ends = TunnelEnds(self.keys.secret, tuple(place["keys"]), str(Address("tcp", host, place["port"])))
         here = RankPlace(place["rank"], place["size"], 0, 1, apart=True, stage=place["stage"])
         environ = dict(os.environ) | rank_environment(here) | on_loopback(GLOO)
         environ["HF_TOKEN"] = run.hub.token.reveal() if run.hub.token else ""  # only for names that this machine's user allowed
@@ -443,9 +444,16 @@ class PipelineMember:
         return (LOST if code not in ENDED else code), said.rpartition("\n")[2].removeprefix("error: ")
 
 
-def _keys_in(place: Mapping[str, Any]) -> tuple[str, ...]:
-    """The public keys of all machines, as the coordinator sent them. Raises ShoalError."""
-    keys, size = place["keys"], place["size"]
-    if not (isinstance(keys, list) and len(keys) == size and all(isinstance(key, str) and is_key(key) for key in keys)):
-        raise ShoalError("the coordinator sent no public key for each machine of the pipeline")
-    return tuple(keys)
+def _check_place(place: Mapping[str, Any]) -> None:
+    """Raises ShoalError where the coordinator sent something that is no place in a pipeline."""
+    rank, size, stage, port, start = (place.get(name, -1) for name in ("rank", "size", "stage", "port", "start"))
+    keys = place.get("keys")
+    if not (
+        all(type(number) is int for number in (rank, size, stage, port, start))
+        and isinstance(keys, list)
+        and 0 < rank < size == len(keys)
+        and stage in range(size)
+        and port in range(1, 1 << 16)
+        and all(isinstance(key, str) and is_key(key) for key in keys)
+    ):
+        raise ShoalError("the coordinator sent no place in a pipeline: a rank, a stage, a port and the public key of each machine")
