@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import re
 import signal
 import socket
 import struct
@@ -115,9 +114,9 @@ def test_a_stage_whose_peer_is_gone_ends_with_a_message_and_the_run_goes_on(tmp_
         eventually(lambda: stages_of(tmp_path))
         gone = stages_of(tmp_path)[0]
         os.kill(gone, number)
+        wait_for_line(coordinator, "process 0 of 2 (has lost|did not find)")
+        wait_for_line(coordinator, "a machine was lost")
+        if number == signal.SIGSTOP:
+            os.kill(gone, signal.SIGCONT)  # it notices that it was given up, and its machine asks for a place again
         output, _ = coordinator.communicate(timeout=HANG_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(gone, signal.SIGKILL)
         assert coordinator.returncode == 0, output
-        assert "a machine was lost" in output
-        assert re.search(r"process 0 of 2 (has lost|did not find)", output), output
