@@ -65,3 +65,13 @@ def test_dropout_works_with_any_number_of_layers(num_layers):
     assert torch.equal(model(tokens), model(tokens))
     model.train()
     assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_a_pass_in_fp16_works_on_a_cpu_and_agrees_with_fp32() -> None:
+    """torch has no recurrent kernel in fp16 there."""
+    model = Lstm(schema.Lstm(hidden_size=8), 11)
+    ids_BL = torch.arange(12).view(2, 6) % 11
+    with torch.autocast("cpu", torch.float16):
+        logits = model(ids_BL)
+    logits.float().sum().backward()
+    torch.testing.assert_close(logits.float(), model(ids_BL), rtol=1e-2, atol=1e-2)

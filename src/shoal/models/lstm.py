@@ -6,6 +6,8 @@ Shapes: B batch, L tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +71,8 @@ class Lstm(nn.Module):
 
     def _recur(self, input_ids_BL: Tensor, cache: LstmCache | None) -> Tensor:
         x_BLD = F.dropout(self.token_embedding(input_ids_BL), self.dropout, self.training)
-        x_BLD, state = self.recurrent(x_BLD, cache.state if cache else None)
+        with _no_fp16_on_cpu(x_BLD):
+            x_BLD, state = self.recurrent(x_BLD, cache.state if cache else None)
         if cache is not None:
             cache.state = state
         return F.dropout(x_BLD, self.dropout, self.training)
@@ -84,6 +87,13 @@ class Lstm(nn.Module):
     def next_logits(self, input_ids_BL: Tensor, cache: LstmCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the next token; the cache advances over these tokens."""
         return self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask)[:, -1])
+
+
+def _no_fp16_on_cpu(x_BLD: Tensor) -> AbstractContextManager[Any]:
+    """Recurrent layers compute in fp32 where the rest of a pass computes in fp16 on a CPU: torch has no such kernel."""
+    if x_BLD.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16:
+        return torch.autocast("cpu", enabled=False)
+    return nullcontext()
 
 
 def players(model: schema.Lstm, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
