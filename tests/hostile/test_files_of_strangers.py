@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import gzip
+import hashlib
 import json
 import os
 import struct
@@ -26,8 +27,10 @@ from shoal.config.schema import model as schema
 from shoal.data import SampleStream, load_tokenizer
 from shoal.data import load as load_data
 from shoal.data.hub.dataset import DataRequest, load_splits
+from shoal.data.images import transfer
 from shoal.data.images.decoding import CorruptImageError, decode
 from shoal.data.images.mnist import read_idx
+from shoal.data.images.transfer import ImageOffer, fetch_images
 from shoal.data.retrieval.encoders import HashedWords
 from shoal.data.retrieval.index import build_index, open_index
 from shoal.data.retrieval.passages import Passages
@@ -530,3 +533,32 @@ def test_an_index_of_vectors_that_is_of_another_kind_or_size_is_not_given_to_fai
         manifest.write_text(json.dumps(fields))
         with pytest.raises(ShoalError, match=r"index .* is damaged"):
             open_index(tmp_path / "index")
+
+
+# --- images that a coordinator sends ------------------------------------------------------------------------------------
+
+
+def test_images_that_a_coordinator_sends_do_not_fill_the_disk(tmp_path, monkeypatch):
+    chunk = bytes(100)
+    listed = hashlib.sha256(chunk).digest()
+    offer = ImageOffer.of([hashlib.sha256(listed).hexdigest(), 1, 100, ".zip"])
+    sent = {0: listed, 1: chunk}
+    monkeypatch.setattr(transfer, "_SPARE_BYTES", 1 << 60)
+    with pytest.raises(ShoalError, match="make room there"):
+        fetch_images(offer, sent.get, tmp_path, None)
+    monkeypatch.undo()
+    assert fetch_images(offer, sent.get, tmp_path, None).read_bytes() == chunk
+
+
+@pytest.mark.parametrize("size", [1, 3 * (4 << 20)])
+def test_an_offer_of_images_cannot_name_fewer_bytes_than_its_pieces_have(size):
+    with pytest.raises(ShoalError, match="invalid sizes"):
+        ImageOffer.of(["0" * 64, 1 << 20, size, ".zip"])
+
+
+def test_a_piece_of_images_is_no_larger_than_a_piece(tmp_path):
+    chunk = bytes((4 << 20) + 1)
+    listed = hashlib.sha256(chunk).digest()
+    offer = ImageOffer.of([hashlib.sha256(listed).hexdigest(), 1, 100, ".zip"])
+    with pytest.raises(ShoalError, match="was changed on its way"):
+        fetch_images(offer, {0: listed, 1: chunk}.get, tmp_path, None)

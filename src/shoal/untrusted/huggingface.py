@@ -23,7 +23,7 @@ from shoal.untrusted.tokenizer_files import check_tokenizer_folder
 MOST_MODULES = 500_000
 MOST_BUFFER_BYTES = 4 << 30
 _MOST_PARTS = 100_000
-_MOST_POSITIONS = 1 << 27
+_MOST_POSITIONS = 1 << 24
 _COUNTED = {"layer": _MOST_PARTS, "expert": _MOST_PARTS, "block": _MOST_PARTS, "depth": _MOST_PARTS}
 _COUNTED |= {"position": _MOST_POSITIONS, "context": _MOST_POSITIONS}
 """The largest number in a configuration under a name that contains one of these words: what is built that many times."""

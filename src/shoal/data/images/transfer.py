@@ -49,7 +49,7 @@ class ImageOffer(NamedTuple):
         except (TypeError, ValueError):
             raise ShoalError("the coordinator offers images in a format that this version of Shoal does not know") from None
         good = isinstance(digest, str) and isinstance(count, int) and isinstance(size, int) and suffix in (".zip", ".npz")
-        if not good or not 0 < count <= _MOST_CHUNKS or not 0 < size <= count * CHUNK_BYTES:
+        if not good or not 0 < count <= _MOST_CHUNKS or not (count - 1) * CHUNK_BYTES < size <= count * CHUNK_BYTES:
             raise ShoalError("the coordinator offers images with invalid sizes or names: join again, or put the images in place")
         return cls(digest, count, size, suffix)
 
@@ -128,7 +128,7 @@ def fetch_images(offer: ImageOffer, get: Callable[[int], bytes | None], folder: 
     if offer.chunks * CHUNK_BYTES > (free := shutil.disk_usage(folder).free) - _SPARE_BYTES:
         needed = f"the class's images are {offer.total_bytes >> 20:,} MiB"
         raise ShoalError(f"{needed}, and {folder} has {free >> 20:,} MiB free: make room there")
-    digests = _checked(get(0), offer.digest)
+    digests = _checked(get(0), offer.digest, offer.chunks * _DIGEST_BYTES)
     if len(digests) != offer.chunks * _DIGEST_BYTES:
         raise ShoalError("the list of the class's images is not the one announced: join again")
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.partial")
@@ -136,7 +136,7 @@ def fetch_images(offer: ImageOffer, get: Callable[[int], bytes | None], folder: 
         with partial.open("wb") as output:
             for number in range(1, offer.chunks + 1):
                 expected = digests[(number - 1) * _DIGEST_BYTES : number * _DIGEST_BYTES].hex()
-                output.write(_checked(get(number), expected))
+                output.write(_checked(get(number), expected, CHUNK_BYTES))
                 if progress is not None:
                     progress("the class's images", min(number * CHUNK_BYTES, offer.total_bytes), offer.total_bytes)
         os.replace(partial, file)
@@ -147,7 +147,7 @@ def fetch_images(offer: ImageOffer, get: Callable[[int], bytes | None], folder: 
     return file
 
 
-def _checked(chunk: bytes | None, digest: str) -> bytes:
-    if chunk is None or len(chunk) > max(CHUNK_BYTES, _MOST_CHUNKS * _DIGEST_BYTES) or hashlib.sha256(chunk).hexdigest() != digest:
+def _checked(chunk: bytes | None, digest: str, most: int) -> bytes:
+    if chunk is None or len(chunk) > most or hashlib.sha256(chunk).hexdigest() != digest:
         raise ShoalError("a piece of the class's images is missing or was changed on its way: join again, or put the images in place")
     return chunk

@@ -54,6 +54,7 @@ _GPT2 = {
 _ROTARY_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary positions whose frequencies do not depend on the length of the text."""
 _TOLERANCE = 1e-4
+_MOST_POSITIONS = 1 << 21
 
 
 class GptConversion:
@@ -66,6 +67,8 @@ class GptConversion:
         self.gpt2 = config.model_type == "gpt2"
         self.names: Mapping[str, Any] = _GPT2 if self.gpt2 else _LLAMA
         self.settings = _of_gpt2(config) if self.gpt2 else _of_llama(config)
+        if self.settings.max_seq_len > _MOST_POSITIONS:
+            raise ShoalError("its table of positions would fill the memory")
         self.frequencies: Tensor | None = None
         self.biased = False
         if not self.gpt2:
