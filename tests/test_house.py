@@ -430,6 +430,13 @@ def test_the_architecture_page_is_short_and_names_files_that_exist() -> None:
     assert not {name for name in missing if not list(SOURCE.rglob(name))}
 
 
+def test_the_security_page_names_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (TESTS.parent / "docs" / "security.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}(" in (TESTS / file).read_text(encoding="utf-8"), f"{file}::{test}"
+
+
 @pytest.mark.parametrize("walk", MOST_FILES_OF_A_WALK)
 def test_a_walk_passes_few_files(walk: str) -> None:
     (text,) = [part for part in ARCHITECTURE.split("\n### ")[1:] if walk in part.splitlines()[0]]
