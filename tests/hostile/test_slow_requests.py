@@ -220,7 +220,10 @@ def test_no_more_streams_are_open_than_the_limit_however_many_ask_at_once(tmp_pa
 # --- the coordinator ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [RPC, RPC + b"<", f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\nPOST".encode()])
+TWO_REQUESTS = f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\nPOST".encode()
+
+
+@pytest.mark.parametrize("words", [RPC, RPC + b"<", TWO_REQUESTS], ids=["no body", "a body that begins", "a second request"])
 def test_workers_that_send_slowly_are_cut_off_also_with_the_token(
     coordinator: XmlRpcServer, monkeypatch: pytest.MonkeyPatch, words: bytes
 ) -> None:
