@@ -214,8 +214,10 @@ def test_a_premise_or_a_context_field_stands_beside_the_text(make_run: Make, tmp
 def test_cross_attention_to_nothing_is_refused(make_run: Make, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(ANIMALS * 20))
     source = {"kind": "text", "path": str(tmp_path / "a.txt")}
+    attending = {"model__kind": "moe", "model__cross_attention": {"enabled": True}, "data__batching": "dynamic"}
+    run = make_run(data__source=source, data__sequence_length=32, **attending)
     with pytest.raises(ShoalError, match="nothing to attend to"):
-        load(make_run(model__kind="moe", data__source=source, data__sequence_length=32, model__cross_attention={"enabled": True}))
+        load(run)
 
 
 def test_the_premise_of_snli_stands_beside_the_hypothesis(make_run: Make, tmp_path: Path) -> None:

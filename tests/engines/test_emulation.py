@@ -136,7 +136,7 @@ def test_experts_keep_their_scales_in_the_places_of_their_layer() -> None:
 
 
 def test_fp8_training_needs_a_gpu_that_has_it_and_a_coordinator_evaluates_in_bf16() -> None:
-    training = load("starter", overrides=["training.precision.kind=fp8"], environ={}).training
+    training = load("demo-gpt", overrides=["training.precision.kind=fp8"], environ={}).training
     with pytest.raises(ShoalError, match="needs a GPU of the Hopper generation"):
         fp8.check(training, torch.device("cpu"))
     fp8.check(training.replace(allow_emulation=True), torch.device("cpu"))
@@ -160,7 +160,9 @@ def test_emulation_is_labelled() -> None:
 def tiny(kind: str, *more: str) -> SingleEngine:
     sizes = ["hidden_size=32", "num_layers=3", "num_heads=2", "max_seq_len=16", "vocab_size=20"]
     run = load(
-        "starter", overrides=[f"model.kind={kind}", *(f"model.{one}" for one in sizes), "task.kind=language-modelling", *more], environ={}
+        "starter",
+        overrides=[f"model.kind={kind}", *(f"model.{one}" for one in sizes), "task.kind=language-modelling", "data.source.name=zen", *more],
+        environ={},
     )
     torch.manual_seed(0)
     model: nn.Module = (Gpt if kind == "gpt" else Moe)(run.model, 20)  # type: ignore[arg-type]

@@ -276,7 +276,7 @@ def test_settings_of_an_optimizer_become_its_keywords() -> None:
 def test_unknown_networks_are_refused() -> None:
     with pytest.raises(ShoalError, match="no network `generator`"):
         engine_for(run_with("training.players.generator.learning_rate=0.1"))
-    with pytest.raises(ShoalError, match="no blocks to recompute"):
+    with pytest.raises(ShoalError, match="no blocks whose activations could be computed again"):
         engine_for(run_with("training.gradient_checkpointing=true"))
 
 

@@ -31,6 +31,10 @@ def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiLoCo, "worth_trying", lambda workers: tuple({"inner_steps": steps} for steps in (1, 10, 50)))
 
 
+JOINED = {"state": "computing", "lag": 0, "accepted": 1, "rejected": 0, "bytes": 1}
+"""What a status says of every worker."""
+
+
 def starter(settings: dict[str, Any] | None = None) -> LoadedConfig:
     return resolve([ConfigFile("starter")], [Override(path, scalar(value), path) for path, value in (settings or {}).items()])
 
@@ -182,7 +186,7 @@ def test_the_commands_of_the_page_run_and_write_a_file_that_passes(
     Path("runs/my-run").mkdir(parents=True)
     Path("runs/my-run/config.yaml").write_text("dialect: shoal\n")
     Path("runs/my-run/status.json").write_text(
-        json.dumps({"schema": 2, "members": [{"worker": "desk", "computing_s": 10.0, "samples": 6400}]})
+        json.dumps({"schema": 2, "members": [JOINED | {"worker": "desk", "computing_s": 10.0, "samples": 6400}]})
     )
     assert len(commands) == 4
     for command in commands:
@@ -232,9 +236,9 @@ def test_a_plan_is_made_for_those_who_joined_a_run_as_fast_as_they_were_seen_the
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     members: list[dict[str, Any]] = [
-        {"worker": "desk", "computing_s": 10.0, "samples": 6400, "latency_ms": 1.5, "bandwidth_mbps": 940.0},
-        {"worker": "phone", "computing_s": 20.0, "samples": 640, "latency_ms": 80.0, "bandwidth_mbps": 9.0},
-        {"worker": "new", "computing_s": 0.0, "samples": 0, "latency_ms": -3.0},
+        JOINED | {"worker": "desk", "computing_s": 10.0, "samples": 6400, "latency_ms": 1.5, "bandwidth_mbps": 940.0},
+        JOINED | {"worker": "phone", "computing_s": 20.0, "samples": 640, "latency_ms": 80.0, "bandwidth_mbps": 9.0},
+        JOINED | {"worker": "new", "computing_s": 0.0, "samples": 0, "latency_ms": -3.0},
     ]
     (tmp_path / "config.yaml").write_text("dialect: shoal\n")
     (tmp_path / "status.json").write_text(json.dumps({"schema": 2, "members": []}))

@@ -22,7 +22,7 @@ SIZES = ["hidden_size=16", "num_layers=2", "num_heads=2", "max_seq_len=8", "expe
 
 def tiny(*more: str) -> SingleEngine:
     own = [f"model.{one}" for one in (*SIZES, "vocab_size=12")]
-    run = load("starter", overrides=["model.kind=moe", *own, "task.kind=language-modelling", *more], environ={})
+    run = load("starter", overrides=["model.kind=moe", *own, "task.kind=language-modelling", "data.source.name=zen", *more], environ={})
     torch.manual_seed(0)
     return SingleEngine(run, LanguageModelling({"model": Moe(run.model, 12)}), torch.device("cpu"), 10)  # type: ignore[arg-type]
 

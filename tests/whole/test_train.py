@@ -142,7 +142,7 @@ def test_a_run_leaves_what_it_promises(folder: Path, capsys: pytest.CaptureFixtu
     )
     run = folder / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"format", "status", "metrics", "steps", "samples", "wall_s", "peak_memory_bytes", "resumed_from"}
+    assert set(summary) == {"format", "checksum", "status", "metrics", "steps", "samples", "wall_s", "peak_memory_bytes", "resumed_from"}
     assert summary["status"] == "completed"
     assert summary["steps"] == 88
     assert summary["samples"] == 88 * 32
@@ -258,11 +258,11 @@ def test_a_full_disk_is_told_and_training_goes_on(
 
     real, calls = checkpoint.save_file, []
 
-    def full(tensors: Any, path: Any) -> None:
+    def full(tensors: Any, path: Any, metadata: Any) -> None:
         calls.append(path)
         if 5 <= len(calls) <= 6:
             raise OSError(28, "No space left on device")
-        real(tensors, path)
+        real(tensors, path, metadata)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     assert shoal("starter", "--epochs", "1", "--run-dir", "run", "--set", "checkpoint.every_steps=10") == 0
