@@ -227,8 +227,8 @@ class Tunnel(LoopbackTunnel):
         try:
             prefix = [] if peer.identity is None else [peer.identity]
             peer.socket.send_multipart([*prefix, header, payload], zmq.NOBLOCK)
-        except zmq.ZMQError:  # the other machine is gone
-            self._lose(peer)
+        except zmq.ZMQError:  # the other machine is gone; what it sent before is still received
+            self._call(lambda: self._lose_after_the_rest(peer))
 
     def _receive(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -283,10 +283,14 @@ class Tunnel(LoopbackTunnel):
         self._call(lambda: self._lose_by(descriptor))
 
     def _lose_by(self, descriptor: int) -> None:
-        self._receive()  # what came before the end
         for peer in self._peers.values():
             if peer.descriptor == descriptor:
-                self._lose(peer)
+                self._lose_after_the_rest(peer)
+
+    def _lose_after_the_rest(self, peer: _Peer) -> None:
+        """Lose a machine after what it sent before its end was received."""
+        self._receive()
+        self._lose(peer)
 
     def _follow(self, peer: _Peer) -> None:
         """Handle the events of a connection that this machine made."""
@@ -295,8 +299,7 @@ class Tunnel(LoopbackTunnel):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 peer.connected = True
             elif peer.connected:
-                self._receive()  # what came before the end
-                self._lose(peer)
+                self._lose_after_the_rest(peer)
 
     def _lose(self, peer: _Peer) -> None:
         if peer.lost:
@@ -305,7 +308,8 @@ class Tunnel(LoopbackTunnel):
         if peer.socket is not None and peer.socket is not self._server:
             peer.socket.linger = 0
         for stream in [one for one in self._streams.values() if one.rank == peer.rank]:
-            self._drop(stream)
+            if not (stream.ends and stream.outbox):  # all of a stream that the other machine has closed is still delivered
+                self._drop(stream)
         if self._close_by is None:
             self._on_lost(peer.rank)
 
