@@ -151,7 +151,6 @@ def test_when_a_machine_is_gone_its_connections_end_and_the_others_are_told(mach
         assert machines.lost[1].get(timeout=HANG_S) == 2, "also one that had connected to this machine"
 
 
-@pytest.mark.long
 def test_the_last_bytes_arrive_before_a_tunnel_closes(machines: Machines) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         machines.ends[0].expose(listener.getsockname()[1])

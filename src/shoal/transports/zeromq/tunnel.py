@@ -87,10 +87,12 @@ class _Stream:
         self.outbox_bytes = 0
         self.ends = False
         """Whether the other side has closed it: what has arrived is still passed on."""
+        self.ended_here = False
+        """Whether this side has closed it: it stays until the other machine has passed everything on."""
 
     @property
     def interests(self) -> int:
-        reads = zmq.POLLIN if self.unconfirmed < _WINDOW and not self.ends else 0
+        reads = zmq.POLLIN if self.unconfirmed < _WINDOW and not (self.ends or self.ended_here) else 0
         return reads | (zmq.POLLOUT if self.outbox else 0)
 
 
@@ -265,6 +267,7 @@ class Tunnel(LoopbackTunnel):
             self._write(found)
         elif kind is MessageKind.TAKEN:
             found.unconfirmed = max(0, found.unconfirmed - number)
+            self._drop_if_taken(found)
         elif kind is MessageKind.CLOSE:
             found.ends = True
             self._write(found)
@@ -358,6 +361,12 @@ class Tunnel(LoopbackTunnel):
             self._send(peer, MessageKind.DATA, stream.number, 0, data)
         else:
             self._send(peer, MessageKind.CLOSE, stream.number)
+            stream.ended_here = True
+            self._drop_if_taken(stream)
+
+    def _drop_if_taken(self, stream: _Stream) -> None:
+        """Drop a stream that has ended here as soon as the other machine has passed all of it on."""
+        if stream.ended_here and not stream.unconfirmed:
             self._drop(stream)
 
     def _write(self, stream: _Stream) -> None:
@@ -437,7 +446,8 @@ class Tunnel(LoopbackTunnel):
             return False
         if time.monotonic() > self._close_by:
             return True
-        waiting = zmq.zmq_poll([(descriptor, zmq.POLLIN) for descriptor in self._by_descriptor], 0)
+        reading = [descriptor for descriptor, stream in self._by_descriptor.items() if not stream.ended_here]
+        waiting = zmq.zmq_poll([(descriptor, zmq.POLLIN) for descriptor in reading], 0)
         return not waiting and not any(stream.unconfirmed or stream.outbox for stream in self._streams.values())
 
     def _end(self) -> None:
