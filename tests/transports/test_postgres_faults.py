@@ -260,6 +260,32 @@ def test_a_run_survives_the_server(own_postgres: PostgresProcess, how: signal.Si
     assert database.rows("SELECT * FROM shoal.orphans()") == []
 
 
+def test_a_commit_that_a_crash_prevented_is_done_again(own_postgres: PostgresProcess) -> None:
+    """After the crash, other transactions have the numbers of those that the crash undid."""
+    database = Database(own_postgres)
+    server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000)
+    journal, tries = PostgresJournal(server), list[int]()
+    journal.begin()
+
+    def crash() -> None:
+        own_postgres.stop(signal.SIGQUIT)
+        own_postgres.start()
+        with own_postgres.connect("postgres") as other:
+            for _ in range(50):
+                other.execute("SELECT pg_current_xact_id()")
+
+    def work() -> None:
+        tries.append(1)
+        journal.append({"n": 1}, ())
+        if len(tries) == 1:
+            server.before_commit(crash)
+
+    server.carry_out(work)
+    assert len(tries) == 2
+    assert [record for record, _ in PostgresJournal(server).recover(1)] == [{"n": 1}]
+    server.close()
+
+
 def test_a_question_in_flight_is_lost_with_a_crash_and_said_so(own_postgres: PostgresProcess) -> None:
     database = Database(own_postgres)
     server = PostgresServer(database.conninfo(), max_frame_bytes=10_000)

@@ -86,14 +86,22 @@ class CoordinatorDatabaseConnection:
             taken = "INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s, clock_timestamp(), %s)"
             connection.execute(taken, (*mine, lease_now))
 
-    def _check_still_coordinator(self, connection: Connection) -> str:
-        """The transaction's id. Raises CoordinatorReplaced if another coordinator has taken over."""
-        row = connection.execute(
-            "SELECT pg_current_xact_id()::text FROM shoal.coordinator WHERE id = %s FOR KEY SHARE", (self.id,)
-        ).fetchone()
-        if row is None:
+    def _check_still_coordinator(self, connection: Connection) -> None:
+        """Raise CoordinatorReplaced if another coordinator has taken over."""
+        if connection.execute("SELECT 1 FROM shoal.coordinator WHERE id = %s FOR KEY SHARE", (self.id,)).fetchone() is None:
             raise CoordinatorReplaced(f"{_TAKEN_OVER} {self.connection.name}: this one stops")
-        return row[0]
+
+    def _begin(self, connection: Connection) -> uuid.UUID:
+        """The token of a new transaction: the database shows it once the transaction is committed."""
+        token = uuid.uuid4()
+        begun = connection.execute(
+            "WITH present AS (SELECT 1 FROM shoal.coordinator WHERE id = %s FOR KEY SHARE)"
+            " UPDATE shoal.last_commit SET token = %s FROM present",
+            (self.id, token),
+        )
+        if begun.rowcount == 0:
+            raise CoordinatorReplaced(f"{_TAKEN_OVER} {self.connection.name}: this one stops")
+        return token
 
     def raise_if_replaced(self) -> None:
         """Raise CoordinatorReplaced if another coordinator has taken over: one that writes nothing would not notice otherwise."""
@@ -108,18 +116,18 @@ class CoordinatorDatabaseConnection:
         if self._open is not None:
             yield self._open
             return
-        number, done = "", False
+        token, done = None, False
         try:
             self._open = self.connection.run(lambda connection: connection, _PATIENCE_S)
             with self._open.transaction():
-                number = self._check_still_coordinator(self._open)
+                token = self._begin(self._open)
                 yield self._open
                 while self._under_way:
                     self._under_way.pop()()
                 done = True
         except LOST as problem:
             self.connection.drop()
-            if not (done and self._was_committed(number)):
+            if not (done and self._was_committed(token)):
                 self._roll_back()
                 raise Unreachable(f"the connection to {self.connection.name} was lost: {str(problem).splitlines()[0]}") from None
         except psycopg.Error as problem:
@@ -169,21 +177,10 @@ class CoordinatorDatabaseConnection:
         for undo in reversed(self._undo):
             undo()
 
-    def _was_committed(self, number: str) -> bool:
-        """Whether a transaction whose commit was not confirmed was committed."""
-
-        def ask(connection: Connection) -> str:
-            row = connection.execute("SELECT pg_xact_status(%s::xid8)", (number,)).fetchone()
-            if row is None or row[0] == "in progress":
-                raise psycopg.OperationalError("still in progress")
-            return str(row[0])
-
-        try:
-            return self.connection.run(ask, _PATIENCE_S) == "committed"
-        except Unreachable:
-            raise
-        except ShoalError:  # the server does not know the number since it crashed
-            return False
+    def _was_committed(self, token: uuid.UUID | None) -> bool:
+        """Whether a transaction whose commit was not confirmed was committed. While it is in progress, the row is locked."""
+        asked = "SELECT token FROM shoal.last_commit FOR UPDATE"
+        return self.connection.run(lambda connection: connection.execute(asked).fetchone(), _PATIENCE_S) == (token,)
 
     def fetch(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """The rows of a query, within the open transaction or on their own."""

@@ -30,6 +30,14 @@ CREATE TABLE shoal.coordinator (
     lease_at timestamptz NOT NULL DEFAULT clock_timestamp()
 ) WITH (fillfactor = 20);
 
+-- The last transaction that the coordinator committed: each writes a new token. After a lost connection it tells whether a commit happened. A
+-- transaction's number would not: after a crash of the server it may belong to another transaction.
+CREATE TABLE shoal.last_commit (
+    only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
+    token uuid NOT NULL
+) WITH (fillfactor = 20);
+INSERT INTO shoal.last_commit VALUES (true, gen_random_uuid());
+
 -- The clock of leases, which all deadlines follow. Each heartbeat of the coordinator moves it on by what the coordinator's monotonic clock
 -- measured; in between the server's clock counts, for 5 s at most and never backwards. So no jump of a machine's clock ends a lease or makes it
 -- last, and the clock stops while no coordinator runs: workers lose no lease to that.
@@ -340,7 +348,7 @@ DO $$
 DECLARE
     busy text;
 BEGIN
-    FOREACH busy IN ARRAY ARRAY['blobs', 'published_frames', 'requests', 'replies', 'workers', 'units', 'contributions', 'weights', 'coordinator', 'records'] LOOP
+    FOREACH busy IN ARRAY ARRAY['blobs', 'published_frames', 'requests', 'replies', 'workers', 'units', 'contributions', 'weights', 'coordinator', 'last_commit', 'records'] LOOP
         EXECUTE format('ALTER TABLE shoal.%I SET (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 500,
             autovacuum_analyze_scale_factor = 0.1, autovacuum_analyze_threshold = 500, autovacuum_vacuum_cost_delay = 0)', busy);
     END LOOP;
