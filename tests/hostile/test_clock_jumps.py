@@ -16,13 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.eventually import HANG_S, eventually
+from tests.support.small_runs import DIGITS
 
 LIBRARY = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 JUMPS = ("+1d", "+0", "-1d", "+0")
-CONFIG = """\
-dialect: shoal
-model: {kind: mlp, hidden_sizes: [16]}
-data: {source: {kind: builtin, name: digits}}
+MORE = """\
 training: {max_steps: 400, batch_size: 16}
 evaluation: {strategy: never}
 transport: {kind: zmq, port: 0}
@@ -36,7 +34,7 @@ strategy: {kind: workunits, batches_per_unit: 2, units_per_update: 3, lease_time
 def test_a_run_trains_on_while_the_clock_jumps_by_a_day(tmp_path: Path) -> None:
     clock, ledger = tmp_path / "clock", tmp_path / "run" / "coordinator" / "ledger.jsonl"
     clock.write_text("+0")
-    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "config.yaml").write_text(DIGITS + MORE)
     faked = {"LD_PRELOAD": str(LIBRARY), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1", "DONT_FAKE_MONOTONIC": "1"}
     command = [sys.executable, "-m", "shoal", "train", "config.yaml", "--workers", "2", "--run-dir", "run"]
     run = subprocess.Popen(command, cwd=tmp_path, env=os.environ | faked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import HANG_S, processes_in
+from tests.support.small_runs import DIGITS
 
 pytestmark = pytest.mark.long
 
-CONFIG = """\
-dialect: shoal
-model: {kind: mlp, hidden_sizes: [16]}
-data: {source: {kind: builtin, name: digits}}
+MORE = """\
 training: {max_steps: 20, batch_size: 16}
 strategy: {kind: async}
 transport: {kind: zmq, port: 0}
@@ -45,7 +43,7 @@ def test_each_command_works_or_names_what_it_cannot_write(tmp_path: Path) -> Non
     folder, state = tmp_path / "work", tmp_path / "state"
     state.mkdir()
     folder.mkdir()
-    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "config.yaml").write_text(DIGITS + MORE)
     with processes_in(folder) as processes:
         processes.here("train", "config.yaml", "--workers", "1", "--run-dir", "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -12,15 +12,13 @@ import pytest
 from tests.chaos.test_chaos_thousand_kills import CLASS, WORK_UNITS
 from tests.support.eventually import eventually
 from tests.support.processes import HANG_S, processes_in, wait_for_line
+from tests.support.small_runs import DIGITS
 
 pytestmark = pytest.mark.long
 
 STANDSTILL_S = 8.0
 """Longer than the coordinator waits for a heartbeat, than a round waits for a worker, and than any lease here lasts."""
-CONFIG = """\
-dialect: shoal
-model: {kind: mlp, hidden_sizes: [16]}
-data: {source: {kind: builtin, name: digits}}
+MORE = """\
 training: {max_steps: 1000000, batch_size: 16, optimizer: {name: SGD, learning_rate: 0.1}}
 evaluation: {strategy: never}
 strategy: {kind: syncps, round_timeout_s: 2.0}
@@ -42,7 +40,7 @@ def counted(folder: Path, name: str) -> int:
 
 @pytest.mark.parametrize("who", ["coordinator", "worker", "relay"])
 def test_a_run_goes_on_after_one_of_its_processes_stood_still(tmp_path: Path, who: str) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "config.yaml").write_text(DIGITS + MORE)
     with processes_in(tmp_path) as processes:
         coordinator, (_, *command) = processes.coordinate("--host", "127.0.0.1")
         place = ["--name", "left", "--expect", "1", "--workers", "1", "--run-dir", "left", "--host", "127.0.0.1"]

@@ -20,46 +20,9 @@ from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.watchdog import Bounds, Watchdog, shut_out_harmful
 from tests.support.eventually import eventually
-from tests.support.postgres_server import Database, PostgresProcess, running
+from tests.support.postgres_server import Database, PostgresProcess
+from tests.support.students import Student, connected
 from tests.support.transport_harness import PATIENCE_S
-
-Student = psycopg.Connection[tuple[object, ...]]
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresProcess]:
-    with running() as server:
-        yield server
-
-
-@pytest.fixture
-def database(postgres: PostgresProcess) -> Iterator[Database]:
-    made = Database(postgres)
-    yield made
-    made.drop()
-
-
-@pytest.fixture
-def server(database: Database) -> Iterator[PostgresServer]:
-    made = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def eve(database: Database, tmp_path: Path) -> Iterator[Access]:
-    """A student who came with the class's token, as any does."""
-    made = own_access(parse(database.conninfo("class")), "eve", tmp_path / "eve", PATIENCE_S)
-    yield made
-    with database.connect() as owner:
-        ended = "SELECT pg_terminate_backend(pid, %s) FROM pg_stat_activity WHERE usename = %s"
-        owner.execute(ended, (int(1000 * PATIENCE_S), made.user))
-        owner.execute("SELECT shoal.drop_student(%s)", (made.user,))
-
-
-def connected(student: Access) -> Student:
-    return psycopg.connect(student.address, autocommit=True)
-
 
 # --- code and functions of the server -------------------------------------------------------------------------
 

@@ -26,60 +26,9 @@ from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.queries import look
 from tests.support.eventually import eventually
-from tests.support.postgres_server import Database, PostgresProcess, running
+from tests.support.postgres_server import Database, PostgresProcess
+from tests.support.students import connected, dismiss, enrolled
 from tests.support.transport_harness import PATIENCE_S
-
-Student = psycopg.Connection[tuple[object, ...]]
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresProcess]:
-    with running() as server:
-        yield server
-
-
-@pytest.fixture
-def database(postgres: PostgresProcess) -> Iterator[Database]:
-    made = Database(postgres)
-    yield made
-    made.drop()
-
-
-@pytest.fixture
-def server(database: Database) -> Iterator[PostgresServer]:
-    made = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000)
-    yield made
-    made.close()
-
-
-def enrolled(database: Database, name: str, folder: Path) -> Access:
-    """A student who came with the class's token, as any does."""
-    return own_access(parse(database.conninfo("class")), name, folder, PATIENCE_S)
-
-
-@pytest.fixture
-def mia(database: Database, tmp_path: Path) -> Iterator[Access]:
-    made = enrolled(database, "mia", tmp_path / "mia")
-    yield made
-    dismiss(database, made)
-
-
-@pytest.fixture
-def eve(database: Database, tmp_path: Path) -> Iterator[Access]:
-    made = enrolled(database, "eve", tmp_path / "eve")
-    yield made
-    dismiss(database, made)
-
-
-def dismiss(database: Database, student: Access) -> None:
-    with database.connect() as owner:
-        ended = "SELECT pg_terminate_backend(pid, %s) FROM pg_stat_activity WHERE usename = %s"
-        owner.execute(ended, (int(1000 * PATIENCE_S), student.user))
-        owner.execute("SELECT shoal.drop_student(%s)", (student.user,))
-
-
-def connected(student: Access) -> Student:
-    return psycopg.connect(student.address, autocommit=True)
 
 
 def desk_of(student: Access, name: str) -> LeaseClient:

@@ -25,17 +25,14 @@ from shoal.runs.invitation import CoordinatorSecrets, GuestList, Invitation
 from shoal.runs.owner import OwnerFile, write_owner_file
 from shoal.transports.keys import new_keys
 from tests.support.damages import damaged, flip, no_hang
+from tests.support.small_runs import train_and_export_text
 
 DAMAGES = 4
 """Of each command below; `tests/chaos` has many more."""
 FLIPS = 12
 """Of each kind of file that is read alone."""
-CONFIG = """\
-dialect: shoal
-model: {kind: gpt, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 16}
-data: {source: {kind: text, path: text.txt}, tokenizer: characters, sequence_length: 8}
+MORE = """\
 training: {max_steps: 4, batch_size: 4, device: cpu}
-checkpoint: {every_steps: 2, strategy: steps}
 logging: {every_steps: 1}
 """
 UNCHECKED = ("metrics.jsonl", "events.jsonl", "history.jsonl", "changes.jsonl", "lock", "latest", "spare-journal")
@@ -46,14 +43,11 @@ UNCHECKED = ("metrics.jsonl", "events.jsonl", "history.jsonl", "changes.jsonl", 
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of one process, its export, and a run with two workers."""
     folder = tmp_path_factory.mktemp("made")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    (folder / "config.yaml").write_text(CONFIG)
+    train_and_export_text(folder, MORE)
+    overrides = ["data.source.name=digits", "training.epochs=1", "training.batch_size=64", "logging.every_steps=1"]
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(["train", "config.yaml", "--run-dir", "run"]) == 0
-        assert main(["export", "run", "export"]) == 0
-        overrides = ["data.source.name=digits", "training.epochs=1", "training.batch_size=64", "logging.every_steps=1"]
-        network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
         train("starter", workers=2, overrides=overrides, model=network, run_dir=folder / "shared", progress=False)
     return folder
 

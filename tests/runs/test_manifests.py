@@ -12,14 +12,7 @@ from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.files import DamagedFileError
 from shoal.manifest import FILE, check_manifest, manifest_of, write_manifest
-
-CONFIG = """\
-dialect: shoal
-model: {kind: gpt, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 16}
-data: {source: {kind: text, path: text.txt}, tokenizer: characters, sequence_length: 8}
-training: {max_steps: 2, batch_size: 4, device: cpu}
-checkpoint: {every_steps: 2, strategy: steps}
-"""
+from tests.support.small_runs import train_and_export_text
 
 
 def flip(path: Path, at: int = -1, bit: int = 1) -> None:
@@ -32,12 +25,7 @@ def flip(path: Path, at: int = -1, bit: int = 1) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run and its export."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    (folder / "config.yaml").write_text(CONFIG)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(["train", "config.yaml", "--run-dir", "run"]) == 0
-        assert main(["export", "run", "export"]) == 0
+    train_and_export_text(folder, "training: {max_steps: 2, batch_size: 4, device: cpu}\n")
     return folder
 
 

