@@ -140,5 +140,9 @@ def test_prometheus_reads_a_coordinators_figures_and_from_elsewhere_needs_a_toke
                 with pytest.raises(HTTPError) as refused:
                     read(wrong)
                 assert refused.value.code == code
+            if token:
+                with pytest.raises(HTTPError) as refused:
+                    read(address, "another")
+                assert refused.value.read().startswith(b"the token is wrong")
     with metrics_page(CoordinatorSettings(), tmp_path, status, told.append):
         assert len(told) == 2, "nothing is shown unless the settings say so"

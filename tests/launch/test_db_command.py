@@ -102,7 +102,7 @@ def test_grant_prints_the_line_that_a_student_needs(shoal: Shoal, address: str) 
     with connect(theirs):
         pass
     shoal("db", "grant", "student", "ana", address, "--password", "new one")
-    with pytest.raises(ShoalError, match="does not take this password for `ana`"):
+    with pytest.raises(ShoalError, match=r"the password is wrong: PostgreSQL at .* asks for that of `ana`"):
         connect(theirs)
     assert json.loads(shoal("db", "status", address, "--json")[1])["roles"] == {"ana": "student"}
 
@@ -131,12 +131,34 @@ def test_a_configuration_names_its_server(shoal: Shoal, address: str, monkeypatc
         f"database:\n  host: {access.host}\n  port: {access.port}\n  database: {access.database}\n  user: shoal\n"
         "  password: ${DB_PASSWORD}\ntraining:\n  num_workunits_per_update: 2\n"
     )
-    monkeypatch.setenv("DB_PASSWORD", "wrong")
+    monkeypatch.setenv("DB_PASSWORD", "not this")
     code, _, err = shoal("db", "init", "classroom.yaml")
-    assert (code, "set DB_PASSWORD" in err, "wrong" not in err) == (2, True, True)
+    assert (code, "the password is wrong" in err, "set DB_PASSWORD" in err, "not this" not in err) == (2, True, True, True)
     monkeypatch.setenv("DB_PASSWORD", str(access.password))
     assert shoal("db", "init", "classroom.yaml")[0] == 0
     assert shoal("db", "status", access.shown)[0] == 0
+
+
+def test_who_looks_at_a_database_needs_nothing_that_only_training_needs(
+    shoal: Shoal, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = parse(address)
+    Path("classroom.yaml").write_text(
+        f"database:\n  host: {access.host}\n  port: {access.port}\n  database: {access.database}\n  user: shoal\n"
+        "  password: ${DB_PASSWORD}\ntraining:\n  num_workunits_per_update: 2\n  batch_size: ${BATCH}\n"
+        "huggingface:\n  enabled: true\n  repo_id: me/faces\n  token: ${HF_TOKEN}\n"
+    )
+    code, _, err = shoal("db", "init", "classroom.yaml")
+    assert (code, err.count("is not set"), "DB_PASSWORD" in err) == (2, 1, True), "the database needs this one"
+    monkeypatch.setenv("DB_PASSWORD", str(access.password))
+    assert shoal("db", "init", "classroom.yaml")[0] == 0
+    assert shoal("db", "status", "classroom.yaml")[0] == 0
+    assert "holds no run yet" in shoal("status", "classroom.yaml")[2]
+    code, _, err = shoal("config", "check", "classroom.yaml")
+    assert (code, "`BATCH` is not set" in err, "`HF_TOKEN` is not set" in err) == (2, True, True), "training does need them"
+    Path("classroom.yaml").write_text(Path("classroom.yaml").read_text().replace("database:\n  host", "databse:\n  host"))
+    code, _, err = shoal("db", "status", "classroom.yaml")
+    assert (code, "databse" in err) == (2, True), "a misspelt section would lead to another database"
 
 
 def test_a_role_that_may_not_create_databases_is_told_what_to_type(shoal: Shoal, address: str, server: EmbeddedPostgres) -> None:

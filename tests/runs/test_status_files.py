@@ -16,6 +16,8 @@ from shoal import train
 from shoal.cli.main import main
 from shoal.cli.top import drawn
 from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
+from shoal.reporters.class_table import units_of
+from shoal.reporters.text_status import counted
 from shoal.runs.folder.run_reader import RunFolder, Tail, clean, newest_run
 from shoal.runs.monitoring.history import History
 from shoal.updates.rules import aggregation
@@ -127,6 +129,14 @@ def test_what_strangers_wrote_steers_nothing(tmp_path: Path, hostile: str) -> No
     console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(drawn(RunFolder(folder).status()))
     assert "\x1b[2J" not in console.export_text()
+
+
+def test_a_teacher_reads_what_came_of_the_work_and_not_how_units_are_kept() -> None:
+    units = {"issued": 6000, "pending": 60, "claimed": 2, "completed": 95, "failed": 0, "cancelled": 5894, "dropped": 5}
+    assert units_of(units) == "95 handed in and used, 5 too late and not used (5 % of what was handed in); 2 being computed now"
+    assert units_of({}) == "0 handed in and used, 0 too late and not used; 0 being computed now"
+    assert "1 given up after too many failures" in units_of({"failed": 1})
+    assert counted({"accepted": 9, "late": 2, "stale": 1, "cancelled": 3}) == "9 accepted, 5 too late, 1 stale"
 
 
 def test_absurd_values_are_bounded() -> None:

@@ -328,10 +328,11 @@ def test_an_answer_that_takes_too_long_is_ended():
 def test_with_a_key_only_its_holder_may_ask():
     key = "a-long-and-secret-key"
     with running(small_served(api_key=Secret(key))) as service:
-        assert chat(service).status_code == 401
+        assert (chat(service).status_code, chat(service).json()["error"]["message"][:15]) == (401, "a key is needed")
         assert get(service, "/health").status_code == 200
         wrong = get(service, "/v1/models", authorization="Bearer a-long-and-secret-kez")
         assert wrong.json()["error"]["code"] == "invalid_api_key"
+        assert wrong.json()["error"]["message"].startswith("the key is wrong")
         assert get(service, "/v1/models", authorization=f"Bearer {key}").status_code == 200
 
 

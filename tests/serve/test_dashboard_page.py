@@ -188,7 +188,11 @@ def test_new_records_arrive_while_one_looks(browser: Any, tmp_path: Path) -> Non
 
 def test_whoever_watches_from_elsewhere_types_the_token_and_is_not_told_how_to_join(browser: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", workers=200, records=2000)
-    with shown(folder, TOKEN, public=True) as (address, _), opened(browser, address, "#view=class", refusals=1) as page:
+    with shown(folder, TOKEN, public=True) as (address, _), opened(browser, address, "#view=class", refusals=2) as page:
+        for wrong in ("another token", "\u2013 a dash of a word processor"):
+            page.locator("#token").fill(wrong)
+            page.locator("#token").press("Enter")
+            sync_api.expect(page.locator("#trouble")).to_contain_text("the token is wrong")
         page.locator("#token").fill(TOKEN)
         page.locator("#token").press("Enter")
         sync_api.expect(page.locator("#class-workers-title")).to_have_text("200 laptops help")

@@ -109,6 +109,8 @@ def test_whoever_only_watches_needs_the_token_and_never_learns_how_to_join(tmp_p
     with client(folder, token) as asks:
         assert asks.get("/api/runs/0/status").status_code == 401
         assert asks.get("/metrics").status_code == 401
+        assert "a token is needed" in asks.get("/metrics").text
+        assert "the token is wrong" in asks.get("/metrics", headers={"authorization": "Bearer x"}).text
         bearer = {"authorization": f"Bearer {token}"}
         assert asks.get("/api/runs/0/status", headers=bearer).status_code == 200
         assert asks.get("/api/runs/0/invitation", headers=bearer).status_code == 404

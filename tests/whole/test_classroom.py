@@ -91,13 +91,16 @@ def test_every_image_counts_once_though_workers_coordinator_and_database_are_kil
 
 
 def test_one_command_starts_a_whole_class_here(processes: Processes, tmp_path: Path) -> None:
-    short = ["--set", "data.max_train_samples=320", "--set", "training.epochs=1"]
+    short = ["--set", "data.max_train_samples=320", "--set", "training.epochs=1", "--learning_rate_d", "0.0001"]
     code, output = processes.run("train", "class.yaml", *DIGITS, *short, "--workers", "2", "--run-dir", "run")
     assert code == 0, output
     assert "completed after" in output
     assert not (tmp_path / "run" / "postgres" / "postmaster.pid").exists()
     assert (tmp_path / "run" / "samples" / "step-00000000.png").exists(), "pictures come from the beginning"
-    assert "How to use it" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    assert "How to use it" in card
+    assert "| optimizer of the generator | Adam, learning rate 0.0002, " in card
+    assert "| optimizer of the discriminator | Adam, learning rate 0.0001, " in card
     processes.here("generate", "run", "--grid", "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 100
 

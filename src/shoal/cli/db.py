@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.cli.main import run_subcommand
-from shoal.cli.options import load, make_parser, parse, require
+from shoal.cli.options import load, make_parser, parse
 from shoal.cli.output import print_secret, quoted
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.postgres.connection_file import FILE, ConnectionFile
+from shoal.reporters.class_table import units_of
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
 from shoal.transports.database_address import Access, access_of, is_address
 from shoal.transports.database_address import parse as parse_address
@@ -199,13 +200,12 @@ def _meant(arguments: argparse.Namespace, overrides: list[Override]) -> Access |
     of_run = bool(alone) and (Path(alone) / "config.yaml").exists()
     if of_run:
         arguments.files, arguments.dialect = [str(Path(alone) / "config.yaml")], "shoal"
-    run = require(load(arguments, overrides, resolved=of_run)).run
-    settings = run.transport
+    settings, output_dir = load(arguments, overrides, resolved=of_run).values("transport", "output_dir")
     if not isinstance(settings, Postgres):
         raise ShoalError(f"transport.kind is {settings.kind}: only a run through PostgreSQL has a database (--set transport.kind=postgres)")
     if settings.host != "embedded":
         return access_of(settings)
-    return _newest(run.output_dir)
+    return _newest(output_dir)
 
 
 def _newest(output_dir: str) -> Path:
@@ -258,8 +258,10 @@ def _rows(access: Access, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "schema", str(found["schema_version"])
     yield "run", "none yet" if found["run"] is None else _listed(found["run"])
     facts = {name: value for name, value in found["facts"].items() if name != "members"}  # `shoal status` shows the members
-    for name, items in (("facts", facts), *((name, found[name]) for name in ("units", "workers", "roles"))):
-        yield name, _listed(items) or "none"
+    yield "facts", _listed(facts) or "none"
+    yield "units", units_of(found["units"])
+    for name in ("workers", "roles"):
+        yield name, _listed(found[name]) or "none"
     largest = sorted(found["bytes"].items(), key=lambda item: -item[1])[:_MOST_TABLES]
     yield "size", f"{_size(sum(found['bytes'].values()))} ({_listed({name: _size(size) for name, size in largest})}, …)"
     if found["orphans"]:

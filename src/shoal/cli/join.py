@@ -313,7 +313,7 @@ def _prompt_for(what: str) -> str | None:
 
 def _configured(file: str) -> str:
     """The database that a configuration names."""
-    settings = resolve([ConfigFile(file)], []).run.transport
+    (settings,) = resolve([ConfigFile(file)], []).values("transport")
     if not isinstance(settings, Postgres) or settings.host == "embedded":
         raise ShoalError(f"{file} names no database to join through: `shoal coordinate` prints the command for its workers")
     return access_of(settings).address

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from shoal.config.environment import join_token
 from shoal.config.plugins import needed_by
 from shoal.files import make_private
+from shoal.reporters.text_status import counted
 from shoal.runs.invitation import Invitation, write_join_command
 from shoal.transports import addresses
 from shoal.transports.database_address import is_address
@@ -68,8 +69,7 @@ def show_outcome(loop: TrainingLoop | CoordinatorLoop, outcome: RunOutcome, comm
 
 def contributions(counts: Mapping[str, int]) -> str:
     """The outcomes of contributions, as text."""
-    others = [f"{count} {outcome}" for outcome, count in counts.items() if outcome != "accepted"]
-    return ", ".join([f"{counts.get('accepted', 0)} accepted", *others])
+    return counted({"accepted": counts.get("accepted", 0), **counts})
 
 
 def quoted(address: str) -> str:

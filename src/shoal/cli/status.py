@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.db import connected, database_location
-from shoal.cli.options import load, make_parser, parse, require
+from shoal.cli.options import load, make_parser, parse
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
@@ -105,8 +105,8 @@ def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]
     loaded = load(arguments, overrides)
     if not arguments.files and any(problem.code == "missing-file" for problem in loaded.problems):
         return newest_run(Path("runs"))  # raises that there is no run
-    settings = require(loaded).run
-    return None if isinstance(settings.transport, Postgres) else newest_run(Path(settings.output_dir))
+    transport, output_dir = loaded.values("transport", "output_dir")
+    return None if isinstance(transport, Postgres) else newest_run(Path(output_dir))
 
 
 def _show_folder(folder: RunFolder, as_json: bool, grid: str | None) -> int:

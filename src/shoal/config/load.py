@@ -10,7 +10,7 @@ from shoal.config import derived_values, rules
 from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
 from shoal.config.dialects.table import WrittenKeys, leaves, parse_target, placement_hint
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
-from shoal.config.layers import Assignment, Key, Layer, Settings
+from shoal.config.layers import Assignment, Key, Layer, Settings, UnavailableError
 from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.ranks import process_count
@@ -56,6 +56,8 @@ class LoadedConfig:
         self.settings = settings
         self.problems = problems
         self.files = files
+        self.misread: list[Problem] = []
+        """The problems for which a setting may be missing in `settings`: files that cannot be read, unknown keys."""
         self._run: Run | None = None
 
     @property
@@ -67,6 +69,19 @@ class LoadedConfig:
         if self._run is None:
             raise ConfigError(self.problems)
         return self._run
+
+    def values(self, *paths: str) -> list[Any]:
+        """The values of some settings, for commands that only look at a run or its database: what only training needs may be missing or
+        wrong, such as variables and files. Raises ConfigError."""
+        try:
+            found = [self.settings.get(path) for path in paths]
+        except UnavailableError:
+            raise ConfigError(self.problems) from None
+        used = [history[-1].node.span for path, history in self.settings.history.items() if path[0] in {one.split(".")[0] for one in paths}]
+        unset = [one for one in self.misread if one.code == "unset-variable" and one.labels[0].span not in used]
+        if wrong := [one for one in errors(self.misread) if one not in unset]:
+            raise ConfigError(wrong)
+        return found
 
     def replace_run(self, run: Run) -> None:
         """Take another run, within this machine's limits, in place of the one that the settings describe."""
@@ -312,8 +327,11 @@ class _Loader:
     def check(self, settings: Settings, files: list[_ParsedFile]) -> LoadedConfig:
         loaded = LoadedConfig(settings, self.problems, files)
         faults: Faults = []
+        loaded.misread += self.problems
         if SectionType(Run).check(settings.tree, (), faults) is INVALID:
-            self.problems += [self.problem(fault, settings) for fault in faults]
+            found = [self.problem(fault, settings) for fault in faults]
+            self.problems += found
+            loaded.misread += [problem for problem in found if problem.code == "unknown-key"]
         self.problems += self.without_effect(settings)
         if not self.resolved:
             derived_values.derive(settings)

@@ -30,7 +30,7 @@ class DashboardServer:
         """What a browser of this machine needs to send commands and to learn how to join; empty: the page does neither."""
         runs, password = [WatchedRun(folder) for folder in folders], self.owner_password
         board = make_dashboard_app(runs, ending=lambda: self.server.should_exit, owner_password=password)
-        app: Any = AuthMiddleware(board, token, GUARDED)
+        app: Any = AuthMiddleware(board, token, GUARDED, "token")
         self.socket = _first_bound(host, ports)
         self.port: int = self.socket.getsockname()[1]
         self.server = bounded_server(app)

@@ -14,11 +14,12 @@ from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
 from shoal.files import secret_in
 from shoal.launch.postgres.data_folder import processes_above
-from shoal.launch.postgres.server import CLASS, EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.runs.build_run import find_run_to_resume
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import to_tell
+from shoal.transports.database_address import CLASS_ROLE
 
 _CHECK_S = 0.5
 _TOKEN_FILE = "class_token"
@@ -72,7 +73,7 @@ def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, h
     with directory.kept_if_begun(), server:
         here = settings.replace(host=server.access.host, port=server.access.port, password=Secret(server.access.password or ""))
         token = _create_class_role(server)
-        near, far = (where._replace(user=CLASS, password=token) for where in (server.access, server.access_from(to_tell(host))))
+        near, far = (where._replace(user=CLASS_ROLE, password=token) for where in (server.access, server.access_from(to_tell(host))))
         invitations = Invitation(near.address, "", None), Invitation(far.address, "", None)
         with _kept_alive(server):
             yield RunLocation(str(directory.path), here, *invitations, fresh=directory.fresh)
@@ -87,7 +88,7 @@ def _create_class_role(server: EmbeddedPostgres) -> str:
     with connect(server.access) as connection:
         schema.init(connection)
         schema.close_other_databases(connection)
-        schema.grant(connection, CLASS, token, "class")
+        schema.grant(connection, CLASS_ROLE, token, "class")
     return token
 
 

@@ -89,7 +89,7 @@ def lines(view: RunView) -> Iterator[tuple[str, str]]:
     of_all = f" of {planned}" if not isinstance(planned, int) or iteration <= planned else ""
     yield "progress", f"{epoch}iteration {iteration}{of_all}, {images:,.0f} {'images' if in_units else 'samples'}"
     if in_units:
-        yield "units", _units(view.units)
+        yield "units", units_of(view.units)
     losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}
     yield "figures", "  ".join(f"{name} {value:.4g}" for name, value in losses.items()) or "none yet"
     if "epsilon" in figures:
@@ -100,11 +100,13 @@ def lines(view: RunView) -> Iterator[tuple[str, str]]:
         yield "samples", f"of iteration {view.picture[0]}, at {view.picture[1].astimezone():%H:%M:%S} (--grid FILE saves them)"
 
 
-def _units(units: Mapping[str, int]) -> str:
-    done, late = units.get("completed", 0), units.get("dropped", 0)
-    rate = f" ({100 * done / (done + late):.0f} % of those handed in)" if done + late else ""
-    open_now = f"{units.get('pending', 0)} open, {units.get('claimed', 0)} in work"
-    return f"{done} completed{rate}, {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
+def units_of(units: Mapping[str, int]) -> str:
+    """What came of the units, for the teacher. Units that no student has taken are cancelled and offered again with every version of the
+    weights: they are not counted, as no work was lost."""
+    done, late, failed = units.get("completed", 0), units.get("dropped", 0), units.get("failed", 0)
+    share = f" ({100 * late / (done + late):.0f} % of what was handed in)" if late else ""
+    given_up = f", {failed} given up after too many failures" if failed else ""
+    return f"{done} handed in and used, {late} too late and not used{share}{given_up}; {units.get('claimed', 0)} being computed now"
 
 
 def _coordinator(view: RunView) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.config import Run
 from shoal.config.fields import as_data
+from shoal.config.schema.training import Optimizer
 from shoal.config.show import to_yaml
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.monitoring.recorder import Recorder, Reporter
@@ -26,6 +28,8 @@ class CardFacts(NamedTuple):
     wall_s: float
     size: int
     data: str
+    optimizers: Mapping[str, Optimizer]
+    """By network: the optimizer that steps it."""
     folder: str = ""
     """Where the model lies on this machine, for a card that is not on the hub."""
 
@@ -34,7 +38,7 @@ def facts_of(recorder: Recorder, folder: str = "") -> CardFacts:
     """The facts of a run at its present step."""
     data = (DATA.read(recorder.directory.path / "data.json") or {"name": ""})["name"]
     steps, size = recorder.engine.total_steps, recorder.engine.size
-    return CardFacts(recorder.run, recorder.step, steps, recorder.samples, recorder.wall_s, size, data, folder)
+    return CardFacts(recorder.run, recorder.step, steps, recorder.samples, recorder.wall_s, size, data, recorder.engine.chosen, folder)
 
 
 def write_card(facts: CardFacts, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
@@ -78,11 +82,27 @@ def _training(facts: CardFacts) -> str:
         "steps": f"{facts.step:,} of {facts.total_steps:,}",
         "samples seen": f"{facts.samples:,}",
         "batch size": run.training.batch_size,
-        "optimizer": f"{run.training.optimizer.name}, learning rate {run.training.optimizer.learning_rate:g}",
+        **_optimizers(facts),
         "seed": run.seed,
         "time": f"{facts.wall_s:,.1f} s",
     }
     return "## How it was trained\n\n| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _optimizers(facts: CardFacts) -> dict[str, str]:
+    """A row for the optimizer, and one for that of each network whose optimizer differs."""
+    texts = {name: _optimizer(one) for name, one in facts.optimizers.items()}
+    if len(set(texts.values())) == 1:
+        return {"optimizer": next(iter(texts.values()))}
+    return {f"optimizer of the {name}": text for name, text in texts.items()}
+
+
+def _optimizer(settings: Optimizer) -> str:
+    """The name of an optimizer, and the settings that are not its defaults."""
+    names = ("learning_rate", "weight_decay", "beta1", "beta2", "eps", "momentum")
+    given = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None} | dict(settings.kwargs)
+    shown = [f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in given.items()]
+    return ", ".join([settings.name, *shown])
 
 
 def _metrics(records: list[dict[str, Any]]) -> str:

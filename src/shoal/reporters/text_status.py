@@ -25,7 +25,7 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "progress", progress_of(status)
     yield "figures", figures_of(status)
     if status["contributions"]:
-        yield "sent in", ", ".join(f"{count} {outcome}" for outcome, count in status["contributions"].items())
+        yield "sent in", counted(status["contributions"])
     if status["refused"]:
         yield "refused", ", ".join(f"{count} {reason}" for reason, count in status["refused"].items())
     if status["received_bytes"] or status["sent_bytes"]:
@@ -88,8 +88,17 @@ def _heard(row: Mapping[str, Any]) -> str:
     return f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] not in ("gone", "left") else "-"
 
 
+def counted(counts: Mapping[str, int]) -> str:
+    """Counts by outcome, as text. A unit is late if its time was over, and cancelled if its round was: people read that it was too late."""
+    shown = dict[str, int]()
+    for outcome, count in counts.items():
+        name = "too late" if outcome in ("late", "cancelled") else outcome
+        shown[name] = shown.get(name, 0) + count
+    return ", ".join(f"{count} {name}" for name, count in shown.items())
+
+
 def _rejected(row: Mapping[str, Any]) -> str:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in (row.get("why") or {}).items())
+    reasons = counted(row.get("why") or {})
     return f"{row['rejected']} ({reasons})" if reasons else str(row["rejected"])
 
 

@@ -11,6 +11,8 @@ from shoal.transports.addresses import bracketed
 
 SCHEMES = ("postgresql://", "postgres://")
 DEFAULT_PORT = 5432
+CLASS_ROLE = "class"
+"""The role that students enrol with. Its password is the class's token."""
 _PIN = "pin="
 
 

@@ -12,7 +12,7 @@ import time
 from shoal.config.schema.cluster import InProcess
 from shoal.errors import ShoalError
 from shoal.transports import keys, wire
-from shoal.transports.interface import ConnectOptions, ListenOptions, Message, Refused, Traffic, Unreachable
+from shoal.transports.interface import ConnectOptions, ListenOptions, Message, Traffic, Unreachable, wrong_token
 from shoal.transports.request_queue import PendingRequest, QueueServer
 from shoal.transports.request_rate import Rate
 
@@ -95,7 +95,7 @@ class InProcessClient:
                 raise Unreachable(f"no coordinator answers at {self.address}: there is no such server in this process")
             server = _servers[self.address]
         if not server.admits(self._token):
-            raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
+            raise wrong_token(self.address)
         return server
 
     def _answer(self, pending: PendingRequest, deadline: float) -> Message:

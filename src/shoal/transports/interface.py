@@ -35,6 +35,11 @@ class Refused(ShoalError):
         self.reason = reason
 
 
+def wrong_token(address: str) -> Refused:
+    """The refusal for a client whose join token the server does not know."""
+    return Refused(f"the token is wrong: the coordinator at {address} does not know it. Ask for the token that it has now", "unauthorised")
+
+
 class Guest(NamedTuple):
     """A person with an invitation of their own."""
 

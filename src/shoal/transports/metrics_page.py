@@ -44,7 +44,8 @@ class _MetricsHandler(LimitedHandler):
         if self.path.partition("?")[0] != "/metrics":
             self._respond(404, "the figures are at /metrics\n")
         elif expected is not None and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected):
-            self._respond(401, "a token is needed: Authorization: Bearer TOKEN\n", WWW_Authenticate="Bearer")
+            problem = "the token is wrong" if "Authorization" in self.headers else "a token is needed"
+            self._respond(401, f"{problem}: Authorization: Bearer TOKEN\n", WWW_Authenticate="Bearer")
         else:
             self._respond(200, self.server.text())
 

@@ -42,9 +42,9 @@ class RefusedError(Exception):
 class AuthMiddleware:
     """Checks key and host before the app sees a request."""
 
-    def __init__(self, app: App, key: str | None, guarded: tuple[str, ...] = ("/v1", "/metrics")) -> None:
-        """`guarded`: how the paths begin that need the key. The page itself tells nothing."""
-        self.app, self.key, self.guarded = app, key, guarded
+    def __init__(self, app: App, key: str | None, guarded: tuple[str, ...] = ("/v1", "/metrics"), called: str = "key") -> None:
+        """`guarded`: how the paths begin that need the key. The page itself tells nothing. `called`: what users call the key."""
+        self.app, self.key, self.guarded, self.called = app, key, guarded, called
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,7 +79,8 @@ class AuthMiddleware:
         given = headers.get(b"authorization", b"")
         if hmac.compare_digest(given, b"Bearer " + self.key.encode()):
             return None
-        return RefusedError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        problem = f"the {self.called} is wrong" if given else f"a {self.called} is needed"
+        return RefusedError(401, f"{problem}: Authorization: Bearer {self.called.upper()}", code="invalid_api_key")
 
 
 async def _read_small_body(receive: Receive) -> None:

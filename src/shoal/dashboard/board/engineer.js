@@ -2,12 +2,12 @@
 
 import { bars, curves, far, shades, timeline } from "./charts.js";
 import { eventRow } from "./classroom.js";
-import { bytes, clock, duration, fill, fillRows, followScrolling, make, number, percent, spread } from "./words.js";
+import { bytes, clock, counted, duration, fill, fillRows, followScrolling, make, number, percent, spread } from "./words.js";
 
 const COLUMNS = [
   ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "last message", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
   ["address", "address"], ["rate", "steps/s", number], ["lag", "lag", number], ["accepted", "accepted", number], ["rejected", "rejected", number],
-  ["why", "why", (value) => Object.entries(value ?? {}).map(([reason, count]) => `${count} ${reason}`).join(", ")],
+  ["why", "why", counted],
   ["samples", "samples", number], ["bytes", "received", bytes], ["computing_s", "computing", duration], ["waiting_s", "waiting", duration],
   ["sending_s", "sending", duration], ["memory_bytes", "memory", bytes], ["task", "task"], ["system", "system"],
 ];
@@ -141,7 +141,7 @@ export class Engineer {
     if (!card.table) this.prepareWorkers(card);
     this.showHeadings(card, shown, acts);
     fillRows(card.rows, body, shown.length + (acts ? 1 : 0));
-    const counts = Object.entries(status.contributions ?? {}).map(([name, count]) => `${number(count)} ${name}`).join(", ");
+    const counts = counted(status.contributions);
     card.foot.textContent = [rows.length ? "" : "no worker has joined yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
   }
 

@@ -125,6 +125,7 @@ async function watch() {
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     sessionStorage.removeItem("token");
+    showTrouble(token && `${error.message}: the program that shows this dashboard printed the right one`);
     find("state").textContent = "locked";
     find("key").hidden = false;
     find("token").focus();

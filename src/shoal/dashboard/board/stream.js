@@ -8,10 +8,13 @@ function headers(token) {
 
 export class Refused extends Error {}
 
+/** Characters that no header can hold, so no token has them. */
+const IMPOSSIBLE = /[^\x20-\xff]/;
+
 /** Ask for something; Refused where the token is missing or wrong. */
 export async function ask(path, token) {
-  const response = await fetch(path, { headers: headers(token), cache: "no-store" });
-  if (response.status === 401) throw new Refused("the token is missing or wrong");
+  const response = IMPOSSIBLE.test(token) ? { status: 401 } : await fetch(path, { headers: headers(token), cache: "no-store" });
+  if (response.status === 401) throw new Refused(token ? "the token is wrong" : "a token is needed");
   if (!response.ok) throw new Error(`the server answered ${response.status}`);
   return response;
 }

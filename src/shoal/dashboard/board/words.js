@@ -71,6 +71,16 @@ export function number(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+/** Counts by outcome, as text: `late` and `cancelled` units were both too late. */
+export function counted(counts) {
+  const shown = new Map();
+  for (const [outcome, count] of Object.entries(counts ?? {})) {
+    const name = outcome === "late" || outcome === "cancelled" ? "too late" : outcome;
+    shown.set(name, (shown.get(name) ?? 0) + count);
+  }
+  return [...shown].map(([name, count]) => `${number(count)} ${name}`).join(", ");
+}
+
 export function bytes(value) {
   if (typeof value !== "number") return "–";
   const units = ["B", "kB", "MB", "GB", "TB"];

@@ -34,7 +34,7 @@ from shoal.launch.postgres.programs import Programs, programs_for
 from shoal.launch.waiting import wait_or_kill, wait_until
 from shoal.transports import tls_proxy
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
-from shoal.transports.database_address import Access
+from shoal.transports.database_address import CLASS_ROLE, Access
 
 _START_S = 120.0
 _STOP_S = 60.0
@@ -43,8 +43,6 @@ _FRONT_S = 30.0
 _POLL_INTERVAL_S = 0.02
 MOST_OUTSIDE = 180
 """Connections that the front lets in at a time: the server's, less those that the run itself needs."""
-CLASS = "class"
-"""The role that students enrol with. Its password is the class's token."""
 _PASSING = ("is still in use", "already exists", "could not bind")
 """What a server complains of while an earlier one is still shutting down."""
 
@@ -180,7 +178,7 @@ class EmbeddedPostgres:
             return None
         files = {"certificate": str(made.certificate), "key": str(made.key), "program": tls_proxy.__file__}
         where = {"host": resolve(saved.host), "port": saved.port, "server_port": saved.inner_port}
-        roles = {"forbidden_roles": [saved.user], "passing_roles": [CLASS]}
+        roles = {"forbidden_roles": [saved.user], "passing_roles": [CLASS_ROLE]}
         return files | where | roles | {"most": MOST_OUTSIDE, "user": programs.user}
 
     def _wait_for_front(self) -> None:

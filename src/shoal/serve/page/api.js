@@ -3,6 +3,7 @@
 const NUMBERS = ["temperature", "top_k", "top_p", "max_tokens", "seed"];
 
 function headers(key) {
+  if (/[^\x20-\xff]/.test(key)) throw new Error("the key is wrong: it has characters that no key can have");
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 

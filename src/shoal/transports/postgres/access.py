@@ -11,7 +11,7 @@ from psycopg import sql
 
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
-from shoal.transports.database_address import Access, split_pin
+from shoal.transports.database_address import CLASS_ROLE, Access, split_pin
 from shoal.transports.postgres.certificate_pin import pinned_certificate
 
 # psycopg logs each lost connection. Shoal reports that itself, so only a program that configures logging sees those lines.
@@ -58,8 +58,9 @@ def explained(error: Exception, access: Access) -> ShoalError:
     if "does not exist" in text and f'database "{access.database}"' in text:
         return NoDatabase(f"there is no database `{access.database}` at {server}: `shoal db init` creates it")
     if "password authentication failed" in text or "no password supplied" in text:
-        what = "needs a password" if "no password" in text else "does not take this password"
-        return ShoalError(f"PostgreSQL at {server} {what} for `{access.user}`: set DB_PASSWORD, or put it into the address, user:password@")
+        secret, where = ("token", "type it, or set SHOAL_TOKEN") if access.user == CLASS_ROLE else ("password", "set DB_PASSWORD")
+        what = f"a {secret} is needed" if "no password" in text else f"the {secret} is wrong"
+        return ShoalError(f"{what}: PostgreSQL at {server} asks for that of `{access.user}` ({where})")
     if "pg_hba.conf" in text:
         return ShoalError(f"PostgreSQL at {server} does not let `{access.user}` in from this machine (its pg_hba.conf): {said}")
     if "not permitted to log in" in text:

@@ -10,7 +10,7 @@ import time
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses, wire
-from shoal.transports.interface import Message, Refused, Traffic, Unreachable
+from shoal.transports.interface import Message, Refused, Traffic, Unreachable, wrong_token
 from shoal.transports.xmlrpc.encoding import most_body_bytes, pack, require_loopback, unpack
 
 _LOST = (OSError, http.client.HTTPException)
@@ -69,7 +69,7 @@ class XmlRpcClient:
         response = connection.getresponse()
         content = self._read(connection, response, deadline)
         if response.status == 401:
-            raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
+            raise wrong_token(self.address)
         if response.status == 413:
             raise Refused(f"the coordinator at {self.address} takes no message this large", "oversized")
         if response.status != 200:

@@ -122,5 +122,5 @@ class ZapAuthenticator:
     def _authenticate(self, request: list[bytes]) -> None:
         version, number, domain, _address, _identity, mechanism, *credentials = request
         guest = self._admits(mechanism, credentials) if version == b"1.0" and domain == DOMAIN else None
-        status, text = (b"200", b"welcome") if guest is not None else (b"400", b"this join token is not known here")
+        status, text = (b"200", b"welcome") if guest is not None else (b"400", b"the token is wrong")
         self._zap.send_multipart([b"1.0", number, status, text, (guest or "").encode(), b""])

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
-from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable, wrong_token
 from shoal.transports.wakeup import Wakeup
 from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Received, Socket, most_patience_s, receive, send, tune
 
@@ -202,7 +202,7 @@ class ZmqClient:
         while line.events.poll(0):
             event = recv_monitor_message(line.events)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
+                raise wrong_token(self.address)
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 raise Refused(f"{self.address}: one side encrypts and the other does not, or something else listens there", "protocol")
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
