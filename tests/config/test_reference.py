@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import yaml
 
 from shoal import ConfigError, TrainerConfig
+from shoal.config.dialects import DIALECTS
 from shoal.config.field_docs import field_docs
 from shoal.config.fields import Section
 from shoal.config.load import ConfigFile, resolve
 from shoal.config.migrate import migrate
 from shoal.config.presets import names
-from shoal.config.reference import dialects_page, json_schema, settings_page
+from shoal.config.reference import OLD_COMMANDS, dialects_page, json_schema, settings_page
 from shoal.config.schema import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +28,18 @@ CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.yaml"))
 @pytest.mark.parametrize(("name", "page"), [("dialects.md", dialects_page), ("settings.md", settings_page)])
 def test_generated_pages_are_fresh(name: str, page: Any) -> None:
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_page_of_dialects_leads_to_the_old_commands_of_each(dialect: str) -> None:
+    page = (ROOT / "docs" / "dialects.md").read_text(encoding="utf-8")
+    head = page.partition("\n## ")[0]
+    for name in OLD_COMMANDS[dialect]:
+        assert f"[{name}]({name})" in head
+        tables = re.findall(r"^\|.*\|\n\|---", (ROOT / "docs" / name).read_text(encoding="utf-8"), re.MULTILINE)
+        assert "| you used to type | now |\n|---" in tables, name
+    assert f"[below](#{dialect})" in head
+    assert f"\n## {dialect}\n" in page
 
 
 def test_every_setting_of_the_schema_is_documented() -> None:

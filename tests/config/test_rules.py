@@ -12,6 +12,7 @@ import pytest
 from shoal.config.derived_values import quorum, tolerated
 from shoal.config.dialects import native_paths
 from shoal.config.load import ConfigFile, LoadedConfig, parse_override, resolve
+from shoal.config.missing_parts import missing_workers
 from shoal.config.problems import render
 from shoal.config.rules import RULES
 from shoal.config.rules import rule as rules
@@ -541,7 +542,37 @@ def test_a_documented_quorum_is_raised_with_a_warning_naming_both_lines() -> Non
         assert loaded.run.strategy.contributions_per_update == needed
         (problem,) = loaded.problems
         assert (problem.code, problem.severity, len(problem.labels)) == ("quorum", "warning", 2)
-        assert f"{more} more workers must join" in problem.help
+        (waiting,) = missing_workers(loaded)
+        assert waiting.message.endswith(f"waits for {more} more")
+        assert f"--workers {needed}`" in waiting.help
+
+
+@pytest.mark.parametrize("strategy", ["{kind: async, contributions_per_update: 13}", "{kind: workunits, units_per_update: 13}"])
+def test_check_says_how_many_workers_a_rule_needs(tmp_path: Path, strategy: str) -> None:
+    """Native files too, whether they name too few workers or none."""
+    text = f"strategy: {strategy}\nupdates: {{aggregation: {{kind: krum, byzantine: 5}}}}\n"
+    for workers in ("", "cluster: {num_workers: 3}\n"):
+        (problem,) = missing_workers(load(tmp_path, text + workers))
+        assert "--workers 13`" in problem.help
+    assert missing_workers(load(tmp_path, text + "cluster: {num_workers: 13}\n")) == []
+
+
+def test_steps_of_a_later_layer_replace_the_epochs_of_an_earlier_one(tmp_path: Path) -> None:
+    """`--max-steps 30` means 30 steps, also where the file's epochs would end before."""
+    file = tmp_path / "run.yaml"
+    file.write_text("training: {epochs: 3, max_steps: 40}\n")
+
+    def length(*overrides: str) -> tuple[int | None, int | None]:
+        run = resolve([ConfigFile(str(file))], [parse_override(text) for text in overrides], dialect="shoal", environ={}).run
+        return run.training.epochs, run.training.max_steps
+
+    assert length() == (3, 40), "one layer: whichever is reached first"
+    assert length("training.max_steps=30") == (None, 30)
+    assert length("training.max_steps=null") == (3, None)
+    assert length("training.epochs=9") == (9, 40)
+    assert length("training.max_steps=30", "training.epochs=9") == length("training.epochs=9", "training.max_steps=30") == (9, 30)
+    preset = resolve([ConfigFile("dist-llm-train/wan-conservative")], [parse_override("training.max_steps=30")], environ={}).run
+    assert (preset.training.epochs, preset.training.max_steps) == (None, 30)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,13 @@ def test_what_cannot_be_started_is_told(settings: dict[str, Any], asked: dict[st
         planned(settings, **asked)
 
 
+def test_a_start_with_too_few_workers_for_the_rule_says_how_many_to_start() -> None:
+    krum = {"strategy": {"kind": "async", "contributions_per_update": 5}, "updates": {"aggregation": {"kind": "krum", "byzantine": 1}}}
+    plan = planned(krum, workers=3)
+    assert plan.note == "krum needs contributions of 5 workers, not 3: the run waits for 2 more; --workers 5 starts them all here"
+    assert not planned(krum, workers=5).note
+
+
 class FakeWorker:
     """A worker that has joined, as far as trust goes."""
 

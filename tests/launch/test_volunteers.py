@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -95,7 +96,22 @@ def test_a_documented_file_trains_to_its_end_and_learns_from_no_batch_twice(tmp_
     assert main(["status", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out
     assert "scheduler gale-shapley" in shown
+    assert f"progress     step {summary['steps']} (100%)" in shown, "the batches decide how many steps there are"
     assert "task-1" in shown
+
+
+def test_the_steps_of_an_option_are_the_steps_of_every_message(tmp_path: Path, capsys: Any) -> None:
+    """The preset's three epochs would end after eleven of these steps."""
+    chosen = [f"--set={path}={value}" for path, value in SMALL.items()]
+    options = ["--run-dir", str(tmp_path / "run"), "--set=logging.sinks=[]", *chosen]
+    assert main(["train", "dist-llm-train/wan-conservative", "--max-steps", "14", *options]) == 0
+    told = capsys.readouterr()
+    assert "completed after 14 steps" in told.out
+    assert set(re.findall(r"step \d+/(\d+)", told.err + told.out)) == {"14"}
+    assert main(["status", str(tmp_path / "run")]) == 0
+    assert "step 14 of 14 (100%)" in capsys.readouterr().out
+    assert main(["audit", str(tmp_path / "run")]) == 0
+    assert "14 versions" in capsys.readouterr().out
 
 
 def test_a_scheduler_gives_out_tasks_over_xml_rpc(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_run_with_workers_says_who_was_here_and_what_became_of_what_they_sent(
     rows = {row["worker"]: row for row in written["members"] + written["gone"]}
     assert set(rows) == {"w1", "w2"}
     assert written["schema"] == 2
-    assert written["version"] == written["of"]
+    assert (written["progress"], written["of"]) == (1.0, None), "the batches of an epoch decide how many steps there are"
     assert sum(row["accepted"] for row in rows.values()) == written["contributions"]["accepted"]
     assert all(row["since"] <= written["at"] for row in rows.values())
     told = [json.loads(line)["text"] for line in (finished / "events.jsonl").read_text().splitlines()]

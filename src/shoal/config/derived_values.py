@@ -64,6 +64,15 @@ def bucket_size(settings: Settings) -> int:
     return settings.get("updates.mixing.size") if settings.get("updates.mixing.kind") == "bucketing" else 1
 
 
+def workers_needed(settings: Settings) -> int:
+    """Different workers whose contributions the aggregation rule needs; 1 if the rule needs none to compare."""
+    try:
+        byzantine = settings.get("updates.aggregation.byzantine") or 0
+    except UnavailableError:
+        return 1
+    return quorum(settings.get("updates.aggregation.kind"), byzantine, bucket_size(settings))
+
+
 def contributions(settings: Settings) -> tuple[int | None, str]:
     """The number of contributions per update, and the setting that determines it."""
     strategy: type[Strategy] = Strategy.kinds[settings.get("strategy.kind")]
@@ -148,6 +157,8 @@ def batch_size(settings: Settings) -> None:
 
 @_step
 def length_of_run(settings: Settings) -> None:
+    if settings.get("training.max_steps") is not None and settings.in_earlier_layer("training.epochs", "training.max_steps"):
+        settings.derive("training.epochs", None, "a later layer says the number of steps: training.max_steps")
     if settings.get("strategy.kind") == "diloco":
         _rounds(settings)
     if settings.get("training.epochs") is None and settings.get("training.max_steps") is None:
@@ -265,9 +276,7 @@ def robust_round(settings: Settings) -> None:
     if count >= needed or path != "strategy.contributions_per_update" or not assignment or assignment.layer.dialect != "dist-llm-train":
         return
     message = f"{rule} against {byzantine} false contributions needs {needed} of them, not {count}: a round is raised to {needed}"
-    listed = len(settings.get("cluster.workers"))
-    help = f"{needed - listed} more workers must join than the {listed} listed; the run waits for them" if 0 < listed < needed else ""
-    settings.report("quorum", message, path, "updates.aggregation.byzantine", help=help, severity="warning")
+    settings.report("quorum", message, path, "updates.aggregation.byzantine", severity="warning")
     settings.derive(path, needed, f"{rule} with f = {byzantine} needs it")
 
 

@@ -171,6 +171,11 @@ class Settings:
         assignment = self.last(tuple(dotted.split(".")))
         return assignment is not None and assignment.node.value is not None and assignment.node.span.source.kind != "default"
 
+    def in_earlier_layer(self, dotted: str, other: str) -> bool:
+        """Whether a setting was given, in an earlier layer than another one."""
+        assignment, later = self.last(tuple(dotted.split("."))), self.last(tuple(other.split(".")))
+        return self.given(dotted) and assignment is not None and later is not None and _earlier(assignment, later)
+
     def rank(self, dotted: str) -> int:
         assignment = self.last(tuple(dotted.split(".")))
         return assignment.layer.rank if assignment else -1

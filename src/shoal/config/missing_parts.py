@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.config.derived_values import workers_needed
 from shoal.config.load import LoadedConfig
 from shoal.config.problems import Problem, Severity
 from shoal.config.rules.rule import CUT_INTO_STAGES, WITHOUT_BLOCKS, names_a_model
@@ -121,13 +122,22 @@ def missing_files(loaded: LoadedConfig, *, severity: Severity) -> list[Problem]:
 
 
 def missing_workers(loaded: LoadedConfig) -> list[Problem]:
-    """A warning where `shoal train` would ask for the number of workers."""
-    run = loaded.run
-    if run.alone or run.cluster.num_workers or run.strategy.default_workers or run.engine.kind == "collectives":
+    """A warning where `shoal train` would ask for the number of workers, or wait for more than it starts."""
+    run, needed = loaded.run, workers_needed(loaded.settings)
+    named = run.cluster.num_workers or run.strategy.default_workers
+    if run.alone or run.engine.kind == "collectives" or (named and named >= needed):
         return []
-    message = "the number of workers is not given"
-    help = "`shoal train FILE --workers N` starts N workers here; `shoal coordinate FILE` waits for those of other machines"
-    return [Problem("workers", message, loaded.settings.labels("strategy.kind"), "cluster.num_workers", help, "warning")]
+    message = waits_for(loaded, named) if named else "the number of workers is not given"
+    number = needed if needed > 1 else "N"
+    help = f"`shoal train FILE --workers {number}` starts {number} workers here; `shoal coordinate FILE` waits for those of other machines"
+    paths = ("updates.aggregation.kind", "cluster.workers") if named else ("strategy.kind",)
+    return [Problem("workers", message, loaded.settings.labels(*paths), "cluster.num_workers", help, "warning")]
+
+
+def waits_for(loaded: LoadedConfig, workers: int) -> str:
+    """For the user: how many workers the aggregation rule lacks; empty if it has enough."""
+    needed, rule = workers_needed(loaded.settings), loaded.run.updates.aggregation.kind
+    return f"{rule} needs contributions of {needed} workers, not {workers}: the run waits for {needed - workers} more" * (workers < needed)
 
 
 def _files_of(run: Run) -> Iterator[tuple[str, str]]:

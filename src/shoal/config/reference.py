@@ -6,10 +6,20 @@ from typing import Any
 
 from shoal.config import fields as f
 from shoal.config.dialects import DIALECTS
+from shoal.config.dialects.table import Dialect
 from shoal.config.field_docs import field_docs
 from shoal.config.fields import MISSING, Checker, Section, as_data
 from shoal.config.schema import Run
 from shoal.config.show import scalar
+
+OLD_COMMANDS = {
+    "classroom": ("classroom.md",),
+    "smolcluster": ("shelf.md", "serving.md"),
+    "dist-llm-train": ("volunteers.md",),
+    "diloco": ("islands.md",),
+    "ava": ("rack.md", "feedback.md"),
+}
+"""By dialect: the pages whose first table says what one types now in place of the earlier program's commands."""
 
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{[A-Za-z_][A-Za-z0-9_]*(:[-?][^}]*)?\}", "description": "taken from the environment"}
 
@@ -118,6 +128,12 @@ def dialects_page() -> str:
         "Files of five earlier programs load unchanged. Each dialect is a table from its keys to Shoal's settings;",
         "`shoal config migrate FILE` rewrites a file with Shoal's keys. Generated from the tables by `make docs`; do not edit.",
         "",
+        "This page lists keys. What to type now in place of a program's commands:",
+        "",
+        "| files of | for | you used to type / now | keys |",
+        "|---|---|---|---|",
+        *(_old_commands(dialect) for dialect in DIALECTS.values()),
+        "",
         "`strategy[syncps].window` is the setting `strategy.window`, which takes effect if `strategy.kind` is `syncps`.",
         "",
     ]
@@ -130,6 +146,12 @@ def dialects_page() -> str:
             rows.append(f"| {', '.join(spellings)} | {', '.join(f'`{target}`' for target in entry.to)}{note} | {default} |")
         rows.append("")
     return "\n".join(rows).rstrip() + "\n"
+
+
+def _old_commands(dialect: Dialect) -> str:
+    """A row that leads to the commands and to the keys of an earlier program."""
+    pages = " and ".join(f"[{page}]({page})" for page in OLD_COMMANDS[dialect.name])
+    return f"| {dialect.name} | {dialect.title} | the table at the top of {pages} | [below](#{dialect.name}) |"
 
 
 def _escape(text: str) -> str:

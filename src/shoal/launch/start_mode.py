@@ -10,7 +10,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.config.load import LoadedConfig, Override
-from shoal.config.missing_parts import missing_parts
+from shoal.config.derived_values import workers_needed
+from shoal.config.missing_parts import missing_parts, waits_for
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place
 from shoal.config.schema.cluster import Postgres
@@ -120,6 +121,8 @@ def plan_start(load: Load, options: StartOptions) -> StartPlan:
     if not count and not options.resume:
         kind = loaded.run.strategy.kind
         raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({kind})")
+    if count and (waiting := waits_for(loaded, count)):
+        note = f"{waiting}; --workers {workers_needed(loaded.settings)} starts them all here"
     own = bool(count and loaded.run.coordinator.trains and not options.workers)  # a worker for the coordinator's machine
     return StartPlan(StartMode.COORDINATES, loaded, options, workers=count + own, note=note)
 

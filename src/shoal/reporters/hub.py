@@ -42,7 +42,7 @@ class HubUploads(Reporter):
 
     def step(self, recorder: Recorder) -> None:
         """Offer a copy to the pusher every few steps. The copy of the last step is pushed at the end, with its evaluation."""
-        if recorder.step % self.run.hub.push_interval == 0 and recorder.step < recorder.engine.total_steps:
+        if recorder.step % self.run.hub.push_interval == 0 and recorder.completed < recorder.engine.total_steps:
             self._offer()
         self._report()
 
@@ -53,15 +53,15 @@ class HubUploads(Reporter):
         if summary["status"] != "failed" and step:
             self._offer()
             self._report()
-            self.recorder.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
+            self.recorder.message(f"uploading {self.recorder.step_name} {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
         self._report()
         if pusher.trouble:
-            uploaded = f"the newest upload is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
+            uploaded = f"the newest upload is of {self.recorder.step_name} {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
             self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {uploaded}")
         elif pusher.pushes:
             times = "once" if pusher.pushes == 1 else f"{pusher.pushes} times"
-            self.recorder.message(f"uploaded {times} to {self.repository.url}, last at step {pusher.pushed_step}")
+            self.recorder.message(f"uploaded {times} to {self.repository.url}, last at {self.recorder.step_name} {pusher.pushed_step}")
 
     def _report(self) -> None:
         """Report on the run's thread what the pushing thread found."""
@@ -73,7 +73,7 @@ class HubUploads(Reporter):
             weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in self.recorder.engine.weights().items()}
             self.pusher.offer(Snapshot(self.recorder.step, facts_of(self.recorder), weights))
         except (MemoryError, RuntimeError, ShoalError) as error:  # PyTorch reports a lack of memory as either of the first two
-            self.recorder.message(f"warning: no copy of step {self.recorder.step} for the hub: {error}")
+            self.recorder.message(f"warning: no copy of {self.recorder.step_name} {self.recorder.step} for the hub: {error}")
 
     # --- in the pusher's thread ----------------------------------------------------------------------
 
@@ -85,7 +85,8 @@ class HubUploads(Reporter):
             files = self._files(snapshot) | {"model.safetensors": Path(folder) / "model.safetensors"}
             save_file(snapshot.weights, files["model.safetensors"], {"format": "pt", "step": str(snapshot.step)})
             files[manifest.FILE] = manifest.manifest_of(files)
-            self.repository.commit(files, f"Step {snapshot.step} of {snapshot.facts.total_steps}")
+            of_all = f" of {snapshot.facts.total_steps}" if snapshot.facts.total_steps else ""
+            self.repository.commit(files, f"{snapshot.facts.step_name.capitalize()} {snapshot.step}{of_all}")
         while self.repository.notes:
             self.pusher.messages.put(f"warning: {self.repository.notes.pop()}")
 

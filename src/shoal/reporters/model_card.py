@@ -23,7 +23,10 @@ class CardFacts(NamedTuple):
 
     run: Run
     step: int
-    total_steps: int
+    step_name: str
+    total_steps: int | None
+    """None: the data decides when the run ends."""
+    completed: bool
     samples: int
     wall_s: float
     size: int
@@ -37,13 +40,14 @@ class CardFacts(NamedTuple):
 def facts_of(recorder: Recorder, folder: str = "") -> CardFacts:
     """The facts of a run at its present step."""
     data = (DATA.read(recorder.directory.path / "data.json") or {"name": ""})["name"]
-    steps, size = recorder.engine.total_steps, recorder.engine.size
-    return CardFacts(recorder.run, recorder.step, steps, recorder.samples, recorder.wall_s, size, data, recorder.engine.chosen, folder)
+    completed, size = recorder.completed >= recorder.engine.total_steps, recorder.engine.size
+    steps = (recorder.step, recorder.step_name, recorder.known_steps, completed)
+    return CardFacts(recorder.run, *steps, recorder.samples, recorder.wall_s, size, data, recorder.engine.chosen, folder)
 
 
 def write_card(facts: CardFacts, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
     """The text of README.md."""
-    parts = [_header(facts.run), _introduction(facts), _sample(sample), _training(facts), _metrics(records), _loading(facts)]
+    parts = [_header(facts.run), _introduction(facts), _sample(sample), _training(facts), _metrics(records, facts.step_name), _loading(facts)]
     settings = f"## Settings\n\n<details>\n<summary>config.yaml</summary>\n\n````yaml\n{config}````\n\n</details>"
     return "\n\n".join([part for part in parts if part] + [settings]) + "\n"
 
@@ -60,7 +64,7 @@ def _introduction(facts: CardFacts) -> str:
     base = getattr(run.model, "pretrained", None)
     kind = f"{base}, fine-tuned" if base else f"a model of kind `{run.model.kind}`"
     does = f" that {run.chosen_task.does}" if run.chosen_task.does else ""
-    state = "at the end of its training" if facts.step >= facts.total_steps else "while it is still being trained"
+    state = "at the end of its training" if facts.completed else "while it is still being trained"
     title = run.name or run.hub.repo_id.partition("/")[2] or Path(facts.folder).name
     return f"# {title}\n\nThis is {kind}{does}, with {facts.size:,} parameters, trained with Shoal; here {state}."
 
@@ -76,10 +80,11 @@ def _sample(sample: Path | None) -> str:
 
 def _training(facts: CardFacts) -> str:
     run = facts.run
+    of_all = f" of {facts.total_steps:,}" if facts.total_steps else ""
     rows = {
         "data": facts.data or "-",
         "strategy": f"`{run.strategy.kind}`, engine `{run.engine.kind}`",
-        "steps": f"{facts.step:,} of {facts.total_steps:,}",
+        f"{facts.step_name}s": f"{facts.step:,}{of_all}",
         "samples seen": f"{facts.samples:,}",
         "batch size": run.training.batch_size,
         **_optimizers(facts),
@@ -105,7 +110,7 @@ def _optimizer(settings: Optimizer) -> str:
     return ", ".join([settings.name, *shown])
 
 
-def _metrics(records: list[dict[str, Any]]) -> str:
+def _metrics(records: list[dict[str, Any]], step_name: str) -> str:
     newest = {record["split"]: record for record in records}
     columns = [(title, newest[split]) for split, title in (("train", "training"), ("eval", "held-out data")) if split in newest]
     names = [
@@ -113,7 +118,7 @@ def _metrics(records: list[dict[str, Any]]) -> str:
     ]
     if not names:
         return ""
-    head = "| | " + " | ".join(f"{title} (step {record['step']:,})" for title, record in columns) + " |"
+    head = "| | " + " | ".join(f"{title} ({step_name} {record['step']:,})" for title, record in columns) + " |"
     rows = [f"| {name} | " + " | ".join(_figure(record.get(name)) for _, record in columns) + " |" for name in dict.fromkeys(names)]
     return "\n".join(["## Metrics", "", head, "|---" * (len(columns) + 1) + "|", *rows, "", "All of them are in `metrics.jsonl`."])
 

@@ -215,7 +215,8 @@ class Training(Section):
     epochs: PositiveInt | None = None
     """Passes over the data; null: 30 for WikiText, 20 for SNLI, else 1, unless max_steps is set. A stream needs max_steps as well."""
     max_steps: PositiveInt | None = None
-    """Last step of the run; null: the end of the epochs."""
+    """Last step of the run; null: the end of the epochs. In a later layer than `epochs` (on the command line, say) it replaces them;
+    in the same layer the run ends with whichever is reached first. A step is an update of the weights; with diloco, a worker's step."""
     optimizer: Optimizer = Optimizer()
     players: Mapping[str, PlayerOptimizer] = EMPTY
     """Optimizer settings by network: `generator`, `discriminator`, `policy`, `value`."""

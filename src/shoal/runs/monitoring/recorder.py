@@ -122,8 +122,13 @@ class Recorder:
             return self.step
         return min(self.engine.total_steps, self.engine.total_steps * self.batches // max(1, self.total_batches))
 
+    @property
+    def known_steps(self) -> int | None:
+        """The number of steps of the whole run; None where batches decide when it ends, and several of them may come in one step."""
+        return self.engine.total_steps if self.total_batches is None else None
+
     def at(self, step: int) -> str:
-        """A step and the whole run, for the user: a percentage where the number of steps is not known, since batches decide."""
+        """A step and the whole run, for the user: a percentage where the number of steps is not known."""
         if self.total_batches is None:
             return f"{self.step_name} {step}/{self.engine.total_steps}"
         done = self.batches / max(1, self.total_batches) * step / max(1, self.step)  # `step` may be earlier than the run's

@@ -106,7 +106,7 @@ class StatusWriter:
             "scheduler": run.scheduler.kind,
             "transport": run.transport.kind,
             "version": coordinator.state.version,
-            "of": self.length.steps,
+            "of": recorder.known_steps,
             "step_name": recorder.step_name,
             "expected": coordinator.plan.expected,
             "wall_s": round(recorder.wall_s, 3),

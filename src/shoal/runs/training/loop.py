@@ -79,12 +79,12 @@ class TrainingLoop(RecordedLoop):
         try:
             metrics = self.engine.evaluate(self._until_interrupted(self.held_out()))
         except _Interrupted:
-            self.message(f"the evaluation at step {self.step} was not finished: the run is to end")
+            self.message(f"the evaluation at {self.recorder.step_name} {self.step} was not finished: the run is to end")
             return {}
         try:
             self.write_sample(self.step)
         except (ShoalError, OSError) as error:
-            self.message(f"warning: no sample at step {self.step}: {error}")
+            self.message(f"warning: no sample at {self.recorder.step_name} {self.step}: {error}")
         self.recorder.record_evaluation(metrics, self.step)
         return metrics
 
