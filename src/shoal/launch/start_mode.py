@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.config.load import LoadedConfig, Override
 from shoal.config.derived_values import workers_needed
+from shoal.config.load import LoadedConfig, Override
 from shoal.config.missing_parts import missing_parts, waits_for
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place

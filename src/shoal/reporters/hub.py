@@ -57,7 +57,8 @@ class HubUploads(Reporter):
         pusher.finish(LAST_PUSH_S)
         self._report()
         if pusher.trouble:
-            uploaded = f"the newest upload is of {self.recorder.step_name} {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
+            newest = f"{self.recorder.step_name} {pusher.pushed_step}"
+            uploaded = f"the newest upload is of {newest}" if pusher.pushes else "nothing of this run is there"
             self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {uploaded}")
         elif pusher.pushes:
             times = "once" if pusher.pushes == 1 else f"{pusher.pushes} times"

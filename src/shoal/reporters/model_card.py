@@ -47,7 +47,8 @@ def facts_of(recorder: Recorder, folder: str = "") -> CardFacts:
 
 def write_card(facts: CardFacts, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
     """The text of README.md."""
-    parts = [_header(facts.run), _introduction(facts), _sample(sample), _training(facts), _metrics(records, facts.step_name), _loading(facts)]
+    learned = [_training(facts), _metrics(records, facts.step_name), _loading(facts)]
+    parts = [_header(facts.run), _introduction(facts), _sample(sample), *learned]
     settings = f"## Settings\n\n<details>\n<summary>config.yaml</summary>\n\n````yaml\n{config}````\n\n</details>"
     return "\n\n".join([part for part in parts if part] + [settings]) + "\n"
 
