@@ -19,10 +19,13 @@ PLACES = st.integers(0, 99)
 class AnySchedule(RuleBasedStateMachine):
     """A coordinator, workers that may do anything, and a book that is kept of what they were told."""
 
-    @initialize(attempts=st.integers(1, 3), units=st.integers(1, 4), quorum=st.none() | st.integers(1, 4))
-    def begin(self, attempts: int, units: int, quorum: int | None) -> None:
+    @initialize(attempts=st.integers(1, 3), units=st.integers(1, 4), quorum=st.none() | st.integers(1, 4), most_lag=st.integers(0, 3))
+    def begin(self, attempts: int, units: int, quorum: int | None, most_lag: int) -> None:
         self.leases, self.attempts, self.now = Leases(LEASE_S, attempts, patience_leases=0), attempts, 0.0
         self.version, self.units, self.quorum = 0, units, quorum
+        self.most_lag = most_lag
+        self.oldest = -most_lag
+        """The oldest version whose leases still count."""
         self.settled: set[int] = set()
         """Units with a result that counts, and units that were given up."""
         self.accepted: set[int] = set()
@@ -37,9 +40,9 @@ class AnySchedule(RuleBasedStateMachine):
         self._issue()
 
     def _issue(self) -> None:
-        assert (
-            self.leases.issue(self.version, [unit for unit in range(self.units) if unit not in self.settled], self.quorum, self.now) == []
-        )
+        self.oldest = max(self.oldest, self.version - self.most_lag)
+        units = [unit for unit in range(self.units) if unit not in self.settled]
+        assert self.leases.issue(self.version, units, self.quorum, self.now, self.most_lag) == []
 
     def _tried_in_vain(self, unit: int, worker: str, given_up: bool) -> None:
         self.in_vain[unit] += 1
@@ -50,7 +53,11 @@ class AnySchedule(RuleBasedStateMachine):
             self.settled.add(unit)
 
     def _lives(self, lease: Lease) -> bool:
-        return lease.version == self.version and self.now < lease.deadline
+        return lease.version >= self.oldest and self.now < lease.deadline
+
+    @property
+    def _is_full(self) -> bool:
+        return self.quorum is not None and len(self.accepted) >= self.quorum and self.most_lag == 0
 
     @rule(worker=WORKERS)
     def claim(self, worker: str) -> None:
@@ -63,7 +70,7 @@ class AnySchedule(RuleBasedStateMachine):
         assert lease.unit not in self.settled
         holders = [who for who in "ab" if self.leases.holds(who, lease.unit, self.now)]
         assert holders == [worker]
-        self.held = {key: held for key, held in self.held.items() if key[1] != lease.unit or held.version != self.version}
+        self.held = {key: held for key, held in self.held.items() if key[1] != lease.unit or held.version < self.oldest}
         self.held[worker, lease.unit] = lease
         if self.last.get(worker, ())[:2] == (lease.unit, self.version):
             del self.last[worker]
@@ -88,8 +95,7 @@ class AnySchedule(RuleBasedStateMachine):
         if self.last.get(worker, ())[:2] == (unit, lease.version):
             assert outcome == self.last[worker][2]
             return
-        full = self.quorum is not None and len(self.accepted) >= self.quorum
-        expected = "cancelled" if lease.version < self.version else "accepted" if self._lives(lease) and not full else "late"
+        expected = "cancelled" if lease.version < self.oldest else "accepted" if self._lives(lease) and not self._is_full else "late"
         assert outcome == expected
         self._note(worker, unit, lease, outcome)
 
@@ -100,7 +106,7 @@ class AnySchedule(RuleBasedStateMachine):
             assert unit not in self.settled, "a unit counts once"
             self.settled.add(unit)
             self.accepted.add(unit)
-        if lease.version == self.version and self.now < lease.deadline:
+        if self._lives(lease):
             self.held[worker, unit] = lease._replace(deadline=self.now)  # it is over, and may still be handed in again
 
     @precondition(lambda self: self.held)
@@ -145,14 +151,18 @@ class AnySchedule(RuleBasedStateMachine):
         assert self.leases.next_deadline() == min(deadlines, default=None)
 
     @precondition(lambda self: self.accepted or self.now >= LEASE_S)
-    @rule(quorum=st.none() | st.integers(1, 4))
-    def next_version(self, quorum: int | None) -> None:
-        self.version, self.quorum = self.version + 1, quorum
+    @rule(quorum=st.none() | st.integers(1, 4), most_lag=st.integers(0, 3))
+    def next_version(self, quorum: int | None, most_lag: int) -> None:
+        """Leases that lag at most as much as is allowed go on, and nobody else gets their units."""
+        held = [lease for worker in "ab" for lease in self.leases.held(worker)]
+        self.version, self.quorum, self.most_lag = self.version + 1, quorum, most_lag
         for unit in self.accepted:
             del self.in_vain[unit]
         self.accepted.clear()
         self._issue()
-        assert self.leases.counts()["pending"] == self.units - len(self.settled)
+        kept = [lease for lease in held if lease.version >= self.oldest]
+        assert sorted(lease for worker in "ab" for lease in self.leases.held(worker)) == sorted(kept)
+        assert self.leases.counts()["pending"] == self.units - len(self.settled) - len(kept)
 
     @rule()
     def issue_again(self) -> None:
@@ -167,7 +177,7 @@ class AnySchedule(RuleBasedStateMachine):
         self.accepted.remove(unit)
         self.settled.remove(unit)
         self.in_vain[unit] += 1
-        given_up = {unit for unit, _ in self.leases.issue(self.version, [unit], self.quorum, self.now)}
+        given_up = {unit for unit, _ in self.leases.issue(self.version, [unit], self.quorum, self.now, self.most_lag)}
         assert given_up == ({unit} if self.in_vain[unit] == self.attempts else set())
         self.given_up |= given_up
         self.settled |= given_up
@@ -186,13 +196,11 @@ class AnySchedule(RuleBasedStateMachine):
 
     @invariant()
     def a_result_would_be_accepted_while_the_lease_lasts_and_the_round_needs_it(self) -> None:
-        full = self.quorum is not None and len(self.accepted) >= self.quorum
         for (worker, unit), lease in self.held.items():
-            assert self.leases.holds(worker, unit, self.now) == (self._lives(lease) and not full)
+            assert self.leases.holds(worker, unit, self.now) == (self._lives(lease) and not self._is_full)
 
     @invariant()
-    def no_more_is_accepted_than_the_round_needs_and_nothing_tried_too_often(self) -> None:
-        assert self.quorum is None or len(self.accepted) <= self.quorum
+    def nothing_is_tried_too_often(self) -> None:
         assert max(self.in_vain.values(), default=0) <= self.attempts
 
     @invariant()

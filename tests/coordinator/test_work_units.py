@@ -18,7 +18,8 @@ from shoal.coordinator.run_plan import RunPlan
 from shoal.coordinator.units.cut import DataCut, SettledUnits
 from shoal.protocol.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
 from shoal.updates import codecs
-from tests.support.small_cluster import Numbers, believing, strategy_of
+from shoal.worker.session import LeasedUnit
+from tests.support.small_cluster import Cluster, FakeWorker, Numbers, believing, contribution, encoded, strategy_of
 
 
 def made(quorum: int = 3, cut: DataCut | None = None, needed: int = 1, updates: Updates | None = None) -> Coordinator:
@@ -221,3 +222,100 @@ def test_or_the_run_stops_where_that_is_wanted() -> None:
         board.coordinator.completion.stopped
         == "krum needs results of 3 workers, and 1 have handed in: stopped, as updates.below_quorum says"
     )
+
+
+# --- results of older versions ----------------------------------------------------------------------------
+
+
+class Class(Cluster):
+    """A coordinator that leases units of one batch itself, and workers that hold one each."""
+
+    def __init__(self, workers: int, quorum: int, most_lag: int | None, units: int = 1000) -> None:
+        strategy = strategy_of(WorkUnits(batches_per_unit=1, units_per_update=quorum, max_lag=most_lag))
+        super().__init__(strategy)
+        cut = DataCut(units, 1, 1)
+        self.plan = self.plan._replace(cut=cut, lease_s=300.0, attempts=3, most_lag=most_lag, total_batches=units, batches_per_step=quorum)
+        self.coordinator = believing(Coordinator(self.plan, strategy, self.learner))
+        self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
+        self.workers = [self.join(f"w{number}") for number in range(workers)]
+        self.units: dict[str, LeasedUnit] = {}
+        for worker in self.workers:
+            self.claim(worker)
+
+    def claim(self, worker: FakeWorker) -> None:
+        worker.protocol.claim()
+        call = self.say(worker)
+        events = worker.protocol.on_answer(self.answers[call], self.frames[call])
+        self.units[worker.name] = next(event for event in events if isinstance(event, LeasedUnit))
+
+    def hand_in(self, worker: FakeWorker) -> str | None:
+        """The worker's unit is done; the status of its result."""
+        unit = self.units.pop(worker.name)
+        made = contribution(unit.epoch, unit.start + unit.batches, unit.version, unit=unit.number)
+        worker.protocol.contribute(made, encoded(*[1.0] * 4), pulls=False)
+        call = self.say(worker)
+        self.hear(worker, call)
+        return self.status(call)
+
+    def shares(self) -> list[list[float]]:
+        return [[line[3] for line in entry["from"]] for entry in self.ledger if "version" in entry]
+
+
+def test_a_unit_that_is_computed_when_its_version_closes_counts_less_in_a_later_round() -> None:
+    room = Class(3, 2, None)
+    a, b, c = room.workers
+    held = room.units["w2"].number
+    assert [room.hand_in(a), room.hand_in(b)] == ["accepted"] * 2
+    assert room.coordinator.state.version == 1
+    for worker in (a, b):
+        room.claim(worker)
+    assert held not in (room.units["w0"].number, room.units["w1"].number), "only pending units are issued again"
+    assert [room.hand_in(c), room.hand_in(a)] == ["accepted"] * 2
+    assert room.shares() == [[1.0, 1.0], [1.0, 0.5]]
+    again = Coordinator(room.plan, room.strategy, Numbers())
+    for record, frames in room.records:
+        again.replayed.apply(record, frames)
+    assert torch.equal(again.learner.vector, room.learner.vector), "the journal gives the same weights, bit for bit"
+
+
+@pytest.mark.parametrize(("most_lag", "workers", "allowed"), [(None, 2, 2), (None, 5, 5), (None, 6, 6), (0, 3, 0), (1, 3, 1), (7, 2, 7)])
+def test_a_result_may_lag_as_much_as_the_setting_or_the_number_of_workers_says(most_lag: int | None, workers: int, allowed: int) -> None:
+    for lag, expected in ((allowed, "accepted"), (allowed + 1, "cancelled")):
+        room = Class(workers, 1, most_lag)
+        slow, quick = room.workers[:2]
+        held = room.units[slow.name].number
+        for _ in range(lag):
+            assert room.hand_in(quick) == "accepted"
+            room.claim(quick)
+        oldest = room.beat(slow)["oldest"]
+        assert (oldest <= 0) == (expected == "accepted"), "a worker hears when its unit has become too old"
+        assert room.hand_in(slow) == expected
+        assert (held in room.coordinator.replayed.settled) == (expected == "accepted"), "a dropped unit is done again"
+
+
+def test_the_largest_lag_follows_the_workers_that_come_and_go() -> None:
+    room = Class(6, 1, None)
+    slow, quick, *others = room.workers
+    for worker in others:
+        room.leave(worker)
+    for _ in range(3):
+        room.hand_in(quick)
+        room.claim(quick)
+    assert room.hand_in(slow) == "cancelled"
+
+
+def test_a_worker_cannot_say_that_its_result_is_of_a_newer_version_than_its_lease() -> None:
+    room = Class(2, 1, None)
+    late, quick = room.workers
+    room.hand_in(quick)
+    room.pull(late)
+    room.units[late.name] = room.units[late.name]._replace(version=1)
+    assert room.hand_in(late) == "late"
+
+
+def test_workers_with_units_of_older_versions_leave_units_for_all_others() -> None:
+    room = Class(60, 1, None)
+    assert room.hand_in(room.workers[0]) == "accepted"
+    for number in range(60):
+        room.claim(room.join(f"new{number}"))
+    assert len({unit.number for unit in room.units.values()}) == len(room.units) == 119

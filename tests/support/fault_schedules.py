@@ -28,6 +28,7 @@ STRATEGIES: dict[str, Policies] = {
     "diloco, quorum": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, grace_s=2.0), 4),
     "diloco, late ones weighed": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, late="weigh"), 4),
     "workunits": strategy_of(WorkUnits(batches_per_unit=2, units_per_update=2)),
+    "workunits, no lag": strategy_of(WorkUnits(batches_per_unit=2, units_per_update=2, max_lag=0)),
     "workunits, one at a time": strategy_of(WorkUnits(batches_per_unit=5, units_per_update=1)),
     "diloco, asynchronous": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=1, late="weigh"), 4),
     "async, tasks": strategy_of(Async(max_staleness=50)),
@@ -46,7 +47,8 @@ def live_through(name: str, schedule: list[tuple[str, int]], workers: int, steps
     strategy = STRATEGIES[name]
     plan = RunPlan(Updates(), 0, workers, 1, steps, None, 8 * workers, 5.0, 0.5)
     if strategy.feed.leased:
-        plan = plan._replace(cut=DataCut(LONGEST, strategy.feed.batches, 30), lease_s=20.0, attempts=50)
+        cut = DataCut(LONGEST, strategy.feed.batches, 30)
+        plan = plan._replace(cut=cut, lease_s=20.0, attempts=50, most_lag=strategy.feed.most_lag)
     if "tasks" in name:
         plan = plan._replace(tasks=TASKS)
     world = World(strategy, plan, workers)

@@ -21,6 +21,7 @@ from shoal.coordinator.run_plan import RunPlan
 from shoal.protocol.messages import PROTOCOL, Leave, SeatAssigned, WorkerRequest
 from shoal.strategies import Policies
 from shoal.updates import codecs
+from shoal.updates.staleness import bound_for
 from shoal.worker.session import ContributionReceipt, LeasedUnit, WorkerSession
 from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
@@ -78,7 +79,7 @@ class World:
         self.disk = Disk()
         self.letters: list[Letter] = []
         self.callers: dict[int, Letter] = {}
-        self.workers = [Traveller(f"w{number}") for number in range(workers)]
+        self.workers, self.most_workers = [Traveller(f"w{number}") for number in range(workers)], workers
         self.confirmed: list[tuple[str, int]] = []
         self.crashes = 0
         self.open_since: dict[int, tuple[int, float]] = {}
@@ -362,7 +363,7 @@ class World:
             counts = [self.count(worker) for worker in self.workers]
             if self.coordinator.finished or all(count >= goal[worker.name] for count, worker in zip(counts, self.workers, strict=True)):
                 return
-            if self.strategy.feed.leased and sum(counts) >= all_of_them:
+            if self.plan.most_lag == 0 and self.strategy.feed.leased and sum(counts) >= all_of_them:
                 return  # of several who have a unit, the first that hands in may make the others' results worthless, each time
         raise AssertionError(f"somebody waits for ever: {[self.count(worker) for worker in self.workers]} of {goal}")
 
@@ -386,6 +387,15 @@ class World:
 
     # --- what must hold -------------------------------------------------------------------------------
 
+    def check_lags(self, version: int, units: list[Any]) -> None:
+        """A unit counts 1/(1+lag) in the round in which it arrived, and lags no more than the present workers allow."""
+        strategy, most = self.strategy, self.plan.most_lag
+        most = bound_for(self.most_workers, strategy.rounds.contributions) if most is None else most
+        for _, _, base, share, *_ in units:
+            lag = version - 1 - base
+            assert 0 <= lag <= most, f"a result that lags {lag} versions"
+            assert share == 1 / (1 + lag), "a late result counts less"
+
     def check(self) -> None:
         applied, others = [], []
         weights = torch.zeros(SIZE, dtype=torch.float64)
@@ -396,6 +406,8 @@ class World:
                 assert line["version"] == version, "versions count up by one"
                 weights -= RATE * sum(one[3] * self.value(*one[5:8]) for one in line["from"]) / len(line["from"])
                 applied += line["from"]
+                if self.strategy.feed.leased:
+                    self.check_lags(version, line["from"])
             elif "failed" not in line:
                 others += line["unused"]
         assert version == self.coordinator.state.version

@@ -1,11 +1,11 @@
-"""Eleven mistakes that a coordinator could have, each planted by a patch: the bug finder must find every one of them."""
+"""Thirteen mistakes that a coordinator could have, each planted by a patch: the bug finder must find every one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator import machine
+from shoal.coordinator import machine, round_policies
 from shoal.coordinator.durable import replayed_state
 from shoal.coordinator.effects import Persist, Reply
 from shoal.coordinator.members import table
@@ -124,6 +124,21 @@ def _counts_the_head_of_a_journal_again(patch: Any) -> None:
     patch.setattr(open_rounds.Rounds, "holds", lambda self, record: False)
 
 
+def _late_units_count_in_full(patch: Any) -> None:
+    """A unit's result counts in full, whatever its lag."""
+    patch.setattr(round_policies.staleness, "weight", lambda lag: 1.0)
+
+
+def _units_may_lag_without_end(patch: Any) -> None:
+    """A lease outlives any number of versions."""
+    real = lease_table.Leases.issue
+
+    def issue(self: Any, version: int, units: Any, quorum: Any, now: float, most_lag: int = 0) -> Any:
+        return real(self, version, units, quorum, now, 10**6)
+
+    patch.setattr(lease_table.Leases, "issue", issue)
+
+
 MISTAKES: dict[str, Patch] = {
     "a contribution that comes again is taken again": _forgets_repeats,
     "answers go out before their records are kept": _confirms_before_it_keeps,
@@ -136,4 +151,6 @@ MISTAKES: dict[str, Patch] = {
     "a unit is lent to two workers": _lends_twice,
     "a late contribution is weighed twice": _counts_a_share_twice,
     "what two journals hold is counted twice": _counts_the_head_of_a_journal_again,
+    "a late unit counts in full": _late_units_count_in_full,
+    "a unit may lag without end": _units_may_lag_without_end,
 }

@@ -95,7 +95,7 @@ def test_a_sign_of_life_goes_its_own_way() -> None:
         scripted(
             iter(
                 [
-                    CoordinatorAnswer({"kind": "pulse", "done": False, "version": 4}, ()),
+                    CoordinatorAnswer({"kind": "pulse", "done": False, "oldest": 4}, ()),
                     CoordinatorAnswer({"kind": "pulse", "done": True}, ()),
                 ]
             )

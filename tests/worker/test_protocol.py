@@ -225,7 +225,7 @@ def test_a_unit_is_claimed_and_returned_before_anything_else_is_said() -> None:
     assert asked(protocol) is None
 
 
-def test_a_sign_of_life_tells_whether_the_run_is_over_and_how_far_it_is() -> None:
+def test_a_sign_of_life_tells_whether_the_run_is_over_and_which_units_still_count() -> None:
     protocol = joined()
     beats = [protocol.heartbeat("computing", {"samples": 3}) for _ in range(2)]
     assert [(beat.session, beat.number, beat.state, beat.figures) for beat in beats] == [
@@ -233,9 +233,9 @@ def test_a_sign_of_life_tells_whether_the_run_is_over_and_how_far_it_is() -> Non
         ("s", 2, "computing", {"samples": 3}),
     ]
     protocol.on_heartbeat_answer({"kind": "refused", "reason": "unknown-session"})
-    assert (protocol.done, protocol.newest) == (False, 3)
-    protocol.on_heartbeat_answer({"kind": "pulse", "done": True, "version": 8})
-    assert (protocol.done, protocol.newest) == (True, 8)
+    assert (protocol.done, protocol.oldest) == (False, -1)
+    protocol.on_heartbeat_answer({"kind": "pulse", "done": True, "oldest": 8})
+    assert (protocol.done, protocol.oldest) == (True, 8)
 
 
 def test_a_goodbye_that_is_lost_is_not_said_again() -> None:

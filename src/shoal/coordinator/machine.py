@@ -187,7 +187,9 @@ class Coordinator:
         if self.units is not None and asked.state != _STUCK:
             self.units.leases.renew(worker.name, turn.now)
         # Only what a worker reads: heartbeats are by far the most messages.
-        header: dict[str, Any] = {"kind": "pulse", "version": turn.state.version, "done": self.completion.finished}
+        header: dict[str, Any] = {"kind": "pulse", "done": self.completion.finished}
+        if self.units is not None:
+            header["oldest"] = self.units.leases.oldest
         if worker.warning:
             header["word"], worker.warning = worker.warning, ""
         turn.effects.append(Reply(caller, header))

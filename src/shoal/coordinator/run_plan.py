@@ -153,8 +153,8 @@ class RunPlan(NamedTuple):
     """For a relay: its seat at the coordinator above."""
     pull_every: int = 1
     """Steps of a worker between pulls."""
-    most_lag: int = 0
-    """Versions that may be made while a worker computes a unit."""
+    most_lag: int | None = 0
+    """Versions that may be made while a worker computes a unit; None: as many as the number of workers asks for."""
     rollouts: RolloutLearner | None = None
     """Handler for contributions that are rollouts; None in ordinary runs."""
 

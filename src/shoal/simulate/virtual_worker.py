@@ -229,8 +229,8 @@ class VirtualWorker:
         self._finish_step(self.updates.make(have, None) if seating == self._seatings else None, began, seating)
 
     def _compute_unit(self, unit: LeasedUnit, done: int, began: float) -> None:
-        """Compute a unit batch by batch; abandon it once a newer version makes its result useless."""
-        if self.session.newest > unit.version:
+        """Compute a unit batch by batch; abandon it once its version is too old for its result to count."""
+        if self.session.oldest > unit.version:
             self.computing, self.unit = False, None
             self._count_wasted(self._timeline.now - began)
             self.session.give_back(unit.number)

@@ -1,14 +1,15 @@
 """Work units: workers lease units of the data, and a number of results makes an update.
 
-Holds: every unit of an epoch is learned from once, whichever worker does it and whichever dies; a result that was computed on weights that
-are too old is dropped on arrival, and its unit is leased again.
+Holds: every unit of an epoch is learned from once, whichever worker does it and whichever dies. A unit that a worker computes when its
+version closes stays leased: its result counts 1/(1+lag) in the round in which it arrives. Beyond `max_lag` it is dropped, and its unit is
+leased again.
 """
 
 from __future__ import annotations
 
 from shoal.config import Run
 from shoal.config.schema.strategy import WorkUnits
-from shoal.coordinator import UnitQuorum
+from shoal.coordinator import Discounted, UnitQuorum
 from shoal.strategies.policy_set import Policies
 from shoal.strategies.run_length import in_units
 from shoal.worker.producers import UnitGradientContribution
@@ -23,7 +24,12 @@ def policies(run: Run, expected: int) -> Policies:
         rounds=rounds,
         length=in_units(run, rounds, settings.batches_per_unit),
         feed=FeedPolicy(
-            leased=True, batches=settings.batches_per_unit, lease_s=settings.lease_timeout_s, attempts=max(1, settings.max_retries)
+            leased=True,
+            batches=settings.batches_per_unit,
+            lease_s=settings.lease_timeout_s,
+            attempts=max(1, settings.max_retries),
+            most_lag=settings.max_lag,
         ),
+        admission=Discounted(),
         contribution=UnitGradientContribution(),
     )

@@ -159,8 +159,8 @@ class WorkerSession:
         """A warning to the user if the coordinator came back without contributions that it had confirmed."""
         self.place = (0, 0)
         """Epoch and batch up to which the worker has sent contributions, or from which the coordinator asked it to continue."""
-        self.newest = -1
-        """The newest version that the worker knows of."""
+        self.oldest = -1
+        """The oldest version whose units still count, as far as the worker knows."""
         self.ready = False
         """Whether the worker is ready to receive weights. Until then it is a member that is still preparing."""
         self.done = self.stopping = self.left = False
@@ -270,8 +270,7 @@ class WorkerSession:
 
     def on_heartbeat_answer(self, header: Mapping[str, Any]) -> None:
         """Handle the answer to a heartbeat."""
-        if header.get("version", -1) > self.newest:
-            self.newest = header["version"]
+        self.oldest = max(self.oldest, header.get("oldest", -1))
         self.done = self.done or bool(header.get("done"))
         self.notice = printable(str(header["word"])) if "word" in header else ""
 
@@ -299,7 +298,6 @@ class WorkerSession:
         assert asked is not None, "an answer that was not asked for"
         if header["kind"] == "refused":
             return self._refused(asked, header)
-        self.newest = max(self.newest, header.get("version", -1))
         match asked:
             case Join():
                 if header["kind"] != "challenge":

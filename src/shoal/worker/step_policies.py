@@ -17,8 +17,9 @@ class FeedPolicy:
     """Seconds that a worker with a unit may be silent before the unit is leased to another worker."""
     attempts: int = 3
     """Attempts at a unit before it is given up."""
-    most_lag: int = 0
-    """Versions that may be made while a worker has a unit before its result is too late."""
+    most_lag: int | None = 0
+    """Versions that may be made while a worker has a unit before its result is too late; None: as many as the number of workers asks for
+    (`staleness.bound_for`)."""
     given: bool = False
     """Whether the lease contains all that a unit needs, so that the worker reads no data."""
 

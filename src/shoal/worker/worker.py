@@ -246,7 +246,7 @@ class Worker:
 
     def still_wanted(self, unit: LeasedUnit) -> bool:
         self._progress_at = self.clock()  # a batch of the unit is done
-        wanted = self.protocol.newest <= unit.version and self.sender.connection.still_wanted(unit.number)
+        wanted = self.protocol.oldest <= unit.version and self.sender.connection.still_wanted(unit.number)
         self.counts["abandoned"] += not wanted
         return wanted
 

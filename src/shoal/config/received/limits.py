@@ -131,7 +131,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("engine[deepspeed]", Limit.WRITES, "nvme_path"),
     LimitedSettings("engine[pipeline]", Limit.ANY, "micro_batches schedule layers timeout_s"),
     # --- strategies and updates
-    LimitedSettings("strategy[workunits]", Limit.ANY, "batches_per_unit units_per_update lease_timeout_s max_retries"),
+    LimitedSettings("strategy[workunits]", Limit.ANY, "batches_per_unit units_per_update max_lag lease_timeout_s max_retries"),
     LimitedSettings("strategy[rollouts]", Limit.ANY, "prompts_per_unit max_lag inexact_share lease_timeout_s max_retries"),
     LimitedSettings("strategy[edp]", Limit.ANY, "pull_every_steps look_ahead"),
     LimitedSettings("strategy[syncps]", Limit.ANY, "pull_every_steps round_timeout_s window"),

@@ -3,12 +3,14 @@
 A unit is pending, claimed, completed, failed (given up) or cancelled. PostgreSQL's functions do the same inside a database, and one suite
 of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
 
-Holds: at most one worker has a unit. No result is accepted after its lease ended, for a version that is too old, or beyond the quorum. A
-unit does not come back to a worker that failed it while others are present that have not tried it. A unit that failed `attempts` times is
-given up, so it never keeps an epoch from ending. Names are free, so a crowd of new workers that fail everything must not give units up:
-while reliable workers (more units completed than failed) are present, only their attempts count, and each of them, or `attempts` of them,
-must have tried the unit; without any, the unit waits some leases' time for one. No call walks through all units or workers, except that a
-new version looks at the units that are leased, and a failure that may be the last one at the workers that are present.
+Holds: at most one worker has a unit. No result is accepted after its lease ended or for a version that is too old; where no lag is
+allowed, none beyond the quorum either. A leased unit stays leased when a new version comes, until it lags too much: only pending units are
+issued again. A unit does not come back to a worker that failed it while others are present that have not tried it. A unit that failed
+`attempts` times is given up, so it never keeps an epoch from ending. Names are free, so a crowd of new workers that fail everything must
+not give units up: while reliable workers (more units completed than failed) are present, only their attempts count, and each of them, or
+`attempts` of them, must have tried the unit; without any, the unit waits some leases' time for one. No call walks through all units or
+workers, except that a new version looks at the units that are leased, and a failure that may be the last one at the workers that are
+present.
 """
 
 from __future__ import annotations
@@ -69,16 +71,16 @@ class Leases:
         self,
         lease_s: float,
         attempts: int,
-        most_lag: int = 0,
         present: Callable[[], Iterable[str]] = tuple,
         patience_leases: float = PATIENCE_LEASES,
     ) -> None:
-        """`most_lag`: versions that may be made before a leased unit is cancelled. `present`: workers that are here, unless they keep
-        failing."""
-        self.lease_s, self.attempts, self.most_lag, self.present = lease_s, attempts, most_lag, present
+        """`present`: workers that are here, unless they keep failing."""
+        self.lease_s, self.attempts, self.present = lease_s, attempts, present
         self.patience_s = patience_leases * lease_s
-        self.version = -1
+        self.version = self.oldest = -1
+        """`oldest`: the oldest version whose leases still count."""
         self.quorum: int | None = None
+        self.most_lag = 0
         self.workers: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """By worker: units completed, late, cancelled and failed (reported, disappeared or took too long)."""
         self.given_up: dict[int, str] = {}
@@ -104,14 +106,17 @@ class Leases:
 
     # --- the coordinator's side ----------------------------------------------------------------------
 
-    def issue(self, version: int, units: Sequence[int], quorum: int | None, now: float) -> list[GivenUp]:
-        """Offer units, in this order. A new version cancels what is open for those that are too old; the same version again adds units.
+    def issue(self, version: int, units: Sequence[int], quorum: int | None, now: float, most_lag: int = 0) -> list[GivenUp]:
+        """Offer units, in this order. A new version cancels what is pending, and leases that lag more than `most_lag` versions; the same
+        version again adds units.
 
-        Open units and given-up units stay as they are. A unit with a result of this version is listed again because the result could not
-        be used: that counts as a failed attempt. With `quorum` results of a version no more are accepted.
+        Leased units and given-up units stay as they are. A unit with a result of this version is listed again because the result could
+        not be used: that counts as a failed attempt. With `quorum` results of a version no more units are leased; what is leased then
+        counts for the next version, or is late where no lag is allowed.
         """
+        self.oldest, self.most_lag = max(self.oldest, version - most_lag), most_lag
         if version != self.version:
-            self._cancel(version)
+            self._cancel()
         self.version, self.quorum = version, quorum
         unusable = [unit for unit in units if unit in self._completed]
         new = [unit for unit in units if not any(unit in known for known in (self._completed, self._pending, self._claimed, self.given_up))]
@@ -120,11 +125,11 @@ class Leases:
         self._totals["issued"] += len(new)
         return given_up
 
-    def _cancel(self, version: int) -> None:
+    def _cancel(self) -> None:
         for unit, lease in self._completed.items():
             self._tried.pop(unit, None)
             self._managed[lease.worker] += 1
-        late = [lease for lease in self._claimed.values() if lease.version < version - self.most_lag]
+        late = [lease for lease in self._claimed.values() if lease.version < self.oldest]
         self._totals["completed"] += len(self._completed)
         self._totals["cancelled"] += len(self._pending) + len(late)
         for units in (self._completed, self._pending):
@@ -160,6 +165,11 @@ class Leases:
     def enough(self) -> bool:
         """Whether this version has its quorum of results."""
         return self.quorum is not None and len(self._completed) >= self.quorum
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether a further result would be too late: it could only count for the next version."""
+        return self.enough and self.most_lag == 0
 
     def counts(self) -> dict[str, int]:
         """Units by state, over all versions; they add up to `issued`."""
@@ -209,7 +219,7 @@ class Leases:
     def holds(self, worker: str, unit: int, now: float) -> bool:
         """Whether the worker's result of this unit would be accepted now."""
         lease = self._lease(worker, unit)
-        return lease is not None and now < lease.deadline and not self.enough
+        return lease is not None and now < lease.deadline and not self._is_full
 
     def renew(self, worker: str, now: float) -> None:
         """Extend the leases of a worker to a whole lease from now on. A lease that has ended stays ended."""
@@ -223,7 +233,7 @@ class Leases:
         last = self._last.get(worker)
         if last is not None and last[0] == (unit, version):
             return last[1]
-        outcome = CANCELLED if version < self.version - self.most_lag else self._submit(worker, unit, version, now)
+        outcome = CANCELLED if version < self.oldest else self._submit(worker, unit, version, now)
         self._last[worker] = (unit, version), outcome
         self.workers[worker]["completed" if outcome == ACCEPTED else outcome] += 1
         return outcome
@@ -233,7 +243,7 @@ class Leases:
         if lease is None or version != lease.version or now >= lease.deadline:
             return LATE
         self._end(lease)
-        if self.enough:
+        if self._is_full:
             self._pending[unit] = None
             return LATE
         self._completed[unit] = lease

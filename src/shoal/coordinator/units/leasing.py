@@ -39,9 +39,9 @@ class UnitLeasing:
     """The units of a run."""
 
     def __init__(self, context: CoordinatorContext, cut: DataCut, quorum: int, checks: PlausibilityChecks, replies: Replies) -> None:
-        self.plan, _, self.replayed, self.members, self.completion = context
+        self.plan, self.policies, self.replayed, self.members, self.completion = context
         self.cut, self.quorum, self.checks, self.replies = cut, quorum, checks, replies
-        self.leases = Leases(self.plan.lease_s, self.plan.attempts, self.plan.most_lag, self.members.at_work)
+        self.leases = Leases(self.plan.lease_s, self.plan.attempts, self.members.at_work)
         """Empty where a database keeps the leases."""
         self.claims: OrderedDict[str, WaitingClaim] = OrderedDict()
         """By session, longest waiting first."""
@@ -56,14 +56,20 @@ class UnitLeasing:
     # --- offers --------------------------------------------------------------------------------------
 
     def offer(self, turn: Turn) -> None:
-        """Offer the next units for the newest version."""
-        most = 0 if self.completion.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * self.quorum)
+        """Offer the next units for the newest version. Units that are leased stay leased, so as many others are offered beside them."""
+        most = 0 if self.completion.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * self.quorum) + self.leases.counts()["claimed"]
         self._offered, self._settled_offers = list(self.replayed.settled.open(self.cut.total, most)), 0
         if self.plan.leased_elsewhere:
             turn.emit(Issue(turn.state.version, self._offered))
         else:
-            for given_up in self.leases.issue(turn.state.version, self._offered, None, turn.now):
+            for given_up in self.leases.issue(turn.state.version, self._offered, None, turn.now, self._most_lag):
                 self._settle_as_failed(turn, given_up)
+
+    @property
+    def _most_lag(self) -> int:
+        """Versions that may be made while a worker computes a unit, with the workers that are here now."""
+        configured = self.plan.most_lag
+        return staleness.bound_for(sum(1 for _ in self.members.at_work()), self.quorum) if configured is None else configured
 
     def offer_more(self, turn: Turn) -> None:
         """Offer more units if all on offer are settled and the round is still open: units were given up, or the rule needs more workers."""
@@ -101,13 +107,13 @@ class UnitLeasing:
         return self._deliver(turn, asked, event.frames, number)
 
     def _deliver(self, turn: Turn, asked: Delivered, frames: Frames, number: int) -> None:
-        """A result that came while its round closed goes into the next one, with less weight."""
+        """Record a result for the round that is open; one of an older version has less weight."""
         try:
             decoded = self.replayed.decode(frames)
         except UpdateError as error:
             return self.return_unusable(turn, asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
         version, asked = turn.state.version, self.checks.bounded_unit(asked)
-        share = staleness.weight(max(0, version - asked.base))
+        share = self.policies.admission.share(max(0, version - asked.base), 1.0)
         turn.record(_unit_record(asked, number, share, version), frames, decoded)
         return None
 
@@ -195,7 +201,8 @@ class UnitLeasing:
             self._has_warned = False
             unit = self.cut.unit(asked.unit)
             result = Delivered(worker.name, asked.seq, asked.base, asked.weight, asked.samples, *unit, asked.metrics)
-            record = _unit_record(self.checks.bounded_unit(result), asked.unit, 1.0, turn.state.version, worker.experts)
+            share = self.policies.admission.share(turn.state.version - asked.base, 1.0)
+            record = _unit_record(self.checks.bounded_unit(result), asked.unit, share, turn.state.version, worker.experts)
             turn.record(record, frames, decoded)
         return outcome
 
