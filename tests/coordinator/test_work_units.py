@@ -261,7 +261,7 @@ class Class(Cluster):
         return [[line[3] for line in entry["from"]] for entry in self.ledger if "version" in entry]
 
 
-def test_a_unit_that_is_computed_when_its_version_closes_counts_less_in_a_later_round() -> None:
+def test_a_unit_that_is_computed_when_its_version_closes_counts_less_later() -> None:
     room = Class(3, 2, None)
     a, b, c = room.workers
     held = room.units["w2"].number
@@ -304,7 +304,7 @@ def test_the_largest_lag_follows_the_workers_that_come_and_go() -> None:
     assert room.hand_in(slow) == "cancelled"
 
 
-def test_a_worker_cannot_say_that_its_result_is_of_a_newer_version_than_its_lease() -> None:
+def test_a_worker_cannot_claim_a_newer_version_than_that_of_its_lease() -> None:
     room = Class(2, 1, None)
     late, quick = room.workers
     room.hand_in(quick)

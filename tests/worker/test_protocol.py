@@ -225,7 +225,7 @@ def test_a_unit_is_claimed_and_returned_before_anything_else_is_said() -> None:
     assert asked(protocol) is None
 
 
-def test_a_sign_of_life_tells_whether_the_run_is_over_and_which_units_still_count() -> None:
+def test_a_sign_of_life_tells_if_the_run_is_over_and_which_units_still_count() -> None:
     protocol = joined()
     beats = [protocol.heartbeat("computing", {"samples": 3}) for _ in range(2)]
     assert [(beat.session, beat.number, beat.state, beat.figures) for beat in beats] == [
