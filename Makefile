@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .venv/dev: .venv/core
 	@echo "installing what tests need into .venv (once)…"
-	@$(PIP) --editable '.[classroom,deepspeed,hf,privacy,rlhf,serve,tensorboard,wandb,dev]'
+	@$(PIP) --editable '.[classroom,deepspeed,discovery,hf,privacy,rlhf,serve,tensorboard,wandb,dev]'
 	@touch $@
 
 demo: .venv/core

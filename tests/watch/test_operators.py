@@ -16,7 +16,7 @@ import pytest
 from shoal.cli.completion import words
 from shoal.cli.main import COMMANDS, main
 from shoal.launch import doctor as examining
-from shoal.launch.dashboard_process import dashboard
+from shoal.launch.side_processes import dashboard
 from shoal.reporters.progress import JsonLines, progress_for
 from shoal.runs.monitoring.members import Members
 from tests.support.processes import HANG_S

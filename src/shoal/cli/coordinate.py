@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.cli.discovery import add_announce_option
 from shoal.cli.options import make_parser, parse
 
 
@@ -11,12 +12,19 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="resume the run in --run-dir, or the newest run with these settings")
     parser.add_argument("--workers", type=int, metavar="N", help="also start N workers here (default: 1 if coordinator.trains, else none)")
     parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
+    add_announce_option(parser)
     parser.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     arguments, overrides = parse(parser, argv)
     from shoal.cli.run_command import carry_out, planned
     from shoal.launch.start_mode import StartOptions
 
     asked = StartOptions(
-        arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), watch=arguments.watch
+        arguments.run_dir,
+        arguments.resume,
+        arguments.workers,
+        invite=True,
+        hosts=tuple(arguments.host),
+        announce=arguments.announce,
+        watch=arguments.watch,
     )
     return carry_out(planned(arguments, overrides, asked), argv)

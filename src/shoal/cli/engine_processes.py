@@ -8,14 +8,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from shoal.cli.discovery import announced
 from shoal.cli.ends_with_parent import when_parent_ends
 from shoal.cli.main import report
 from shoal.cli.output import handling_signals, show_places
 from shoal.config import Run
 from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
+from shoal.transports.connect import listening_hosts
+from shoal.transports.discovery import COORDINATOR
 
 if TYPE_CHECKING:
     from shoal.launch.start_mode import StartPlan
@@ -45,16 +50,22 @@ def gather(plan: StartPlan, argv: list[str]) -> int:
     """Assign the stages of a pipeline to machines that join, and run a stage here, until the run ends."""
     from shoal.launch.start import pipeline_host
 
-    host = pipeline_host(plan, _without(argv, "--host"), _tell)
-    with handling_signals(lambda number, frame: host.stop()):
+    host = pipeline_host(plan, _without(argv, "--host", "--announce"), _tell)
+    with handling_signals(lambda number, frame: host.stop()), ExitStack() as until_the_end:
+        if plan.options.announce:
+            name = Path(plan.options.run_dir or plan.run.name or "pipeline").name
+            listening = listening_hosts(plan.run.transport, host.hosts)
+            until_the_end.enter_context(announced(COORDINATOR, name, host.invitation, listening))
         show_places(host.invitation, plan.run, host.gathering.expected)
         return host.work()
 
 
-def _without(argv: list[str], option: str) -> list[str]:
-    """Arguments without an option and its value."""
+def _without(argv: list[str], option: str, *switches: str) -> list[str]:
+    """Arguments without an option and its value, and without these switches."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(option)
+    for switch in switches:
+        parser.add_argument(switch, action="store_true")
     return parser.parse_known_args(argv)[1]
 
 

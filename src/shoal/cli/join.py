@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from shoal.cli.discovery import find_server
 from shoal.cli.ends_with_parent import when_parent_ends
 from shoal.cli.engine_processes import as_rank, ignore_signals
 from shoal.cli.main import parser_of
@@ -36,6 +37,7 @@ from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
 from shoal.transports.database_address import access_of, is_address
 from shoal.transports.database_address import parse as parse_address
+from shoal.transports.discovery import require_long_token
 
 if TYPE_CHECKING:
     from shoal.config import Run
@@ -47,17 +49,22 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 The coordinator sends everything else: the configuration, the fingerprint of the data, the tokenizer.
+Without ADDRESS, coordinators and servers of this network that were started with --announce are listed (needs shoal[discovery]).
 Settings of this machine: --set data.source.path=/my/mnist --set training.device=cpu
 """
+
+_ADDRESS = "tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it; none: choose what is announced on this network"
 
 
 def run(argv: list[str]) -> int:
     arguments = _parsed(argv)
     load_plugins(arguments)
     keep_hub_token_back()
+    here = rank_place()
+    if not arguments.address and not arguments.stdin and (here is None or not here.rank) and not find_server(arguments):
+        return DECLINED
     if arguments.node:
         return _hold_layers(arguments)
-    here = rank_place()
     if here is None:
         return _join_and_work(arguments, argv)
     work = (lambda: _run_follower(arguments, here)) if here.rank else (lambda: _join_and_work(arguments, argv))
@@ -66,9 +73,8 @@ def run(argv: list[str]) -> int:
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = parser_of("join", "Run a worker on this machine.", EPILOG)
-    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
-    parser.add_argument("--token", help="the join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
-    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help=_ADDRESS)
+    add_token_options(parser, "the coordinator's")
     parser.add_argument("--key", help="the coordinator's public key; not needed for a coordinator on this machine")
     parser.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
@@ -100,6 +106,12 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 def add_data_option(parser: argparse.ArgumentParser) -> None:
     what = "allow the run to read this file or folder; hub:NAME: to read NAME on the hub with your own token (repeatable)"
     parser.add_argument("--data", action="append", default=[], metavar="PATH", help=what)
+
+
+def add_token_options(parser: argparse.ArgumentParser, whose: str) -> None:
+    parser.add_argument("--token", help=f"{whose} join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")
+    parser.set_defaults(key_was_announced=False)
 
 
 def add_ask_option(parser: argparse.ArgumentParser) -> None:
@@ -271,7 +283,10 @@ def _options_of(arguments: argparse.Namespace, invitation: Invitation) -> JoinOp
 def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProcesses | None]:
     """The coordinator's address and token; and the processes to start, if the parent process has sent them."""
     if not arguments.stdin:
-        return typed(arguments), None
+        invitation = typed(arguments)
+        if arguments.key_was_announced:
+            require_long_token(invitation.token or parse_address(invitation.address).password or "")
+        return invitation, None
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
@@ -287,7 +302,8 @@ def typed(arguments: argparse.Namespace) -> Invitation:
     """The coordinator's address and token from the options."""
     if arguments.address and is_address(arguments.address):
         access = parse_address(arguments.address)
-        password = access.password or _token(arguments) or database_password() or _prompt_for(f"the token or password of `{access.user}`")
+        password = access.password or _token(arguments) or (None if arguments.key_was_announced else database_password())
+        password = password or _prompt_for(f"the token or password of `{access.user}`")
         return Invitation(access._replace(password=password).address, "", None)
     if arguments.address and Path(arguments.address).is_file():
         return Invitation(_configured(arguments.address), "", None)

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.join import add_ask_option, add_data_option, agreed, check_trust, typed
+from shoal.cli.discovery import add_announce_option
+from shoal.cli.join import add_ask_option, add_data_option, add_token_options, agreed, check_trust, typed
 from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.output import print_log
@@ -63,8 +64,7 @@ def run(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("relay", "Combine the updates of local workers and send them to a coordinator as one.", EPILOG)
     parser.add_argument("address", metavar="ADDRESS", help="the coordinator above: tcp://HOST:PORT, as `shoal coordinate` printed it")
-    parser.add_argument("--token", help="its join token; safer: SHOAL_TOKEN, --token-file, or typed when asked")
-    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, readable by you only")
+    add_token_options(parser, "its")
     parser.add_argument("--key", help="its public key; not needed for a coordinator on this machine")
     parser.add_argument("--name", required=True, help="this relay's name")
     parser.add_argument("--expect", type=int, required=True, metavar="N", help="number of workers that share the relay's data")
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", metavar="DIR", help="the relay's folder (default: a new one in output_dir)")
     parser.add_argument("--resume", action="store_true", help="resume the relay in --run-dir")
     parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
+    add_announce_option(parser)
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     add_data_option(parser)
@@ -90,7 +91,15 @@ def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str])
         raise ShoalError("--expect: a relay has at least one worker")
     given = {"cluster.num_workers": str(arguments.expect)} | _NOT_FROM_ABOVE
     own = [*(Override(path, value, "shoal relay") for path, value in given.items()), *_settings(arguments.settings)]
-    asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), above=joined)
+    asked = StartOptions(
+        arguments.run_dir,
+        arguments.resume,
+        arguments.workers,
+        invite=True,
+        hosts=tuple(arguments.host),
+        announce=arguments.announce,
+        above=joined,
+    )
     plan = plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more], joined.options.permissions), asked)
     if plan.run.transport.kind == "postgres":
         raise ShoalError("transport.kind postgres: a relay has no database of its own; add --set transport.kind=zmq")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.discovery import announced
 from shoal.cli.engine_processes import as_rank, as_stage, gather, ignore_signals, start_ranks
 from shoal.cli.main import report
 from shoal.cli.options import load, slowdowns
@@ -18,9 +19,10 @@ from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
-from shoal.launch.dashboard_process import check_dashboard, dashboard
-from shoal.launch.start import Arguments, headline, preload_libraries, start_run
+from shoal.launch.side_processes import check_dashboard, dashboard
+from shoal.launch.start import Arguments, StartedRun, headline, preload_libraries, start_run
 from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
+from shoal.transports.discovery import COORDINATOR
 
 if TYPE_CHECKING:
     from shoal.engines import World
@@ -103,10 +105,11 @@ def _train(plan: StartPlan, arguments: Arguments) -> tuple[int, World]:
         loop = ready.loop
         loop.message(headline(plan, loop))
         with stopping_on_signals(loop):  # before the invitation is printed, after which the user may stop the run
-            if plan.options.invite:
-                show_invitation(ready, plan.options.hosts)
-            with _watched(loop, plan.options.watch and speaks):
-                outcome = ready.train()
+            with _announced(ready, plan.options.announce):
+                if plan.options.invite:
+                    show_invitation(ready, plan.options.hosts)
+                with _watched(loop, plan.options.watch and speaks):
+                    outcome = ready.train()
         return show_outcome(loop, outcome, _command(plan)) if speaks else 0, loop.engine.world
 
 
@@ -115,6 +118,17 @@ def _command(plan: StartPlan) -> str:
     if plan.options.above is not None:
         return ""
     return "up" if plan.options.up else "coordinate" if plan.options.invite else "train"
+
+
+@contextmanager
+def _announced(ready: StartedRun, wanted: bool) -> Iterator[None]:
+    """Announce the coordinator during the run, if wanted."""
+    if not wanted:
+        yield
+        return
+    assert ready.invitation is not None
+    with announced(COORDINATOR, ready.loop.directory.path.name, ready.invitation, ready.hosts):
+        yield
 
 
 @contextmanager

@@ -6,16 +6,19 @@ import argparse
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.discovery import add_announce_option, announced
 from shoal.cli.main import warn
 from shoal.cli.options import parse_with_plugins
 from shoal.cli.output import print_log, show_nodes
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
+from shoal.transports.connect import listening_hosts
+from shoal.transports.discovery import NODES, require_zeroconf
 
 if TYPE_CHECKING:
     from shoal.serve.load_model import ServedModel
@@ -37,6 +40,8 @@ def run(argv: list[str]) -> int:
     from shoal.serve.server import require_key
 
     served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
+    if arguments.announce and served.nodes == 1:
+        raise ShoalError("--announce: other machines join only a server whose layers are on several: --node-host ADDRESS --nodes N")
     key = served.settings.api_key
     require_key(arguments.host, key.reveal() if key else None)
     if served.nodes == 1:
@@ -76,8 +81,12 @@ def _spread(served: ServedModel, arguments: argparse.Namespace) -> Iterator[Dist
         return
     hosts = tuple(arguments.node_host) or address_of_first(served.run, "--node-host") or ("0.0.0.0",)
     server, invitation = open_server(served, hosts)
-    show_nodes(served.run, invitation, served.nodes - 1)
-    yield DistributedModel(served, server, print_log)
+    with ExitStack() as until_the_end:
+        if arguments.announce:
+            listening = listening_hosts(served.run.transport, hosts)
+            until_the_end.enter_context(announced(NODES, served.name, invitation, listening))
+        show_nodes(served.run, invitation, served.nodes - 1)
+        yield DistributedModel(served, server, print_log)
 
 
 @contextmanager
@@ -127,6 +136,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         metavar="ADDRESS",
         help="listen here for other machines that hold layers; --nodes is their number, the server included",
     )
+    add_announce_option(parser)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
     arguments = parse_with_plugins(parser, argv)
     if arguments.demo == bool(arguments.targets):
@@ -135,4 +145,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         parser.error("--port must be from 0 to 65535")
     if arguments.nodes is not None and not 1 <= arguments.nodes <= 64:
         parser.error("--nodes must be from 1 to 64")
+    if arguments.announce:
+        require_zeroconf()
+        if arguments.nodes is not None and not arguments.node_host:
+            parser.error("--announce: --nodes starts processes of this machine; other machines join with --node-host")
     return arguments

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.cli.options import read_token_file
 from shoal.cli.output import print_secret
-from shoal.launch.dashboard_process import check_dashboard
+from shoal.launch.side_processes import check_dashboard
 
 PORT = 8650
 

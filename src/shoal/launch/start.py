@@ -20,6 +20,7 @@ from shoal.launch import forkserver
 from shoal.launch.engine_processes import EngineProcesses
 from shoal.launch.local import LocalWorkers, factory_arguments, fair_threads, gpus_for, worker_names
 from shoal.launch.start_mode import StartMode, StartPlan
+from shoal.transports.connect import listening_hosts
 
 if TYPE_CHECKING:
     from shoal.config import Run
@@ -55,6 +56,8 @@ class StartedRun(NamedTuple):
     """How workers of other machines join."""
     role: str = ""
     """In a database that others administer: the role that workers connect as."""
+    hosts: Sequence[str] = ()
+    """Where the coordinator listens."""
 
 
 @contextmanager
@@ -134,7 +137,8 @@ def _built(
             ready = ready._replace(invitation=location.invitation)
         outside = location.outside or ready.invitation
         coordination = _Coordination(plan, ready, arguments(_worker_names(plan, ready)), live, outside)
-        yield StartedRun(ready.loop, coordination.train, outside, location.role)
+        listening = hosts if location.outside else listening_hosts(location.transport, hosts)
+        yield StartedRun(ready.loop, coordination.train, outside, location.role, listening)
 
 
 def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None, live: LiveObjects) -> StartedRun:

@@ -18,6 +18,7 @@ from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.engine_processes import place_in_engine, settings_from_start
 from shoal.launch.local import use_passive_waiting
+from shoal.transports.discovery import require_zeroconf
 
 if TYPE_CHECKING:
     from shoal.config import Run
@@ -42,6 +43,8 @@ class StartOptions(NamedTuple):
     """Whether workers of other machines may join."""
     hosts: tuple[str, ...] = ()
     """Addresses to listen on for them; empty: all addresses of this machine."""
+    announce: bool = False
+    """Announce the coordinator on this machine's networks."""
     watch: bool = False
     """Show the run in the browser."""
     live: tuple[str, ...] = ()
@@ -176,6 +179,7 @@ def _plan_pipeline(load: Load, loaded: LoadedConfig, options: StartOptions) -> S
         raise ShoalError("--workers: this machine has one stage of the pipeline; `shoal train` starts all stages on one machine")
     if run.transport.kind not in ("zmq", "xmlrpc"):
         raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq or xmlrpc, and this is {run.transport.kind}")
+    _check_announced(run, options)
     if not run.cluster.num_workers and not run.placed:
         raise ShoalError("how many machines join this one? --set cluster.num_workers=2, or list them in cluster.workers")
     return StartPlan(StartMode.GATHERS, loaded, options)
@@ -190,6 +194,7 @@ def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
         raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
     if isinstance(run.transport, Postgres) and len(options.hosts) > (run.transport.host == "embedded"):
         raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
+    _check_announced(run, options)
     use_passive_waiting()
     if options.up:
         workers = options.workers or run.cluster.num_workers or run.launch.nodes or 0
@@ -198,6 +203,17 @@ def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     else:
         workers = int(run.coordinator.trains) if options.workers is None else options.workers
     return StartPlan(StartMode.COORDINATES, loaded, options, workers=workers)
+
+
+def _check_announced(run: Run, options: StartOptions) -> None:
+    """Raises ShoalError where nothing can be announced, or workers could not check who answers at an address that was announced."""
+    if not options.announce:
+        return
+    require_zeroconf()
+    own_database = isinstance(run.transport, Postgres) and run.transport.host == "embedded"
+    if run.transport.kind != "zmq" and not own_database:
+        what = "a database of others" if isinstance(run.transport, Postgres) else run.transport.kind
+        raise ShoalError(f"--announce: workers cannot check the key of {what}: choose transport.kind zmq, or a class's own database")
 
 
 def _plan_torchrun(loaded: LoadedConfig, options: StartOptions, here: RankPlace) -> StartPlan:

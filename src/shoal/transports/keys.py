@@ -85,6 +85,12 @@ def key_text(key: str) -> str:
     return base64.urlsafe_b64encode(z85.decode(key)).decode().rstrip("=")
 
 
+def fingerprint(text: str) -> str:
+    """80 bits of a public key's digest, in four groups for people to compare. No other key with the same fingerprint can be found."""
+    digits = base64.b32encode(hashlib.sha256(text.encode()).digest()[:10]).decode().lower()
+    return "-".join(digits[start : start + 4] for start in range(0, len(digits), 4))
+
+
 def key_from_text(text: str) -> str:
     """The key that `key_text` wrote."""
     from zmq.utils import z85
