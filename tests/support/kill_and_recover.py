@@ -207,7 +207,7 @@ class Victims:
         return summary
 
     def _let_go(self, name: str, worker: Child) -> None:
-        """A worker that the last coordinator process knew leaves in order; any other may still look for the coordinator, or have given up."""
+        """A worker that the last coordinator process knew leaves in order; others may still look for it, or have given up."""
         known = any(f"{name} {what}" in self.coordinator.told for what in ("joined", "came back"))
         try:
             code = worker.end(_START_S if known else 15.0)
