@@ -155,7 +155,8 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp SET enable_se
 DECLARE
     caller workers := worker_with_secret(p_secret);
     present iterations;
-    paused timestamptz := (SELECT s.paused_until FROM standings s WHERE s.role = session_user AND s.paused_until > lease_now());
+    right_now timestamptz := lease_now();
+    paused timestamptz := (SELECT s.paused_until FROM standings s WHERE s.role = session_user AND s.paused_until > right_now);
     allowed integer := least(p_count, 1000);
     ids bigint[];
 BEGIN
@@ -186,14 +187,14 @@ BEGIN
         END LOOP;
     END IF;
     IF cardinality(ids) > 0 THEN
-        RETURN QUERY UPDATE units u SET state = 'claimed', lease = p_lease, worker = caller.id, claimed_at = lease_now(),
-            deadline = lease_now() + make_interval(secs => present.lease_timeout_s)
+        RETURN QUERY UPDATE units u SET state = 'claimed', lease = p_lease, worker = caller.id, claimed_at = right_now,
+            deadline = right_now + make_interval(secs => present.lease_timeout_s)
             WHERE u.id = ANY (ids) RETURNING u.id, u.iteration, u.epoch, u.start, u.batches, u.attempts, u.queue_position, NULL::double precision;
     ELSE
         RETURN QUERY SELECT NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::integer, NULL::bigint,
             extract(epoch FROM least(min(u.deadline), min(u.claimed_at + make_interval(secs => 0.06 + 1.5 * w.unit_s)) FILTER (WHERE
-                present.quorum IS NOT NULL AND (SELECT lease_now()) < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)), paused)
-                - (SELECT lease_now()))::double precision
+                present.quorum IS NOT NULL AND right_now < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)), paused)
+                - right_now)::double precision
             FROM units u LEFT JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed';
     END IF;
 END $$;
@@ -255,6 +256,7 @@ DECLARE
     present iterations;
     most bigint := (SELECT c.max_header_bytes FROM coordinator c);
     took double precision;
+    right_now timestamptz;
 BEGIN
     PERFORM set_config('idle_in_transaction_session_timeout', '10s', true), count_use(octet_length(p_header)), refuse_quarantined();
     IF octet_length(p_header) > most THEN
@@ -263,17 +265,18 @@ BEGIN
     IF EXISTS (SELECT FROM iterations i WHERE i.quorum IS NOT NULL) THEN
         PERFORM pg_advisory_xact_lock(hashtext('shoal.submit'));  -- of two that come at once, the second sees whether the first was enough
     END IF;
+    right_now := lease_now();  -- after the wait for the lock
     SELECT * INTO present FROM current_iteration;
     IF caller.last_unit = p_unit AND caller.last_lease = p_lease THEN
         outcome := caller.last_outcome;
     ELSIF NOT p_drop AND NOT has_quorum(present) THEN
         UPDATE units SET state = 'completed', deadline = NULL
-            WHERE id = p_unit AND state = 'claimed' AND lease = p_lease AND deadline > lease_now() RETURNING * INTO u;
+            WHERE id = p_unit AND state = 'claimed' AND lease = p_lease AND deadline > right_now RETURNING * INTO u;
         IF FOUND THEN
             PERFORM attach_frames(p_blobs, p_sizes);
             INSERT INTO contributions (kind, worker, unit, iteration, epoch, start, batches, header, frames)
                 VALUES ('delivered', caller.name, u.id, u.iteration, u.epoch, u.start, u.batches, p_header, p_blobs);
-            took := extract(epoch FROM lease_now() - u.claimed_at);
+            took := extract(epoch FROM right_now - u.claimed_at);
             UPDATE workers SET completed = completed + 1, seen_at = now(), last_unit = p_unit, last_lease = p_lease, last_outcome = 'accepted',
                 unit_s = coalesce(0.7 * unit_s, 0.7 * took) + 0.3 * took WHERE secret = p_secret;
             PERFORM pg_notify('shoal_inbox', '');
@@ -283,7 +286,7 @@ BEGIN
     PERFORM discard_upload(p_blobs);
     IF outcome IS NULL THEN
         SELECT * INTO u FROM units WHERE id = p_unit FOR UPDATE;
-        IF u.state = 'claimed' AND u.lease = p_lease AND u.deadline <= lease_now() THEN
+        IF u.state = 'claimed' AND u.lease = p_lease AND u.deadline <= right_now THEN
             PERFORM requeue_unit(p_unit, 'no result in time', true);
         ELSIF u.state = 'claimed' AND u.lease = p_lease THEN
             PERFORM requeue_unit(p_unit, NULL, false);
