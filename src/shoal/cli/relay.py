@@ -42,11 +42,15 @@ def run(argv: list[str]) -> int:
     keep_hub_token_back()
     if arguments.address and (is_address(arguments.address) or Path(arguments.address).is_file()):
         raise ShoalError("a relay joins a coordinator, not a database: take the address that `shoal coordinate` printed (tcp://…)")
+    if arguments.expect < 1:
+        raise ShoalError("--expect: a relay has at least one worker")
     from shoal.runs.connections import JoinOptions
     from shoal.runs.worker_run import JoinedWorker
 
     permissions = Permissions.of(arguments.data)
-    options = JoinOptions(*typed(arguments), name=arguments.name, patience_s=arguments.patience, permissions=permissions)
+    options = JoinOptions(
+        *typed(arguments), name=arguments.name, patience_s=arguments.patience, permissions=permissions, workers=arguments.expect
+    )
     joined = JoinedWorker(options, print_log)
     try:
         check_trust(joined, arguments.factory)
@@ -87,8 +91,6 @@ def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str])
     from shoal.launch.start_mode import StartOptions, plan_start
     from shoal.runs.welcome import settings_of
 
-    if arguments.expect < 1:
-        raise ShoalError("--expect: a relay has at least one worker")
     given = {"cluster.num_workers": str(arguments.expect)} | _NOT_FROM_ABOVE
     own = [*(Override(path, value, "shoal relay") for path, value in given.items()), *_settings(arguments.settings)]
     asked = StartOptions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shoal.protocol.messages import Frames, LeaseMessage, WorkerRequest
@@ -77,6 +78,8 @@ class UpstreamState(NamedTuple):
     """Number of the relay's next contribution."""
     begun_at: int
     """Batches of the relay's seat that were learned from before this relay began."""
+    task: Sequence[int] = ()
+    """In runs with a scheduler: epoch, first batch and end of what the relay has to do next."""
 
 
 class UpstreamAnswered(NamedTuple):

@@ -34,13 +34,27 @@ from shoal.coordinator.rounds.closing import RoundClosing
 from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, ContributionHandler, refuse_older_call
 from shoal.coordinator.rounds.plausibility import PlausibilityChecks
 from shoal.coordinator.rounds.weights_publisher import MOST_SETS, SubsetPublisher
-from shoal.coordinator.run_plan import Learner, RunPlan
+from shoal.coordinator.run_plan import WAITING_SEAT, Learner, RunPlan
 from shoal.coordinator.state import State
 from shoal.coordinator.turn import CoordinatorContext, Replies, RunCompletion, Turn
 from shoal.coordinator.units.leasing import UnitLeasing
-from shoal.coordinator.units.tasks import TaskAssigner
+from shoal.coordinator.units.relayed_task import task_assigner
 from shoal.errors import printable
-from shoal.protocol.messages import Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, OwnerCommand, Pull, WorkerRequest
+from shoal.protocol.messages import (
+    NO_TASK,
+    Claim,
+    Contribute,
+    Fail,
+    GiveBack,
+    Gone,
+    Heartbeat,
+    Hold,
+    Join,
+    Leave,
+    OwnerCommand,
+    Pull,
+    WorkerRequest,
+)
 from shoal.updates.expert_subsets import ExpertIds, format_expert_ids, size_of
 
 _STUCK = "stuck"
@@ -68,7 +82,7 @@ class Coordinator:
         quorum = policies.rounds.expected_contributions(plan.expected)
         most_batches = plan.bounds.devices * max(1, plan.batches_per_step // max(1, quorum))
         self.checks = checks = PlausibilityChecks(plan, most_batches, self.refused)
-        self.tasks = tasks = TaskAssigner(context, plan.tasks) if plan.tasks is not None else None
+        self.tasks = tasks = task_assigner(context, plan)
         """None in runs without a scheduler."""
         self.replies = replies = Replies(context, subsets, tasks.position_of if tasks else None)
         self.units = units = UnitLeasing(context, plan.cut, quorum, checks, replies) if plan.cut is not None else None
@@ -170,8 +184,8 @@ class Coordinator:
                 worker.received_bytes += sum(len(frame) for frame in event.frames)
                 self.contributions.take(turn, event, asked, worker)
             case Pull():
-                if self.tasks is not None:
-                    self.tasks.begin(turn, worker)
+                if self.tasks is not None and not self.tasks.begin(turn, worker):
+                    return turn.refuse(event.caller, NO_TASK, "no part of the task is free yet")
                 self.rounds.activate(worker.name)
                 self.replies.send(turn, event.caller, {"kind": "weights"}, worker, asked.have)
             case Hold():
@@ -230,6 +244,7 @@ class Coordinator:
     def begin_below(self, upstream: UpstreamState) -> None:
         """Begin a relay's run with the weights of the coordinator above, which the learner has already."""
         self.state.upstream = upstream._asdict()
+        self.state.next_piece = WAITING_SEAT + 1
         self.replayed.publish()
 
     def _on_upstream_answer(self, turn: Turn, event: UpstreamAnswered) -> None:

@@ -58,6 +58,9 @@ class Bounded(Everything):
 MOST_OF_ONE = 4
 """Contributions of one worker in a round that waits for other workers."""
 
+MOST_PIECES = 2**31
+"""The same for a relay's block, which has as many pieces as the relay has workers."""
+
 
 @dataclass(frozen=True)
 class Every:
@@ -120,6 +123,24 @@ class UnitQuorum(Every):
 
     def due(self, open_round: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
         return (len(open_round.held) >= self.contributions or no_more) and open_round.workers >= needed
+
+
+@dataclass(frozen=True)
+class WholeBlock(Every):
+    """At a relay that does a task: a round closes when all pieces of its block are in, whichever worker did them."""
+
+    def expected_contributions(self, expected: int) -> int:
+        return expected
+
+    def first_workers(self, expected: int) -> int:
+        return 1
+
+    @property
+    def most_of_one(self) -> int:
+        return MOST_PIECES
+
+    def due(self, open_round: Round, active: int, needed: int, now: float, no_more: bool) -> bool:
+        return no_more and open_round.workers >= needed
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from shoal.updates.episodes import EpisodeRows
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 
+WAITING_SEAT = 0
+"""Seat of a relay's worker that waits for its first piece of a task. The pieces' numbers begin after it."""
+
 
 class Learner(Protocol):
     """Holds the weights and applies updates to them."""
@@ -160,6 +163,8 @@ class RunPlan(NamedTuple):
 
     def data_seat(self, seat: int) -> int:
         """The seat among those of all relays: a relay's workers divide the data of its own seat."""
+        if self.above is not None and self.tasks is not None:
+            return max(WAITING_SEAT, seat)
         if self.above is None or seat < 0:
             return seat
         return self.above.seat * self.expected + seat % self.expected + seat // self.expected * self.above.shards * self.expected

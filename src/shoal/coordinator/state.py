@@ -94,6 +94,11 @@ class State:
         self.pieces[self.next_piece] = piece
         self.next_piece += 1
 
+    def forget_pieces(self) -> None:
+        """Forget all pieces: a relay's round has them all, and the coordinator above has answered it."""
+        self.pieces.clear()
+        self.positions.clear()
+
     def cut_piece(self, number: int, at: int) -> None:
         """Split a piece before the batch `at`."""
         piece = self.pieces[number]

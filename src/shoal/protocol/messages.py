@@ -20,6 +20,8 @@ _MOST_EXPERTS = 4096
 LONGEST_REASON = 500
 EMPTY: Mapping[str, float] = MappingProxyType({})
 LONGEST_NAME = 64
+NO_TASK = "no-task"
+"""Reason with which a worker is asked to ask again later: no part of the data is free for it yet."""
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 _HEXADECIMAL = re.compile(r"[0-9a-f]*")
 
@@ -68,6 +70,8 @@ class Join(NamedTuple):
     nonce: str = ""
     """The coordinator's challenge; empty in the first request."""
     proof: str = ""
+    workers: int = 1
+    """Workers that compute behind this one: those of a relay."""
 
 
 class Leave(NamedTuple):
@@ -252,7 +256,11 @@ def _is_hexadecimal(*lengths: int) -> Callable[[Any], bool]:
 _IDENTITY = {"key": _is_hexadecimal(64), "nonce": _text(64), "proof": _is_hexadecimal(0, 128)}
 _SESSION = {"session": _text(64), "number": _integer(0)}
 _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
-    "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)} | _IDENTITY),
+    "join": (
+        Join,
+        {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64), "workers": _integer(1)}
+        | _IDENTITY,
+    ),
     "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
     "gone": (Gone, {"name": is_worker_name} | _IDENTITY),
     "order": (OwnerCommand, {"action": lambda value: type(value) is str and value in ACTIONS, "name": _is_name} | _IDENTITY),

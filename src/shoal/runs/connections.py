@@ -79,6 +79,8 @@ class JoinOptions(NamedTuple):
     patience_s: float = 600.0
     permissions: Permissions = Permissions()
     """What the coordinator may name on this machine."""
+    workers: int = 1
+    """Workers behind this one, if it is a relay."""
     state: Path | None = None
     """Folder for the worker's checkpoints and key; None: no checkpoints, and the key is saved in the user's state folder."""
 

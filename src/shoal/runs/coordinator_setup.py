@@ -16,6 +16,7 @@ from shoal.config.load import LoadedConfig
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
+from shoal.coordinator.round_policies import WholeBlock
 from shoal.coordinator.run_plan import MemberLimits, RelayPlace, RunPlan
 from shoal.data.interfaces import Progress
 from shoal.engines import choose_device
@@ -34,7 +35,7 @@ from shoal.runs.owner import write_owner_file
 from shoal.runs.relay import Relay
 from shoal.runs.run_size import data_extent, needed_contributions, ranks_per_worker, weight_per_sample
 from shoal.runs.storage import RunStorage, storage_for
-from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, split_into_tasks
+from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, relayed_tasks, split_into_tasks
 from shoal.runs.worker_run import JoinedWorker
 from shoal.strategies import RunLength
 from shoal.transports import Message
@@ -102,7 +103,7 @@ def _coordinating(
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     opened = opened._replace(board=opened.board if agreed.policies.feed.leased else None)
     plan = plan_for(run, agreed)._replace(rollouts=learner.intake)
-    for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
+    for reporter in reporters if run.scheduled and agreed.above is None and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
     # Threads of this process have no address, so their run has no owner file
@@ -153,7 +154,8 @@ def _agree_below(run: Run, expected: int, joined: JoinedWorker, directory: RunDi
         )
     made = agree(run, header["shards"], directory, progress, NO_LIVE_OBJECTS)
     above = RelayPlace(header["seat"], header["shards"], made.length.batches_per_shard)
-    return made._replace(policies=replace(policies, apply=AdoptWeights()), expected=expected, above=above)
+    rounds = WholeBlock(deadline_s=policies.rounds.deadline_s) if run.scheduled else policies.rounds
+    return made._replace(policies=replace(policies, apply=AdoptWeights(), rounds=rounds), expected=expected, above=above)
 
 
 def plan_for(run: Run, agreed: RunAgreement) -> RunPlan:
@@ -167,6 +169,7 @@ def plan_for(run: Run, agreed: RunAgreement) -> RunPlan:
         worker_steps=_ENDLESS,
         batches_per_step=agreed.length.batches_per_contribution * agreed.expected,
         batches_per_shard=data_extent(run, agreed.parts.data, agreed.shards).batches_of_shard(agreed.shards),
+        tasks=relayed_tasks(run, agreed.length.batches_per_contribution) if run.scheduled else None,
         above=above,
     )
 
@@ -208,7 +211,7 @@ def _plan_of(run: Run, agreed: RunAgreement) -> RunPlan:
             sessions=run.coordinator.workers_at_once,
             devices=devices_per_worker(run),
         ),
-        tasks=_cut(run, agreed).tasks if run.scheduled else None,
+        tasks=_cut(run, agreed).tasks if run.scheduled and agreed.above is None else None,
         listed=listed_workers(run),
     )
 

@@ -77,7 +77,9 @@ class Relay:
 
     def _upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber
-        return UpstreamState(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
+        return UpstreamState(
+            self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at, climber.task
+        )
 
     def _batches_learned(self) -> int:
         """Batches of the relay's seat that were already learned from."""

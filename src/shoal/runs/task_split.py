@@ -54,6 +54,11 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
     return TaskSplit(tasks, note)
 
 
+def relayed_tasks(run: Run, grain: int) -> TaskPlan:
+    """The plan of a relay, whose batches are those of the task that it has from the coordinator above."""
+    return TaskPlan((DataTask("the relay's task", 0, 0),), None, grain, KINDS[run.scheduler.kind], run.cluster.hosts)
+
+
 def listed_workers(run: Run) -> dict[str, str]:
     """By name: the addresses of the workers that the settings list; empty where none is given."""
     hosts = {name: run.cluster.hosts.get(name, Host()) for name in run.cluster.workers}

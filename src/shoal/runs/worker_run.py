@@ -57,7 +57,7 @@ class JoinedWorker:
         self.connections = connect_worker(options, tell)
         self.redact = Redactor()
         self.protocol = WorkerSession(
-            options.name, describe_machine(), PROTOCOL, secrets.token_hex(8), options.patience_s, identity, self.redact
+            options.name, describe_machine(), PROTOCOL, secrets.token_hex(8), options.patience_s, identity, self.redact, options.workers
         )
         self.sender = Sender(self.connections[0], self.protocol, tell)
         self.worker: Worker | None = None

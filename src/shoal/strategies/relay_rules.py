@@ -13,12 +13,13 @@ gradient is no walk, so neither stands for the other.
 from __future__ import annotations
 
 from shoal.config import Run
+from shoal.config.derived_values import quorum
 from shoal.strategies.policy_set import Policies
 
 
 def no_relay(run: Run, policies: Policies, above: Policies) -> str:
     """The reason why a relay is not possible with this run and these policies below it and `above` upstream; empty: it is possible."""
-    rounds, contribution, updates = policies.rounds, policies.contribution, run.updates
+    rounds, contribution, updates, rule = policies.rounds, policies.contribution, run.updates, run.updates.aggregation
     kind = "takes pseudo-gradients of many inner steps" if above.contribution.takes_inner_steps else "takes gradients"
     differ = above.contribution.takes_inner_steps != contribution.takes_inner_steps
     reasons = {
@@ -31,7 +32,8 @@ def no_relay(run: Run, policies: Policies, above: Policies) -> str:
         "strategy.fragments: a relay passes on whole updates": contribution.fragments > 1,
         "strategy.overlap_steps: a relay's workers wait for its answer": contribution.sync_delay > 0,
         "updates.privacy: the noise of a relay's workers is not accounted for above": updates.privacy.enabled,
+        f"{rule.kind} compares workers, and the last round of a task may have fewer than it needs; start the run above with another "
+        "rule, or with --set scheduler.kind=none": run.scheduled and quorum(rule.kind, getattr(rule, "byzantine", None) or 0) > 1,
         "updates.memory: a relay's workers are not known above": bool(updates.memory),
-        "scheduler: tasks are given to workers, and a relay hands out none": run.scheduled,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -36,6 +36,8 @@ class UpstreamSession:
     version = -1
     step = 0.0
     inner_steps = 0
+    task: tuple[int, ...] = ()
+    """In runs with a scheduler: epoch, first batch and end of what the relay has to do next."""
 
     def __init__(self, protocol: WorkerSession, size: int, buffers: int, receipts: ReceiptsFile, codec: Codec = codecs.PLAIN) -> None:
         """`buffers`: length of the statistics vector beside the weights; `codec`: the run's codec."""
@@ -74,6 +76,8 @@ class UpstreamSession:
     def _learn(self, news: RunNews) -> None:
         header, kind = news.header, news.header.get("weights", "same")
         self.step, self.inner_steps = float(header["step"]), int(header.get("inner_steps", self.inner_steps))
+        if "until" in header:
+            self.task = int(header["epoch"]), int(header["position"]), int(header["until"])
         if kind == "same":
             return
         extra = self.statistics.numel()

@@ -20,6 +20,7 @@ from shoal.errors import ShoalError, printable
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import (
     LONGEST_REASON,
+    NO_TASK,
     Claim,
     Contribute,
     Fail,
@@ -46,8 +47,8 @@ _STOPPING_S = 5.0
 COMPUTING, STUCK = "computing", "stuck"
 """States that a worker reports in heartbeats. The lease of a stuck worker is not renewed; heartbeats come from a thread of their own."""
 TOO_FAST = "too-fast"
-_ASK_AGAIN = (TOO_FAST, "replayed", "asked-again", "unknown-nonce")
-"""Refusals of a single message, which is then sent again: it was duplicated, came too late, or there were too many."""
+_ASK_AGAIN = (TOO_FAST, NO_TASK, "replayed", "asked-again", "unknown-nonce")
+"""Refusals of a single message, which is then sent again: it was duplicated, came too late or too early, or there were too many."""
 
 
 class SessionEndedError(ShoalError):
@@ -142,10 +143,12 @@ class WorkerSession:
         patience_s: float = 600.0,
         identity: Identity | None = None,
         redact: Callable[[str], str] = lambda text: text,
+        workers: int = 1,
     ) -> None:
-        """`identity`: the worker's own key; None: a new one is made. `redact`: removes from a reason what only this machine knows."""
+        """`identity`: the worker's own key; None: a new one is made. `redact`: removes from a reason what only this machine knows.
+        `workers`: that compute behind this one, if it is a relay."""
         self.identity, self.redact = identity or Identity.new(), redact
-        self.joining = Join(name, protocol, about, instance, self.identity.key)
+        self.joining = Join(name, protocol, about, instance, self.identity.key, workers=workers)
         self.patience_s = patience_s
         self.welcome: dict[str, Any] = {}
         self.welcome_frames: Frames = ()

@@ -91,6 +91,8 @@ class LedgerTotals:
     """Contributions that a repair gave up: worker, first and last number."""
     inexact: list[tuple[str, int, int, str]] = field(default_factory=list)
     """Results that were refused as inexact: worker, number, unit, reason."""
+    not_taken: set[Key] = field(default_factory=set)
+    """At a relay: contributions of rounds that the coordinator above did not take. Their batches may be learned from again."""
     removals: list[str] = field(default_factory=list)
     """Withdrawn invitations and evictions, as text."""
 
@@ -106,7 +108,7 @@ def audit(
     seats may share a batch. `violations`: what could not be read."""
     report = AuditReport(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
-    report.violations += _doubled_batches(tally.known.values(), tasks)
+    report.violations += _doubled_batches([one for key, one in tally.known.items() if key not in tally.not_taken], tasks)
     follower = JournalFollower(tally)
     report.violations += follower.follow(evidence.records)
     open_now = follower.left
@@ -194,6 +196,8 @@ def _count(tally: LedgerTotals, line: dict[str, Any], first: int | None, in_orde
             yield f"contribution {one.seq} of {one.worker} cannot have been made of what it says"
         tally.known[one.key], tally.made[one.key] = one, version
         tally.newest[one.worker] = max(one.seq, tally.newest.get(one.worker, -1))
+    if "upstream" in line and line["upstream"][2] != "accepted":
+        tally.not_taken |= {one.key for one in contributions}
     tally.fates["applied"] += len(contributions)
     if not contributions:
         yield f"version {version} is made of nothing"

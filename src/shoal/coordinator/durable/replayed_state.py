@@ -11,6 +11,7 @@ same code. It knows neither time nor members.
     seated     a worker has a seat at the data, and a name that belongs to its key
     opened     the tasks of an epoch can be assigned
     cut        a part of a task's piece became a piece of its own
+    added      at a relay: the next batches of its task became a piece
     passed     the rest of a piece is given up: no worker sent a usable contribution
     forgotten  a name is free again: no contribution under it was ever accepted
     failed     a unit of the data was given up
@@ -97,6 +98,13 @@ class ReplayedState:
     def all_units_settled(self) -> bool:
         """Whether the data is cut into units, and none is left to do."""
         return self.plan.cut is not None and self.settled.all_of(self.plan.cut.total)
+
+    @property
+    def round_is_complete(self) -> bool:
+        """Whether nothing more can come into the open round: no unit of the data is left, or all pieces of a relay's task are in it."""
+        if self.plan.above is not None and self.plan.tasks is not None:
+            return all(map(self.state.piece_is_done, self.state.pieces))
+        return self.all_units_settled
 
     @property
     def step(self) -> float:
@@ -190,6 +198,8 @@ class ReplayedState:
                 state.open_epoch(record["epoch"], record["pieces"])
             case "cut":
                 state.cut_piece(seat, record["at"])
+            case "added":
+                state.add_piece(TaskPiece(0, record["epoch"], record["first"], record["end"]))
             case "passed":
                 state.positions[str(seat)] = [state.pieces[seat].epoch, state.pieces[seat].end]
             case "forgotten":
@@ -300,6 +310,8 @@ class ReplayedState:
         relayed, self.relayed = self.relayed, None
         assert relayed is not None
         self.state.upstream, self.residual = dict(record["upstream"]), relayed.residual
+        if self.plan.tasks is not None:
+            self.state.forget_pieces()
         figures = self.learner.apply(*self._whole(frames), self.step, 1.0)
         contributions = [HeldContribution(kept_record, (), _NOTHING, _NOTHING) for kept_record, _ in relayed.kept]
         return self._advance(contributions, figures, upstream=[record["upstream"]["name"], relayed.asked.seq, record["status"]])

@@ -99,10 +99,10 @@ class MemberLifecycle:
         seat = None if self.tasks is None else self.tasks.seat_for(name)
         seat = _UNSEATED if self.tasks is not None and seat is None else seat
         worker = self.members.add(name, event.session, about, turn.now, asked.instance, event.guest, seat)
-        worker.challenge, worker.address = challenge, event.address
+        worker.challenge, worker.address, worker.workers = challenge, event.address, min(asked.workers, self.plan.bounds.devices)
         self._restore_progress(turn, worker)
         if self.tasks is not None and worker.seat == _UNSEATED:
-            self.tasks.assign(turn, [worker])
+            self.tasks.on_join(turn, worker)
         if turn.state.seats.get(name) != worker.seat or turn.state.keys.get(name) != asked.key:
             turn.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
         return worker

@@ -34,6 +34,8 @@ class Member:
     """Number of the challenge that it answered when it joined."""
     guest: str = ""
     """Person on whose invitation it joined; empty: it has the run's own token."""
+    workers: int = 1
+    """Workers that compute behind it: those of a relay."""
     experts: tuple[int, ...] = ()
     """Experts of a mixture that it holds; empty: all of them."""
     seen_seq: int = -1

@@ -44,7 +44,7 @@ class RoundClosing:
         active = len(self.rounds.active) + self.rounds.awaited(number)
         if self.gathering:
             self.gathering = active < self.first_workers and now < open_round.opened_at + self._gathering_s(number)
-        return not self.gathering and self.policy.due(open_round, active, self.plan.needed, now, self.completion.replayed.all_units_settled)
+        return not self.gathering and self.policy.due(open_round, active, self.plan.needed, now, turn.replayed.round_is_complete)
 
     def _gathering_s(self, number: int) -> float:
         """How long workers that are ready wait for the others. The first round waits longer: processes have to start first."""

@@ -118,7 +118,9 @@ class ContributionHandler:
         turn.state.count(problem)
         if self.tasks is not None:
             self.tasks.move_on(turn, worker, asked)
-        self._confirm(turn, caller, worker, asked.seq, problem, asked.have)
+            if not self.tasks.has_piece(turn, worker):
+                return turn.refuse(caller, "misplaced", "another worker does this part of the task, and no other part is free yet")
+        return self._confirm(turn, caller, worker, asked.seq, problem, asked.have)
 
     def _reject_inexact(self, turn: Turn, event: RequestReceived, asked: Contribute, worker: Member, why: str) -> None:
         """Reject answers that were not computed as they should have been: in the ledger, in a warning, and to the worker."""
@@ -178,7 +180,9 @@ class ContributionHandler:
         return None
 
     def _may_go_on(self, turn: Turn, held: HeldReply) -> bool:
-        return not turn.state.paused and self.policies.rounds.may_send_next(held.asked.round, turn.state.version)
+        if turn.state.paused or (self.tasks is not None and not self.tasks.has_piece(turn, held.worker)):
+            return False
+        return self.policies.rounds.may_send_next(held.asked.round, turn.state.version)
 
     def reassure(self, turn: Turn) -> None:
         """Tell workers whose replies were held back for too long to ask again."""

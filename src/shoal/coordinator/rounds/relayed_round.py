@@ -51,12 +51,14 @@ def relay_round(
 
 
 def _header(held: list[HeldContribution], plan: RunPlan, state: State) -> Contribute:
-    """The sums over the round, and the place at the data that the relay's seat has reached with it."""
+    """The sums over the round, and the place at the data, or in its task, that the relay has reached with it."""
     records, upstream, above = [one.record for one in held], UpstreamState(**state.upstream), plan.above
     assert above is not None
     batches = sum(record["batches"] for record in records)
     gone = upstream.begun_at + state.batches + batches
     epoch, position = divmod(gone, above.batches_per_shard) if above.batches_per_shard else (0, gone)
+    if plan.tasks is not None:
+        epoch, position = max((record["epoch"], record["position"]) for record in records)
     return Contribute(
         session="",
         number=0,

@@ -71,11 +71,21 @@ class TaskAssigner:
         smallest = min(jobs, key=lambda job: job.memory_gb)
         return f"no task fits: {smallest.id} {lacking(smallest, [machine])}"
 
-    def begin(self, turn: Turn, worker: Member) -> None:
-        """Match a worker that is about to begin together with the others that have not begun, so that arrival order does not decide."""
+    def on_join(self, turn: Turn, worker: Member) -> None:
+        """Assign a piece to a worker that joined and has none."""
+        self.assign(turn, [worker])
+
+    def begin(self, turn: Turn, worker: Member) -> bool:
+        """Match a worker that is about to begin together with the others that have not begun, so that arrival order does not decide. Return
+        whether it has a piece now."""
         waiting = [one for one in self.members.by_name.values() if self._is_fresh(one)]
         if worker in waiting:
             self.assign(turn, waiting)
+        return True
+
+    def has_piece(self, turn: Turn, worker: Member) -> bool:
+        """Whether a worker has a piece to continue with, or can be given one now."""
+        return True
 
     def is_assigned(self, worker: Member, asked: Contribute) -> bool:
         """Whether a contribution was made of the worker's own piece. A piece that others have finished is forgotten."""
@@ -225,13 +235,18 @@ class TaskAssigner:
         speeds, machine = self._speeds(), self._declared(worker.name)
         held = {str(progress.number): progress for progress in self._undone() if self._may_be_cut(progress, machine)}
         burdens = [
-            RemainingWork(number, progress.left // self.tasks.grain, self._piece_s(turn, progress.piece.holder, progress, speeds))
+            RemainingWork(
+                number,
+                progress.left // self.tasks.grain,
+                self._piece_s(turn, progress.piece.holder, progress, speeds),
+                _KEPT_PIECES * self._grains(progress.piece.holder),
+            )
             for number, progress in held.items()
         ]
         if not burdens:
             return False
         own_s = self._piece_s(turn, worker.name, next(iter(held.values())), speeds)
-        theft = worth_stealing(burdens, own_s, _KEPT_PIECES)
+        theft = worth_stealing(burdens, own_s)
         if theft is None:
             return False
         progress, number = held[theft.job], self._state.next_piece
@@ -244,12 +259,17 @@ class TaskAssigner:
         return not beyond and progress.piece.holder not in ("", thief.name) and fits(job, thief)
 
     def _piece_s(self, turn: Turn, name: str, progress: PieceProgress, speeds: Mapping[str, float]) -> float:
-        """Seconds that a worker takes for one contribution to a piece, at least the time since its last one."""
+        """Seconds that a worker takes for the batches of one usual contribution, at least by the time since its last one."""
         worker = self.members.by_name.get(name)
         usual = self.tasks.grain * self.tasks.tasks[progress.piece.task].work / speeds[name] if name in speeds else 1.0
         if worker is None or worker.arrived_at is None:
             return usual
-        return max(usual, turn.now - worker.arrived_at)
+        return max(usual, (turn.now - worker.arrived_at) / self._grains(name))
+
+    def _grains(self, name: str) -> int:
+        """Pieces that one contribution of a worker has: one, or as many as a relay has workers."""
+        worker = self.members.by_name.get(name)
+        return 1 if worker is None else max(1, worker.batches // self.tasks.grain)
 
     # --- progress and speeds ------------------------------------------------------------------------
 
@@ -271,9 +291,11 @@ class TaskAssigner:
         return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.flops or 1.0, claim.memory_gb, claim.bandwidth_mbps)
 
     def _speeds(self) -> dict[str, float]:
-        members = self.members.by_name
-        claims = {name: claim.flops if (claim := self.tasks.claims.get(name)) is not None else None for name in members}
-        return estimate_speeds(claims, {name: self._measured(worker) for name, worker in members.items()})
+        """Work a second of each member. A relay that was not measured yet counts as so many usual workers."""
+        members, claims = self.members.by_name, self.tasks.claims
+        claimed = {name: (claims[name].flops or 0.0) / one.workers if name in claims else None for name, one in members.items()}
+        measured = {name: (self._measured(one) or 0.0) / one.workers for name, one in members.items()}
+        return {name: speed * members[name].workers for name, speed in estimate_speeds(claimed, measured).items()}
 
     def _measured(self, worker: Member) -> float | None:
         """Work a second, from the smoothed time between a worker's contributions."""
