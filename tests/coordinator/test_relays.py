@@ -6,6 +6,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import missing_above
 from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.events import UpstreamAnswered, UpstreamState
-from shoal.coordinator.run_plan import RelayPlace, RunPlan
+from shoal.coordinator.round_policies import WholeBlock
+from shoal.coordinator.run_plan import DataTask, RelayPlace, RunPlan, TaskPlan
 from shoal.protocol.messages import PROTOCOL, Message, header_of
 from shoal.runs.folder.file_store import FileStore
 from shoal.updates import codecs
@@ -31,6 +33,10 @@ from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World, viola
 from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 ROUNDS = 16
+
+
+def relayed_plan(above: TaskPlan) -> TaskPlan:
+    return TaskPlan((DataTask("the relay's task", 0, 0),), None, above.grain, above.match, {})
 
 
 def gradient(name: str, position: int) -> Tensor:
@@ -68,14 +74,18 @@ class Taker(Numbers):
 class Relay:
     """A relay in the world of the coordinator above. It is killed as soon as `dies` is true of what it has just done."""
 
-    def __init__(self, above: World, name: str, seat: int, strategy: str, dies: str = "") -> None:
+    def __init__(self, above: World, name: str, seat: int, strategy: str, dies: str = "", workers: int = 2) -> None:
         self.above, self.name, self.seat, self.strategy, self.updates = above, name, seat, STRATEGIES[strategy], above.updates
+        self.expected, self.tasks = workers, None if above.plan.tasks is None else relayed_plan(above.plan.tasks)
+        if self.tasks is not None:
+            self.strategy = replace(self.strategy, rounds=WholeBlock(deadline_s=20.0))
+        self.plan: Any = SimpleNamespace(tasks=self.tasks)
         self.folder, self.random, self.at, self.wire, self.dies = above.folder / name, above.random, above.at, Wire(), dies
         self.life, self.deaths = 0, 0
         self.driver: CoordinatorDriver | None = None
         self._connect()
         self.at(0.0, self.tick)
-        self.workers = [Learner(self, f"{name}-{number}", 1.0 + number) for number in range(2)]
+        self.workers = [Learner(self, f"{name}-{number}", 1.0 + number) for number in range(workers)]
 
     @property
     def now(self) -> float:
@@ -85,7 +95,7 @@ class Relay:
     def say(self, text: str) -> None: ...
 
     def _connect(self) -> None:
-        self.protocol = WorkerSession(self.name, {}, PROTOCOL, f"life {self.life}", patience_s=1e9, identity=nameplate(self.name))
+        self.protocol = WorkerSession(self.name, {}, PROTOCOL, f"life {self.life}", 1e9, nameplate(self.name), workers=self.expected)
         self.protocol.ready = True
         self.climber = UpstreamSession(
             self.protocol, 2, 0, ReceiptsFile(self.above.folder / "workers" / f"{self.name}.jsonl"), self.updates.codec
@@ -95,7 +105,10 @@ class Relay:
 
     def begin(self, resume: bool) -> None:
         learner, store = Taker(2), FileStore(self.folder / "coordinator")
-        plan = RunPlan(self.updates, 0, 2, 1, 2**31, None, 2, 5.0, 0.5, receipt_key=store.receipt_key, above=RelayPlace(self.seat, 3, 7))
+        place, expected = RelayPlace(self.seat, 3, 7), self.expected
+        plan = RunPlan(
+            self.updates, 0, expected, 1, 2**31, None, expected, 5.0, 0.5, receipt_key=store.receipt_key, above=place, tasks=self.tasks
+        )
         coordinator = believing(Coordinator(plan, self.strategy, learner))
 
         def capture() -> SnapshotContent:
@@ -128,7 +141,7 @@ class Relay:
 
     def upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber
-        return UpstreamState(self.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
+        return UpstreamState(self.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at, climber.task)
 
     def tick(self) -> None:
         if self.driver is not None:

@@ -74,8 +74,8 @@ def nameplate(name: str | None) -> Any:
 class FakeWorker:
     """A worker that speaks, and computes nothing."""
 
-    def __init__(self, name: str | None, instance: str = "") -> None:
-        self.protocol = WorkerSession(name, {}, PROTOCOL, instance or f"instance of {name}", identity=nameplate(name))
+    def __init__(self, name: str | None, instance: str = "", workers: int = 1) -> None:
+        self.protocol = WorkerSession(name, {}, PROTOCOL, instance or f"instance of {name}", identity=nameplate(name), workers=workers)
         self.epoch = self.position = 0
 
     @property
@@ -183,8 +183,8 @@ class Cluster:
         nonce = self.answers[self.ask(asked)].get("nonce", "")
         return self.ask(asked._replace(nonce=nonce, proof=plate.prove("join", "", nonce)))
 
-    def join(self, name: str | None, pull: bool = True, instance: str = "") -> FakeWorker:
-        worker = FakeWorker(name, instance)
+    def join(self, name: str | None, pull: bool = True, instance: str = "", workers: int = 1) -> FakeWorker:
+        worker = FakeWorker(name, instance, workers)
         for _ in ("asked to prove", "let in"):
             self.hear(worker, self.say(worker))
         worker.epoch, worker.position = worker.protocol.place
