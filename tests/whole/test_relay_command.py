@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.eventually import eventually
-from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
+from tests.support.processes import HANG_S, Processes, processes_in
 
 CONFIG = """\
 dialect: shoal
