@@ -131,6 +131,8 @@ class WorkerSession:
     _holds: bool = False
     """Whether the coordinator has taken note of the experts in this session."""
 
+    pending: _Pending | None = None
+    """The contribution that is under way."""
     notice = ""
     """A text for the user that came with the coordinator's last answer to a heartbeat."""
 
@@ -145,8 +147,7 @@ class WorkerSession:
         redact: Callable[[str], str] = lambda text: text,
         workers: int = 1,
     ) -> None:
-        """`identity`: the worker's own key; None: a new one is made. `redact`: removes from a reason what only this machine knows.
-        `workers`: that compute behind this one, if it is a relay."""
+        """`identity`: the worker's key; None: a new one. `redact`: removes what only this machine knows. `workers`: those of a relay."""
         self.identity, self.redact = identity or Identity.new(), redact
         self.joining = Join(name, protocol, about, instance, self.identity.key, workers=workers)
         self.patience_s = patience_s
@@ -167,8 +168,7 @@ class WorkerSession:
         self.ready = False
         """Whether the worker is ready to receive weights. Until then it is a member that is still preparing."""
         self.done = self.stopping = self.left = False
-        self.pending: _Pending | None = None
-        self._claims = self._leaves = False
+        self.pending, self._claims, self._leaves = None, False, False
         self._reason = ""  # why the worker leaves before its time
         self._returns: list[GiveBack | Fail] = []
         self._number = self._beats = 0
