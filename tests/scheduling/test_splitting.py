@@ -56,3 +56,21 @@ def test_a_weak_machine_is_left_out_where_that_is_allowed() -> None:
     costs = [1.0] * 12
     assert split(costs, [MachineSpec(1.0), MachineSpec(0.01), MachineSpec(1.0)], leave_out=True) == [0, 6, 6, 12]
     assert split([1.0], [MachineSpec(1.0), MachineSpec(1.0)], leave_out=True)[-1] == 1
+
+
+@given(st.lists(st.integers(1, 5).map(float), min_size=1, max_size=9), st.integers(1, 5))
+def test_an_even_split_leaves_out_no_machine_and_is_as_even_as_any(costs: list[float], count: int) -> None:
+    machines = [MachineSpec(1.0)] * count
+    bounds = split(costs, machines, leave_out=True, even=True)
+    every = [[0, *inner, len(costs)] for inner in combinations_with_replacement(range(len(costs) + 1), count - 1)]
+    assert sum(first < last for first, last in pairwise(bounds)) == min(count, len(costs))
+    assert squares(bounds, costs) == min(squares(other, costs) for other in every)
+
+
+def squares(bounds: list[int], costs: list[float]) -> float:
+    return sum(sum(costs[first:last]) ** 2 for first, last in pairwise(bounds))
+
+
+def test_an_even_split_gives_a_machine_no_more_than_it_holds() -> None:
+    machines = [MachineSpec(1.0), MachineSpec(1.0, 2.0), MachineSpec(1.0)]
+    assert split([1.0] * 12, machines, sizes=[1.0] * 12, leave_out=True, even=True) == [0, 5, 7, 12]

@@ -178,6 +178,27 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
         assert not engine.backend._in_flight
 
 
+def test_layers_that_go_evenly_go_to_slow_machines_and_to_late_ones():
+    model, described = make("gpt")
+    with spread(model, described, ["pi1", "pi2"], spread="even") as (engine, machines):
+        placement = engine.backend.placement
+        for node in placement.nodes.values():
+            node.layer_s = 1000.0 if node.name == "pi2" else 0.001  # a fast split would leave it out
+        engine.backend.placement.replan()
+        assert [stage.layers for stage in placement.current.stages] == [(0, 2), (2, 4), (4, 6)]
+        machines.join("pi3")
+        eventually(lambda: len(placement.current.stages) == 4)
+        assert {stage.name for stage in placement.current.stages} == {SERVER_NODE, "pi1", "pi2", "pi3"}
+        machines.unplug("pi2", engine.backend.node_server)
+        assert {stage.name for stage in placement.current.stages} == {SERVER_NODE, "pi1", "pi3"}
+        machines.join("pi2")
+        eventually(lambda: len(placement.current.stages) == 4)
+        heard = Heard()
+        engine.submit(job([3, 1, 4], heard, 12))
+        finish(engine)
+        assert [heard.tokens] == alone(model, [[3, 1, 4]], [12])
+
+
 def test_a_machine_without_the_files_gets_its_layers_over_encrypted_tcp(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     model, described = make("gpt")

@@ -1,4 +1,4 @@
-"""Split consecutive layers over machines of different speed so that the slowest machine takes the least time."""
+"""Split consecutive layers over machines of different speed: so that the slowest takes the least time, or evenly."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def split(
     after: float = 0.0,
     sizes: Sequence[float] | None = None,
     leave_out: bool = False,
+    even: bool = False,
     holds: Callable[[int, int, int], bool] = lambda machine, first, last: True,
 ) -> list[int]:
     """The bounds of each machine's layers: machine i has the layers [bounds[i], bounds[i + 1]).
@@ -37,14 +38,15 @@ def split(
     `before` and `after`: additional cost of the machines with the first and the last layer. `holds(machine, first, last)`: whether it can
     hold the layers [first, last), where more than their sizes decides. Each machine gets at least one layer; with `leave_out`, machines
     that would only slow the others down get none. Dynamic programming finds the exact optimum over all splits in the order of the machines;
-    of equally fast splits the one with the fewest machines. Raises ShoalError where the layers do not fit.
+    of equally fast splits the one with the fewest machines. `even`: the least sum of squared times, which gives machines of equal speed
+    shares as equal as possible, and none of them nothing. Raises ShoalError where the layers do not fit.
     """
     count = len(costs)
     if len(machines) > count and not leave_out:
         raise ShoalError(f"{len(machines)} stages need at least one layer each, and the model has {count}")
     done, taken = [before, *(before + cost for cost in accumulate(costs))], [0.0, *accumulate(sizes or [0.0] * count)]
     done[0], done[count] = 0.0, done[count] + after
-    # best[end]: the slowest machine, how many have layers, and the bounds, if the machines so far have the layers up to `end`
+    # best[end]: the time of the slowest machine (or the sum of squares), how many have layers, and the bounds, if the machines so far have the layers up to `end`
     best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
     for number, machine in enumerate(machines):
         found: dict[int, tuple[float, int, list[int]]] = {}
@@ -52,7 +54,8 @@ def split(
             for end in range(start if leave_out else start + 1, count + 1):
                 if taken[end] - taken[start] > machine.capacity or not holds(number, start, end):
                     break
-                time = max(slowest, machine.seconds(done[end] - done[start]))
+                seconds = machine.seconds(done[end] - done[start])
+                time = slowest + seconds**2 if even else max(slowest, seconds)
                 entry = (time, used + (end > start), [*bounds, end])
                 if end not in found or entry[:2] < found[end][:2]:
                     found[end] = entry

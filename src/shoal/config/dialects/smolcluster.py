@@ -41,6 +41,8 @@ def _imply(seen: WrittenKeys) -> Implied:
         implied["logging.sinks"] = (["wandb"], "smolcluster files log a named project, or gradient norms, to W&B")
     if seen.any_below("web_interface") and "timeout" in seen:
         implied["serving.request_timeout_s"] = (seen.value("timeout"), "`timeout` of a cluster with a `web_interface` is a request's")
+    if f"{_ENTRY}.num_nodes" in seen:
+        implied["serving.spread"] = ("even", f"`{_ENTRY}.num_nodes` nodes hold layers, each of them")
     if f"{_ENTRY}.hf_model_name" in seen:
         implied["model.kind"] = ("huggingface", f"`{_ENTRY}` names a pretrained model")
     elif any(f"model.{key}" in seen for key in ("model_dim", "num_layers", "num_heads", "ff_dim", "max_seq_len", "dropout")):

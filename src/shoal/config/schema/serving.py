@@ -61,6 +61,9 @@ class Serving(Section):
 
     num_nodes: PositiveInt | None = None
     """Machines the layers are spread over, the server counted; null: all of the cluster."""
+    spread: Literal["even", "fast"] = "fast"
+    """How layers go to machines. fast: by their speed and memory, so that a token takes the least time; a machine that would only slow the
+    others down gets no layers and stands by. even: every machine gets layers, equally many as far as its memory allows."""
     max_new_tokens: PositiveInt = 256
     """Longest answer, in tokens."""
     decoding: Decoding = Decoding()

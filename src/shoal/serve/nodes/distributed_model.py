@@ -56,8 +56,8 @@ class DistributedModel(NodePipeline):
         pack_matrices(ends, memory_for_layers(next(ends.parameters()).device))
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens
-        can_rewind = getattr(served.model, "joins_rows", True)
-        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, can_rewind=can_rewind, tell=tell)
+        can_rewind, even = getattr(served.model, "joins_rows", True), served.settings.spread == "even"
+        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, can_rewind=can_rewind, even=even, tell=tell)
         host = LayerHost(lambda: served.model, get, self.device)
         layer_s, crowded_s = host.measure(self.width), host.measure(self.width, _ROWS)
         self.placement.batch_slowdown = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)

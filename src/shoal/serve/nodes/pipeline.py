@@ -158,17 +158,19 @@ class NodePipeline:
         cache_tokens: int,
         can_rewind: bool,
         tell: Callable[[str], None],
+        even: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, including this one;
-        `cache_tokens`: capacity of the caches; `can_rewind`: whether the last tokens can be removed from a cache."""
+        `cache_tokens`: capacity of the caches; `can_rewind`: whether the last tokens can be removed from a cache; `even`: every machine
+        gets layers, whatever its speed."""
         self.ends, self.can_rewind, self.clock = ends.eval(), can_rewind, clock
         self.vocab_size = ends.vocab_size
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
         self.device = next(ends.parameters()).device
         embedded_11D = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         self.width, self._dtype = embedded_11D.shape[-1], embedded_11D.dtype
-        planner = LayerPlanner(sizes, next(ends.parameters()).element_size(), 2 * self.width * cache_tokens)
+        planner = LayerPlanner(sizes, next(ends.parameters()).element_size(), 2 * self.width * cache_tokens, even=even)
         # What machines send directly may arrive twice, so caches must be able to rewind
         self.placement = NodePlacement(planner, expected=expected, probes=can_rewind, tell=tell, clock=clock)
         self._active: dict[int, ActiveRequest] = {}

@@ -103,16 +103,19 @@ def spare_nodes(stages: Sequence[RouteStage], nodes: Sequence[NodeState]) -> lis
 class LayerPlanner:
     """Chooses which machine gets which layers."""
 
-    def __init__(self, sizes: Sequence[int], bytes_of_one: int, cache_numbers: int) -> None:
-        """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: numbers in a layer's caches."""
+    def __init__(self, sizes: Sequence[int], bytes_of_one: int, cache_numbers: int, *, even: bool = False) -> None:
+        """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: numbers in a layer's caches; `even`: every
+        machine gets layers, whatever its speed."""
+        self.even = even
         self.sizes, self.bytes_of_one = list(sizes), bytes_of_one
         self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
         self.layer_bytes = [(size + cache_numbers) * bytes_of_one for size in sizes]
 
-    def fastest_split(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
-        """The fastest split over these machines; None: they have too little memory for all layers."""
+    def best_split(self, nodes: Sequence[NodeState]) -> tuple[RouteStage, ...] | None:
+        """The fastest or the most even split over these machines; None: they have too little memory for all layers."""
+        specs = [MachineSpec(1.0, node.memory_bytes) if self.even else node.spec() for node in nodes]
         try:
-            bounds = split(self.costs, [node.spec() for node in nodes], sizes=self.layer_bytes, leave_out=True)
+            bounds = split(self.costs, specs, sizes=self.layer_bytes, leave_out=True, even=self.even)
         except ShoalError:
             return None
         ranges = [LayerRange(*layers) for layers in pairwise(bounds)]
@@ -262,7 +265,7 @@ class NodePlacement:
 
     def can_do_without(self, name: str) -> bool:
         """Whether the other machines have enough memory for all layers."""
-        return self.planner.fastest_split([node for node in self.alive() if node.name != name]) is not None
+        return self.planner.best_split([node for node in self.alive() if node.name != name]) is not None
 
     def machines(self, ends_parameters: int) -> list[MachineEntry]:
         """The machines that are connected, and those that were lost a moment ago. `ends_parameters`: those that only the server has."""
@@ -331,7 +334,7 @@ class NodePlacement:
     # --- routes --------------------------------------------------------------------------------------
 
     def plan(self) -> tuple[RouteStage, ...] | None:
-        return self.planner.fastest_split(self.alive())
+        return self.planner.best_split(self.alive())
 
     def use_route(self, stages: tuple[RouteStage, ...] | None) -> None:
         """Use a route for new requests from now on."""
@@ -353,12 +356,13 @@ class NodePlacement:
         return max(self.planner.seconds(self.nodes[stage.name], stage.layers) for stage in stages)
 
     def _consider(self, share: float = _NEW_NODE_SHARE) -> None:
-        """Prepare a faster route for new requests, where there is one."""
+        """Prepare a better route for new requests, where there is one: a faster one, or one over more machines if layers go evenly."""
         assert self.current is not None
         stages = self.plan()
         if stages is None or not all(self.nodes[stage.name].alive for stage in self.current.stages):
             return
-        if self._slowest_s(stages) < share * self._slowest_s(self.current.stages):
+        more = len(stages) > len(self.current.stages)
+        if more if self.planner.even else self._slowest_s(stages) < share * self._slowest_s(self.current.stages):
             route = Route(next(self._numbers), stages)
             wanted = {(stage.name, stage.layers) for stage in stages}
             missing = {(name, layers) for name, layers in wanted if layers not in self.nodes[name].assigned}
