@@ -46,7 +46,8 @@ def split(
         raise ShoalError(f"{len(machines)} stages need at least one layer each, and the model has {count}")
     done, taken = [before, *(before + cost for cost in accumulate(costs))], [0.0, *accumulate(sizes or [0.0] * count)]
     done[0], done[count] = 0.0, done[count] + after
-    # best[end]: the time of the slowest machine (or the sum of squares), how many have layers, and the bounds, if the machines so far have the layers up to `end`
+    # best[end], if the machines so far have the layers up to `end`: the time of the slowest (or the sum of squares), how many have layers,
+    # and the bounds
     best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
     for number, machine in enumerate(machines):
         found: dict[int, tuple[float, int, list[int]]] = {}
