@@ -7,12 +7,14 @@ import signal
 import stat
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
 from shoal.cli.main import main
+from shoal.config import missing_parts
 from shoal.launch import ssh_workers
 from shoal.launch.up_file import running_process
 from shoal.version import __version__
@@ -168,6 +170,28 @@ def test_a_stack_of_ava_gets_torchrun_with_its_nodes_and_gpus(folder: Path) -> N
     text = (folder / "job" / "job.sbatch").read_text()
     assert "torchrun --nnodes=2 --nproc-per-node=8" in text
     assert "#SBATCH --gpus-per-node=8\n" in text
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_the_machine_that_submits_needs_nothing_that_only_the_job_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Neither the engine's packages nor those of the model, the reward, the database and the accountant, nor GPUs or data."""
+    lacking = {package.module for package in missing_parts._PACKAGES}
+    monkeypatch.setattr(missing_parts, "find_spec", lambda name: None if name in lacking else find_spec(name))
+    for name in lacking:
+        monkeypatch.setitem(sys.modules, name, None)
+    (folder / "job.yaml").write_text(
+        "dialect: shoal\nmodel: {kind: huggingface, pretrained: me/model, lora: {rank: 4}}\ndata: {source: {kind: text, path: not/here}}\n"
+        "strategy: {kind: diloco}\nengine: {kind: deepspeed}\nupdates: {privacy: {enabled: true}, clip_norm: 1.0}\n"
+        f"transport: {{kind: zmq, port: 7000}}\nlaunch: {{kind: {kind}, devices_per_node: 8, kubernetes: {{image: a/b}}}}\n"
+    )
+    assert main(["train", "job.yaml", "--workers", "2"]) == 2, "a run here needs them"
+    assert capsys.readouterr().err.count("error[missing-package]") == 4
+    assert main(["up", "job.yaml", "--num_nodes", "4", "--run-dir", "job"]) == 0
+    assert capsys.readouterr().err.count("warning[missing-package]") == 4
+    written = yaml.safe_load((folder / "job" / "config.yaml").read_text())
+    assert written["launch"]["devices_per_node"] == 8
 
 
 def test_kubernetes_gets_manifests_whose_parts_fit_each_other(folder: Path) -> None:

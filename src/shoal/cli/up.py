@@ -74,8 +74,6 @@ def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartP
     from shoal.cli.run_command import planned
     from shoal.launch.start_mode import StartOptions
 
-    if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
-        return planned(arguments, overrides, StartOptions(default_workers=1))
     asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
     return planned(arguments, overrides, asked)
 

@@ -78,18 +78,17 @@ _PACKAGES = (
 )
 
 
-def missing_parts(loaded: LoadedConfig, *, severity: Severity = "error") -> list[Problem]:
-    """A problem for each missing package, and one for a missing model."""
+def missing_packages(loaded: LoadedConfig, *, severity: Severity = "error", help: str = "") -> list[Problem]:
+    """A problem for each package that the run needs and this machine lacks."""
     settings = loaded.settings
-    problems = [
-        Problem("missing-package", message, settings.labels(path), settings.spelling(path), severity=severity)
+    return [
+        Problem("missing-package", message, settings.labels(path), settings.spelling(path), help, severity)
         for path, module, wanted, message in _PACKAGES
         if wanted(loaded.run) and find_spec(module) is None
     ]
-    return problems + _missing_model(loaded, severity)
 
 
-def _missing_model(loaded: LoadedConfig, severity: Severity) -> list[Problem]:
+def missing_model(loaded: LoadedConfig, *, severity: Severity = "error") -> list[Problem]:
     """A file of a cluster or of data may be completed by a file with a model. The default model does not fit every such file."""
     settings, run = loaded.settings, loaded.run
     if names_a_model(settings) or run.data.source is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.config.derived_values import workers_needed
 from shoal.config.load import LoadedConfig, Override
-from shoal.config.missing_parts import missing_parts, waits_for
+from shoal.config.missing_parts import missing_model, missing_packages, waits_for
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place
 from shoal.config.schema.cluster import Postgres
@@ -66,6 +66,8 @@ class StartMode(Enum):
     """Holds the weights, and workers train."""
     GATHERS = auto()
     """Runs the first stage of a pipeline on this machine; machines that join run the others."""
+    JOB = auto()
+    """Writes the script of a job, whose machines then do all the rest."""
     FOLLOWS = auto()
     """Was started by torchrun, and another process coordinates."""
 
@@ -94,8 +96,10 @@ class StartPlan(NamedTuple):
 
 def plan_start(load: Load, options: StartOptions) -> StartPlan:
     """Choose the mode. Raises ConfigError for faulty settings, ShoalError where settings and options contradict each other."""
-    loaded, note = _checked(load([])), ""
+    loaded, note = _checked(load([]), written=options.up), ""
     more: list[Override] = []
+    if options.up and loaded.run.launch.kind == "slurm" and not options.resume:
+        return _plan_job(loaded, options)
     if loaded.run.alone and loaded.run.engine.kind == "pipeline":
         return _plan_pipeline(load, loaded, options)
     if options.workers and loaded.run.alone:
@@ -103,7 +107,7 @@ def plan_start(load: Load, options: StartOptions) -> StartPlan:
         chosen, others = (STRATEGY_FOR_ANSWERS, "") if answers else (STRATEGY_FOR_WORKERS, " (edp and async are others)")
         note = f"strategy.kind: {chosen}, since there are workers{others}"
         more = [Override("strategy.kind", chosen, "--workers")]
-        loaded = _checked(load(more))
+        loaded = _checked(load(more), written=options.up)
     if options.invite:
         return _plan_invited(loaded, options)
     if loaded.run.alone:
@@ -139,9 +143,16 @@ def _default_workers(run: Run, options: StartOptions) -> int:
     return options.default_workers or run.strategy.default_workers
 
 
-def _checked(loaded: LoadedConfig) -> LoadedConfig:
-    """The same configuration. Raises ConfigError with everything that is wrong with it."""
-    problems = loaded.problems if not loaded.ok else missing_parts(loaded)
+def _checked(loaded: LoadedConfig, *, written: bool = False) -> LoadedConfig:
+    """The same configuration. Raises ConfigError with everything that is wrong with it. `written`: the run is to start on the machines of a
+    scheduler, for which this one only writes a file; packages that are missing here are warnings."""
+    if not loaded.ok:
+        raise ConfigError(loaded.problems)
+    if written and loaded.run.launch.written:
+        loaded.problems += missing_packages(loaded, severity="warning", help="the machines of the job need it; this one does not")
+        problems = missing_model(loaded)
+    else:
+        problems = missing_packages(loaded) + missing_model(loaded)
     if problems:
         raise ConfigError(problems)
     return loaded
@@ -185,15 +196,27 @@ def _plan_pipeline(load: Load, loaded: LoadedConfig, options: StartOptions) -> S
     return StartPlan(StartMode.GATHERS, loaded, options)
 
 
+def _plan_job(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
+    """What this machine has (GPUs, packages, data) does not matter: the processes run on others."""
+    if not loaded.run.alone:
+        _check_transport(loaded.run, options)
+    return StartPlan(StartMode.JOB, loaded, options)
+
+
+def _check_transport(run: Run, options: StartOptions) -> None:
+    """Raises ShoalError where workers of other machines could not connect."""
+    if run.transport.kind == "in-process":
+        raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
+    if isinstance(run.transport, Postgres) and len(options.hosts) > (run.transport.host == "embedded"):
+        raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
+
+
 def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     """A coordinator that workers of other machines join."""
     run = loaded.run
     if run.alone:
         raise ShoalError("strategy.kind is local, so there are no workers to coordinate: --set strategy.kind=syncps (or edp, async)")
-    if run.transport.kind == "in-process":
-        raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
-    if isinstance(run.transport, Postgres) and len(options.hosts) > (run.transport.host == "embedded"):
-        raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
+    _check_transport(run, options)
     _check_announced(run, options)
     use_passive_waiting()
     if options.up:
