@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from shoal.config.dialects import DIALECTS
 from shoal.config.load import ConfigFile, LoadedConfig, parse_override, resolve
 from shoal.config.problems import render
 from shoal.config.show import diff, explain, show
@@ -184,6 +186,12 @@ def test_no_view_tells_a_secret(tmp_path: Path) -> None:
     ("dialect", "text", "help"),
     [
         ("classroom", "data: {latent_dim: 3}", "it belongs under `model`"),
+        ("classroom", "latent_dim: 3", "it belongs under `model`"),
+        ("classroom", "training: {database: {port: 3}}", "it belongs at the top level"),
+        ("smolcluster", "training: {model: {num_layers: 3}}", "it belongs at the top level"),
+        ("dist-llm-train", "controller: {workers: [{name: a}]}", "it belongs at the top level"),
+        ("ava", "gradient_health: {enabled: true}", "it belongs under `training`"),
+        ("shoal", "training: {codec: {kind: int8}}", "it belongs under `updates`"),
         ("ava", "data: {learning_rate: 3}", "it belongs under `training`"),
         ("dist-llm-train", "controller: {seq_length: 3}", "it belongs under `training`"),
         ("smolcluster", "training: {polyak_alpha: 0.5}", "it belongs at the top level"),
@@ -197,3 +205,25 @@ def test_a_key_in_the_wrong_place_is_told_the_right_one(tmp_path: Path, dialect:
         one for one in resolve([ConfigFile(str(tmp_path / "file.yaml"))], dialect=dialect, environ={}).problems if one.code == "unknown-key"
     ]
     assert help in problem.help
+
+
+@pytest.mark.parametrize("name", ["classroom", "dist-llm-train", "smolcluster-gpt", "ava-base"])
+def test_every_key_of_a_document_says_where_it_belongs(tmp_path: Path, name: str) -> None:
+    """Each key and section of a whole file, moved into another section."""
+    document = yaml.safe_load((Path(__file__).parent / "corpus" / f"{name}.yaml").read_text())
+    sections = {key: value for key, value in document.items() if isinstance(value, dict)}
+    moved = [(home, key, value) for home, keys in sections.items() for key, value in keys.items()]
+    moved += [("", home, keys) for home, keys in sections.items()]
+    for number, (home, key, value) in enumerate(moved):
+        strange = next(one for one in list(sections)[number % len(sections) :] + list(sections) if one not in (home, key))
+        file = tmp_path / "moved.yaml"
+        file.write_text(yaml.safe_dump({strange: {key: value}}))
+        problems = resolve([ConfigFile(str(file))], dialect=DIALECT_OF.get(name, name), environ={}).problems
+        if misplaced := [problem for problem in problems if problem.code == "unknown-key" and f"`{key}`" in problem.message]:
+            assert (f"under `{home}`" if home else "at the top level") in misplaced[0].help, (strange, key, misplaced[0])
+        else:
+            dialect = DIALECTS[DIALECT_OF.get(name, name)]
+            assert dialect.knows((strange, key)), (strange, key)
+
+
+DIALECT_OF = {"smolcluster-gpt": "smolcluster", "ava-base": "ava"}

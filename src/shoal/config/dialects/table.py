@@ -77,10 +77,13 @@ Implied = dict[str, tuple[Any, str]]
 """Native path → (value, reason)."""
 
 
-def placement_hint(name: str, paths: Iterable[str]) -> str:
-    """A hint where a key of this name belongs among these paths; empty if nowhere."""
-    homes = dict.fromkeys(path.rpartition(".")[0].replace("[]", "") for path in paths if path.rpartition(".")[2] == name)
-    places = [f"under `{home}`" if home else "at the top level" for home in list(homes)[:2]]
+def placement_hint(name: str, paths: Iterable[str], *, section: bool = False) -> str:
+    """A hint where a key (`section`: a mapping) of this name belongs among these paths; empty if nowhere."""
+    known = [path.replace("[]", "").split(".") for path in paths]
+    keys = [steps[:-1] for steps in known if steps[-1] == name]
+    sections = [steps[: steps.index(name)] for steps in known if name in steps[:-1]]
+    homes = (sections or keys) if section else (keys or sections)
+    places = [f"under `{home}`" if home else "at the top level" for home in list(dict.fromkeys(map(".".join, homes)))[:2]]
     return f"it belongs {' or '.join(places)}" if places else ""
 
 
@@ -113,7 +116,7 @@ class Dialect:
     def unknown(self, name: str, entry: YamlEntry, path: Key, siblings: Iterable[str]) -> Problem:
         where = ".".join(path)
         spelled = self.paths()
-        help = placement_hint(name, spelled)
+        help = placement_hint(name, spelled, section=isinstance(entry.value.value, dict))
         if close := did_you_mean(name, siblings):
             help = f"{close[:-1]}, or {help}?" if help else close
         elif not help:
