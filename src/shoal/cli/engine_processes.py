@@ -50,6 +50,8 @@ def gather(plan: StartPlan, argv: list[str]) -> int:
     """Assign the stages of a pipeline to machines that join, and run a stage here, until the run ends."""
     from shoal.launch.start import pipeline_host
 
+    if plan.options.public_address:
+        raise ShoalError("--public-address: the stages of a pipeline connect to each other directly, in one network; leave it out")
     host = pipeline_host(plan, _without(argv, "--host", "--announce"), _tell)
     with handling_signals(lambda number, frame: host.stop()), ExitStack() as until_the_end:
         if plan.options.announce:

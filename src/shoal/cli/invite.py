@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     if not arguments.withdraw:
         token = guests.invite(arguments.name, arguments.workers).token
         key = f" --key {key_text(known.keys.public)}" if known.encrypted else ""
-        print_secret(f"{arguments.name} joins with:\n  shoal join {known.address} --token {token}{key}")
+        print_secret(f"{arguments.name} joins with:\n  shoal join {known.shown_address} --token {token}{key}")
     elif guests.withdraw(arguments.name):
         print(f"the invitation of {arguments.name} is withdrawn: its workers are disconnected within a second, and refused from now on")
     else:

@@ -60,6 +60,11 @@ def add_plugin_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plugin", dest="plugins", action="append", default=[], metavar="PLUGIN", help=help)
 
 
+def add_public_address_option(parser: argparse.ArgumentParser) -> None:
+    help = "print this address in the command for other machines, if they reach this one by it (NAT, cloud)"
+    parser.add_argument("--public-address", metavar="HOST[:PORT]", help=help)
+
+
 def load_plugins(arguments: argparse.Namespace) -> None:
     """Import the plugins that were named, before any configuration is read."""
     if arguments.plugins:

@@ -17,7 +17,7 @@ from shoal.config.environment import join_token
 from shoal.config.plugins import needed_by
 from shoal.files import make_private
 from shoal.reporters.text_status import counted
-from shoal.runs.invitation import Invitation, write_join_command
+from shoal.runs.invitation import Invitation, reached_address, write_join_command
 from shoal.transports import addresses
 from shoal.transports.database_address import is_address
 from shoal.transports.database_address import parse as parse_database
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shoal.runs.coordinator_run import CoordinatorLoop
     from shoal.runs.training.loop import TrainingLoop
     from shoal.transports.addresses import Address
-    from shoal.transports.database_address import Access
 
 
 def print_log(text: str) -> None:
@@ -109,9 +108,16 @@ def _options_for_code(run: Run) -> str:
 _EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
-def _who_joins(host: str) -> str:
-    """Who can join at this host; a loopback address is for this machine only."""
-    return "workers on this machine join" if addresses.is_loopback(host) else "workers join"
+def _shown_address(started: StartedRun) -> str:
+    """The address in the command for workers."""
+    assert started.invitation is not None
+    return started.public_address or started.invitation.address
+
+
+def _who_joins(started: StartedRun) -> str:
+    """Who can join; a loopback address is for this machine only."""
+    here = not started.public_address and all(map(addresses.is_loopback, started.hosts))
+    return "workers on this machine join" if here else "workers join"
 
 
 def _show_other_addresses(shown: Address) -> None:
@@ -127,14 +133,15 @@ def _show_other_addresses(shown: Address) -> None:
         print(f"this machine has other addresses, too; for workers that do not reach the one above: {', '.join(others)}")
 
 
-def _show_class(started: StartedRun, access: Access, functions: str) -> None:
+def _show_class(started: StartedRun, functions: str) -> None:
     """Print how students join through a database."""
+    access = parse_database(_shown_address(started))
     if started.role:
         print("`shoal db grant student NAME FILE` creates a role and prints the command:")
         access = access._replace(user=started.role, password=None)
     line = f"shoal join {quoted(access._replace(password=None).address)}{functions}"
     write_join_command(started.loop.directory.path, line, access.password or "")
-    print(f"{_who_joins(access.host)} with:\n  {line}", flush=True)
+    print(f"{_who_joins(started)} with:\n  {line}", flush=True)
     if access.password:
         how = "which is asked for (or in SHOAL_TOKEN, or in a file: --token-file)"
         print_secret(f"and with the class's token, {how}:\n  {access.password}")
@@ -150,13 +157,13 @@ def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
     run = started.loop.run
     functions = _options_for_code(run)
     if is_address(invitation.address):
-        _show_class(started, parse_database(invitation.address), functions)
+        _show_class(started, functions)
         return
     rest = _secrets_of(invitation) + functions
-    address = addresses.parse(invitation.address)
+    address = addresses.parse(_shown_address(started))
     write_join_command(started.loop.directory.path, f"shoal join {address} {rest}")
-    _print_command(_who_joins(address.host), f"shoal join {address} {rest}")
-    if not hosts and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
+    _print_command(_who_joins(started), f"shoal join {address} {rest}")
+    if not (hosts or started.public_address) and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
         _show_other_addresses(address)
     for name in cluster.workers:
         host = cluster.hosts.get(name)
@@ -181,10 +188,10 @@ def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     print(f"this machine has {own}; it begins when {expected} more machines have joined", flush=True)
 
 
-def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
-    """Print the command with which machines join to hold layers of a served model."""
+def show_nodes(run: Run, invitation: Invitation, count: int, public: str | None) -> None:
+    """Print the command with which machines join to hold layers of a served model. `public`: HOST[:PORT] by which they reach this one."""
     rest = f"--node {_secrets_of(invitation)}"
-    address = addresses.parse(invitation.address)
+    address = invitation.address if public is None else reached_address(invitation.address, public)
     _print_command(f"the layers are spread over {count + 1} machines, this one counted. The others join", f"shoal join {address} {rest}")
     for name in run.cluster.workers:
         _print_command(f"{name} joins", f"shoal join {address} --name {name} {rest}")

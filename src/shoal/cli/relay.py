@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.discovery import add_announce_option
 from shoal.cli.join import add_ask_option, add_data_option, add_token_options, agreed, check_trust, typed
 from shoal.cli.main import parser_of
-from shoal.cli.options import add_plugin_option, load_plugins
+from shoal.cli.options import add_plugin_option, add_public_address_option, load_plugins
 from shoal.cli.output import print_log
 from shoal.config.environment import keep_hub_token_back
 from shoal.config.load import Override, parse_override
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="resume the relay in --run-dir")
     parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
     add_announce_option(parser)
+    add_public_address_option(parser)
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     add_data_option(parser)
@@ -99,6 +100,7 @@ def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str])
         arguments.workers,
         invite=True,
         hosts=tuple(arguments.host),
+        public_address=arguments.public_address,
         announce=arguments.announce,
         above=joined,
     )

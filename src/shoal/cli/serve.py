@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.discovery import add_announce_option, announced
 from shoal.cli.main import warn
-from shoal.cli.options import parse_with_plugins
+from shoal.cli.options import add_public_address_option, parse_with_plugins
 from shoal.cli.output import print_log, show_nodes
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
@@ -40,8 +40,9 @@ def run(argv: list[str]) -> int:
     from shoal.serve.server import require_key
 
     served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
-    if arguments.announce and served.nodes == 1:
-        raise ShoalError("--announce: other machines join only a server whose layers are on several: --node-host ADDRESS --nodes N")
+    if (arguments.announce or arguments.public_address) and served.nodes == 1:
+        option = "--announce" if arguments.announce else "--public-address"
+        raise ShoalError(f"{option}: other machines join only a server whose layers are on several: --node-host ADDRESS --nodes N")
     key = served.settings.api_key
     require_key(arguments.host, key.reveal() if key else None)
     if served.nodes == 1:
@@ -85,7 +86,7 @@ def _spread(served: ServedModel, arguments: argparse.Namespace) -> Iterator[Dist
         if arguments.announce:
             listening = listening_hosts(served.run.transport, hosts)
             until_the_end.enter_context(announced(NODES, served.name, invitation, listening))
-        show_nodes(served.run, invitation, served.nodes - 1)
+        show_nodes(served.run, invitation, served.nodes - 1, arguments.public_address)
         yield DistributedModel(served, server, print_log)
 
 
@@ -136,6 +137,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         metavar="ADDRESS",
         help="listen here for other machines that hold layers; --nodes is their number, the server included",
     )
+    add_public_address_option(parser)
     add_announce_option(parser)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
     arguments = parse_with_plugins(parser, argv)
@@ -145,6 +147,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         parser.error("--port must be from 0 to 65535")
     if arguments.nodes is not None and not 1 <= arguments.nodes <= 64:
         parser.error("--nodes must be from 1 to 64")
+    if arguments.public_address and arguments.nodes is not None and not arguments.node_host:
+        parser.error("--public-address: --nodes starts processes of this machine; other machines join with --node-host")
     if arguments.announce:
         require_zeroconf()
         if arguments.nodes is not None and not arguments.node_host:

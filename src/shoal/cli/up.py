@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import load, make_parser, parse, require
+from shoal.cli.options import add_public_address_option, load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file, write_file
@@ -45,6 +45,7 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
     parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
+    add_public_address_option(parser)
     parser.add_argument("--foreground", action="store_true", help="stay in the terminal; Ctrl-C ends everything")
     arguments, overrides = parse(parser, argv)
     if arguments.resume and not arguments.run_dir:
@@ -74,7 +75,15 @@ def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartP
     from shoal.cli.run_command import planned
     from shoal.launch.start_mode import StartOptions
 
-    asked = StartOptions(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
+    asked = StartOptions(
+        arguments.run_dir,
+        arguments.resume,
+        arguments.workers,
+        invite=True,
+        hosts=tuple(arguments.host),
+        public_address=arguments.public_address,
+        up=True,
+    )
     return planned(arguments, overrides, asked)
 
 
@@ -85,6 +94,8 @@ def _write(plan: StartPlan, folder: Path, arguments: argparse.Namespace) -> int:
     """Write the script or the manifests, and print how to use them."""
     from shoal.launch import batch_scripts
 
+    if arguments.public_address:
+        raise ShoalError(f"--public-address: launch.kind {plan.run.launch.kind} gives its workers the address itself; leave it out")
     if (folder / "config.yaml").exists():
         raise ShoalError(f"{folder} holds something already: choose another --run-dir")
     run, count = plan.run, arguments.workers or plan.run.cluster.num_workers or plan.run.launch.nodes

@@ -20,6 +20,7 @@ from shoal.launch import forkserver
 from shoal.launch.engine_processes import EngineProcesses
 from shoal.launch.local import LocalWorkers, factory_arguments, fair_threads, gpus_for, worker_names
 from shoal.launch.start_mode import StartMode, StartPlan
+from shoal.transports.addresses import is_loopback
 from shoal.transports.connect import listening_hosts
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class StartedRun(NamedTuple):
     """In a database that others administer: the role that workers connect as."""
     hosts: Sequence[str] = ()
     """Where the coordinator listens."""
+    public_address: str = ""
+    """Where other machines reach it, if not there."""
 
 
 @contextmanager
@@ -136,9 +139,24 @@ def _built(
         if location.invitation is not None:
             ready = ready._replace(invitation=location.invitation)
         outside = location.outside or ready.invitation
-        coordination = _Coordination(plan, ready, arguments(_worker_names(plan, ready)), live, outside)
         listening = hosts if location.outside else listening_hosts(location.transport, hosts)
-        yield StartedRun(ready.loop, coordination.train, outside, location.role, listening)
+        public = _public_address(plan, ready.loop.directory.path, outside.address, listening)
+        reached = outside._replace(address=public or outside.address)
+        coordination = _Coordination(plan, ready, arguments(_worker_names(plan, ready)), live, reached)
+        yield StartedRun(ready.loop, coordination.train, outside, location.role, listening, public)
+
+
+def _public_address(plan: StartPlan, folder: Path, address: str, listening: Sequence[str]) -> str:
+    """Where other machines reach the coordinator; empty: at the address where it listens. Raises ShoalError where none can reach it."""
+    from shoal.runs.invitation import keep_public_address, reached_address
+
+    given = plan.options.public_address
+    if given is not None and all(map(is_loopback, listening)):
+        raise ShoalError(f"--public-address {given}: the coordinator listens for this machine only; leave out --host, or name another")
+    if not plan.options.invite:
+        return ""
+    public = keep_public_address(Path(plan.run.coordinator.state_path or folder / "coordinator"), given)
+    return reached_address(address, public) if public else ""
 
 
 def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None, live: LiveObjects) -> StartedRun:

@@ -43,6 +43,8 @@ class StartOptions(NamedTuple):
     """Whether workers of other machines may join."""
     hosts: tuple[str, ...] = ()
     """Addresses to listen on for them; empty: all addresses of this machine."""
+    public_address: str | None = None
+    """HOST[:PORT] by which other machines reach this one; None: by the addresses to listen on."""
     announce: bool = False
     """Announce the coordinator on this machine's networks."""
     watch: bool = False

@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 from shoal.config import Run
 from shoal.config.environment import coordinator_secrets
 from shoal.config.schema.cluster import Transport
+from shoal.errors import ShoalError
 from shoal.files import DamagedFileError, JsonFormat
 from shoal.runs.folder.run_reader import INVITATION
 from shoal.transports import Server
+from shoal.transports.addresses import PublicAddress, parse
 from shoal.transports.connect import needs_keys, serve
+from shoal.transports.database_address import is_address as is_database
+from shoal.transports.database_address import parse as parse_database
 from shoal.transports.interface import Guest, ListenOptions
 from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
 
-_SECRETS = JsonFormat("secrets file", 1, ("token", "secret", "port", "expected", "address", "encrypted"), private=True)
+_SECRETS = JsonFormat("secrets file", 1, ("token", "secret", "port", "expected", "address", "encrypted", "public"), private=True)
 _GUESTS = JsonFormat("guest list", 1, ("guests",), private=True)
 
 
@@ -46,6 +50,13 @@ class CoordinatorSecrets(NamedTuple):
     address: str = ""
     encrypted: bool = False
     """`address`: where the coordinator listened last; `encrypted`: whether workers need its public key."""
+    public: str = ""
+    """HOST[:PORT] by which machines elsewhere reach it; empty: by `address`."""
+
+    @property
+    def shown_address(self) -> str:
+        """The address in the command for workers."""
+        return reached_address(self.address, self.public) if self.public else self.address
 
     @classmethod
     def of(cls, folder: Path) -> CoordinatorSecrets:
@@ -57,18 +68,40 @@ class CoordinatorSecrets(NamedTuple):
 
     @classmethod
     def _of_file(cls, path: Path, saved: Mapping[str, Any]) -> CoordinatorSecrets:
-        kinds = {"token": str, "secret": str, "port": int, "expected": int, "address": str, "encrypted": bool}
+        kinds = {"token": str, "secret": str, "port": int, "expected": int, "address": str, "encrypted": bool, "public": str}
         try:
             if any(type(saved[name]) is not kind for name, kind in kinds.items()):
                 raise ValueError
-            keys = keys_from_secret(saved["secret"])
-        except ValueError:
+            keys, public = keys_from_secret(saved["secret"]), PublicAddress.parse(saved["public"]).text if saved["public"] else ""
+        except (ValueError, ShoalError):
             raise DamagedFileError(f"{path} is not a valid {_SECRETS.kind}: put it back from a backup") from None
-        return cls(saved["token"], keys, saved["port"], saved["expected"], saved["address"], saved["encrypted"])
+        return cls(saved["token"], keys, saved["port"], saved["expected"], saved["address"], saved["encrypted"], public)
 
     def save(self, folder: Path) -> None:
         fields = self._asdict() | {"secret": self.keys.secret}
         _SECRETS.write(folder / "secrets.json", {name: fields[name] for name in _SECRETS.required})
+
+
+def keep_public_address(folder: Path, given: str | None) -> str:
+    """HOST[:PORT] as given, or else as the coordinator's state in this folder has it; empty: there is none. The folder keeps a new one, for
+    `shoal invite` and for a run that is resumed."""
+    public = "" if given is None else PublicAddress.parse(given).text
+    if not (folder / "secrets.json").exists():  # a database holds the state
+        return public
+    known = CoordinatorSecrets.of(folder)
+    if given is not None:
+        known._replace(public=public).save(folder)
+    return public or known.public
+
+
+def reached_address(address: str, public: str) -> str:
+    """The address for machines that reach a server by `public`, HOST[:PORT], which listens at `address`. Raises ShoalError."""
+    parsed = PublicAddress.parse(public)
+    if is_database(address):
+        access = parse_database(address)
+        return access._replace(host=parsed.host, port=parsed.port or access.port).address
+    listening = parse(address)
+    return str(listening._replace(host=parsed.host, port=parsed.port or listening.port))
 
 
 class GuestList(Mapping[str, int]):

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import os
 import random
+import re
 import socket
 import struct
 import sys
@@ -17,6 +18,8 @@ from shoal.errors import ShoalError
 
 # Systems give outgoing connections a port above these, so a coordinator that comes back finds its own port free.
 LASTING_PORTS = range(20_000, 32_000)
+_PUBLIC = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,252}[a-z0-9])?|(?=.*:)[0-9a-f:.]{2,45}")
+"""A host name, or an address of IPv4 or IPv6."""
 _DOCUMENTATION = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation, which are elsewhere for every machine."""
 
@@ -154,3 +157,27 @@ def _cards() -> dict[str, str]:
 def to_tell(host: str) -> str:
     """The address that workers should use for a server that listens on this host."""
     return local_addresses()[0] if is_everywhere(host) else host
+
+
+class PublicAddress(NamedTuple):
+    """The host, and perhaps the port, under which machines elsewhere reach a server that listens on another one: behind NAT, in a cloud."""
+
+    host: str
+    port: int | None = None
+    """None: the port on which the server listens."""
+
+    @classmethod
+    def parse(cls, given: str) -> PublicAddress:
+        """Parse HOST[:PORT]. Raises ShoalError."""
+        whole = f"[{given}]" if given.count(":") > 1 and "[" not in given else given
+        try:
+            parts = urlsplit(f"//{whole}")
+            if parts.hostname and parts.netloc == whole and "@" not in whole and _PUBLIC.fullmatch(parts.hostname) and parts.port != 0:
+                return cls(parts.hostname, parts.port)
+        except ValueError:
+            pass
+        raise ShoalError(f"--public-address: `{given}` is not HOST or HOST:PORT, such as shoal.example.org:65432 or [2001:db8::5]:65432")
+
+    @property
+    def text(self) -> str:
+        return bracketed(self.host) + (f":{self.port}" if self.port else "")
