@@ -73,6 +73,10 @@ def test_a_reward_model_is_trained_first_where_pairs_are_given(tmp_path: Path, m
     assert run.rlhf is not None
     good, bad = run.rlhf.reward.builder()(run.rlhf.reward, run)([Answer("Q7: ", "yes"), Answer("Q7: ", "no, never")])
     assert good > bad
+    Path("pairs.jsonl").unlink()
+    Path("run/policy/summary.json").unlink()
+    assert train("--run-dir", "run", *settings, "--set", "rlhf.ppo.steps=1", "--resume") == 0, "phases that are done need their files no more"
+    assert Path("run/policy/summary.json").exists()
 
 
 def test_a_reward_model_within_a_sum_is_trained_first_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +159,14 @@ def test_what_a_later_phase_lacks_is_reported_before_the_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     reward = ["--set", "rlhf.reward.kind=trained", "--set", "rlhf.reward.preferences=pairs.jsonl"]
-    assert train("--run-dir", "run", *reward) == 2
-    assert "there is nothing at pairs.jsonl on this machine" in capsys.readouterr().err
+    tuned = ["--set", "rlhf.fine_tune.preferences=answers.jsonl"]
+    for lacks, file in ((reward, "pairs.jsonl"), (tuned, "answers.jsonl")):
+        assert train("--run-dir", "run", *lacks) == 2
+        assert f"there is nothing at {file} on this machine" in capsys.readouterr().err
+    assert main(["config", "check", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *reward, *tuned]) == 0
+    told = capsys.readouterr().err
+    assert told.count("there is nothing at pairs.jsonl on this machine") == 1
+    assert told.count("there is nothing at answers.jsonl on this machine") == 1
     assert train("--run-dir", "run", "--set", "rlhf.prompts=prompts.txt") == 2
     assert "there is nothing at prompts.txt on this machine" in capsys.readouterr().err
     assert not Path("run").exists()

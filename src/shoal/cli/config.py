@@ -7,7 +7,7 @@ import sys
 from shoal import ShoalError
 from shoal.cli.main import leading_flags, report, run_subcommand
 from shoal.cli.options import load, make_parser, parse, parse_with_plugins, require
-from shoal.config.missing_parts import missing_files, missing_model, missing_packages, missing_workers
+from shoal.config.missing_parts import missing_files, missing_files_of_earlier_phases, missing_model, missing_packages, missing_workers
 from shoal.config.problems import ConfigError, render
 from shoal.config.schema import Run
 
@@ -41,7 +41,8 @@ def check(argv: list[str]) -> int:
     loaded = load(arguments, overrides)
     if loaded.ok:
         loaded.problems += missing_packages(loaded, severity="warning") + missing_model(loaded, severity="warning")
-        loaded.problems += missing_files(loaded, severity="warning") + missing_workers(loaded)
+        loaded.problems += missing_files(loaded, severity="warning") + missing_files_of_earlier_phases(loaded, severity="warning")
+        loaded.problems += missing_workers(loaded)
     if arguments.format != "text":
         print(render(loaded.problems, arguments.format))
     elif loaded.problems:

@@ -26,13 +26,13 @@ def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: l
     all_phases = list(phases(plan.run, root, _command(arguments)))
     _check_phase(arguments.phase, [phase.name for phase in all_phases])
     asked = [phase for phase in all_phases if arguments.phase in (None, phase.name)]
-    plans = {phase.name: _plan_phase(phase, arguments, overrides, root / phase.name) for phase in asked}
+    plans = {phase.name: _plan_phase(phase, arguments, overrides, root / phase.name) for phase in asked if not is_done(root / phase.name)}
     code, speaks = 0, plan.here is None or (plan.here.rank == 0 and not plan.here.file)
     for number, phase in enumerate(all_phases, 1):
         folder = root / phase.name
         if phase not in asked:
             continue
-        if is_done(folder):
+        if phase.name not in plans:
             _print(f"phase {number}, {phase.name}: done already, in {folder}", speaks)
             continue
         _print(f"phase {number}, {phase.name}: {phase.why}", speaks)

@@ -6,7 +6,7 @@ completed by another. `shoal plan` plans for other machines and does not look fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -110,12 +110,21 @@ def missing_model(loaded: LoadedConfig, *, severity: Severity = "error") -> list
 
 def missing_files(loaded: LoadedConfig, *, severity: Severity) -> list[Problem]:
     """A problem for each file or folder of data that is not on this machine and is not downloaded."""
+    return _missing(loaded, _files_of(loaded.run), severity)
+
+
+def missing_files_of_earlier_phases(loaded: LoadedConfig, *, severity: Severity) -> list[Problem]:
+    """The same for the pairs that the phases before a policy's own learn from."""
+    return _missing(loaded, _pairs_of_phases(loaded.run), severity)
+
+
+def _missing(loaded: LoadedConfig, files: Iterable[tuple[str, str]], severity: Severity) -> list[Problem]:
     settings = loaded.settings
     return [
         Problem(
             "missing-data", f"there is nothing at {file} on this machine", settings.labels(path), settings.spelling(path), severity=severity
         )
-        for path, file in _files_of(loaded.run)
+        for path, file in files
         if not Path(file).expanduser().exists()
     ]
 
@@ -155,3 +164,13 @@ def _files_of(run: Run) -> Iterator[tuple[str, str]]:
         for name in ("index", "passages"):
             if (file := getattr(retrieval, name)) is not None:
                 yield f"model.retrieval.{name}", file
+
+
+def _pairs_of_phases(run: Run) -> Iterator[tuple[str, str]]:
+    if run.rlhf is None or run.chosen_task.needs != "prompts":
+        return
+    if run.rlhf.fine_tune is not None:
+        yield "rlhf.fine_tune.preferences", run.rlhf.fine_tune.preferences
+    for reward in run.rlhf.reward.untrained:
+        if reward.preferences is not None:  # a rule sees to that
+            yield "rlhf.reward.preferences" if reward is run.rlhf.reward else "rlhf.reward.parts", reward.preferences

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.ranks import STRATEGY_ALONE
-from shoal.config.schema.rlhf import FineTune, Reward, SumReward, TrainedReward
+from shoal.config.schema.rlhf import FineTune, SumReward, TrainedReward
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import read_summary
 
@@ -58,7 +58,7 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
         yield Phase("answers", "the policy learns the chosen answers of the pairs", (*start, *answers, *alone))
         start = [_set("rlhf.policy", str(root / "answers"))]
     folders: list[str] = []
-    for one in _untrained(reward):
+    for one in reward.untrained:
         assert one.preferences is not None  # a rule sees to that
         name = "reward" if not folders else f"reward-{len(folders) + 1}"
         yield Phase(name, "the reward model learns from the pairs", (*start, *_of_pairs("reward", one, one.preferences), *alone))
@@ -66,13 +66,6 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
     if folders:
         start += [_set("rlhf.reward.runs", json.dumps(folders)) if isinstance(reward, SumReward) else _set("rlhf.reward.run", *folders)]
     yield Phase("policy", f"the policy learns from its own answers ({run.rlhf.algorithm})", tuple(start), with_workers=not run.alone)
-
-
-def _untrained(reward: Reward) -> list[TrainedReward]:
-    """The reward models that are still to be trained."""
-    if isinstance(reward, SumReward) and reward.runs:
-        return []
-    return [one for one in reward.each if isinstance(one, TrainedReward) and one.run is None]
 
 
 def _set(path: str, value: str) -> Override:

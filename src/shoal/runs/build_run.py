@@ -196,7 +196,7 @@ def write_run(loaded: LoadedConfig, parts: RunParts, directory: RunDirectory, re
             reporter.message(f"the run goes on with other settings:{format_changes(changed)}")
     if parts.engine.world.first:
         _write_data_info(directory, parts.data)
-        save_initial_weights(loaded.run, parts.engine.task.players, directory.path)
+        save_initial_weights(loaded.run, directory.path)
         directory.write_manifest()
 
 

@@ -14,6 +14,11 @@ class Reward(Part, noun="reward", shorthand=True):
         """The rewards of a sum; otherwise this one."""
         return (self,)
 
+    @property
+    def untrained(self) -> "tuple[TrainedReward, ...]":
+        """The reward models that an earlier phase has to train, on pairs."""
+        return ()
+
 
 class TrainedReward(Reward, built_by="shoal.runs.rlhf.rewards.trained:build"):
     """A reward model, trained on pairs of a chosen and a rejected answer (task `reward`)."""
@@ -29,6 +34,10 @@ class TrainedReward(Reward, built_by="shoal.runs.rlhf.rewards.trained:build"):
     """Step size."""
     batch_size: PositiveInt = 8
     """Pairs per step."""
+
+    @property
+    def untrained(self) -> "tuple[TrainedReward, ...]":
+        return () if self.run else (self,)
 
 
 class JudgeReward(Reward, built_by="shoal.runs.rlhf.rewards.judge:build"):
@@ -89,6 +98,10 @@ class SumReward(Reward, built_by="shoal.runs.rlhf.rewards.combined:build"):
     @property
     def each(self) -> tuple[Reward, ...]:
         return tuple(one for part in self.parts for one in part.reward.each)
+
+    @property
+    def untrained(self) -> tuple[TrainedReward, ...]:
+        return () if self.runs else tuple(one for part in self.each for one in part.untrained)
 
 
 class Kl(Section):

@@ -40,20 +40,25 @@ def load_policy_weights(run: Run, players: dict[str, nn.Module], own_folder: Pat
     if policy is None:
         return
     kept = own_folder / FILE if own_folder is not None else None
-    exported = Path(policy) / "model.safetensors"
-    weights: Mapping[str, Tensor]
-    if kept is not None and kept.exists():
-        weights = load_weights(kept)
-    else:
-        check_manifest(run_folder_of(policy))
-        weights = (read_weights(exported) if exported.exists() else find_checkpoint(policy, lambda text: None)).weights
+    weights = _plain(load_weights(kept)) if kept is not None and kept.exists() else _weights_of(policy)
     for player in players.values():
         _load(getattr(player, "trunk", player), weights, policy)
 
 
-def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> None:
-    """Load weights by name; `trunk.` of a reward model is removed from names, and heads are not loaded."""
-    plain = {name.removeprefix("model.").removeprefix("trunk."): value for name, value in weights.items() if name.startswith("model.")}
+def _weights_of(policy: str) -> dict[str, Tensor]:
+    """The weights of the other run, or of the model that it exported."""
+    check_manifest(run_folder_of(policy))
+    exported = Path(policy) / "model.safetensors"
+    return _plain((read_weights(exported) if exported.exists() else find_checkpoint(policy, lambda text: None)).weights)
+
+
+def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's weights by their names in the network; `trunk.` of a reward model is removed from names."""
+    return {name.removeprefix("model.").removeprefix("trunk."): value for name, value in weights.items() if name.startswith("model.")}
+
+
+def _load(network: nn.Module, plain: Mapping[str, Tensor], policy: str) -> None:
+    """Load weights by name; heads are not loaded."""
     with torch.no_grad():
         for name, own in tensors_of(network):
             if name.startswith(_HEAD):
@@ -65,9 +70,8 @@ def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> Non
             own.copy_(plain[name])
 
 
-def save_initial_weights(run: Run, players: Mapping[str, nn.Module], folder: Path) -> None:
-    """Save the initial weights of a policy in its run's folder, once."""
+def save_initial_weights(run: Run, folder: Path) -> None:
+    """Save the initial weights of a policy in its run's folder, once. They are read again: an engine may have cut the network into parts."""
     if run.rlhf is not None and run.rlhf.policy is not None and not (folder / FILE).exists():
-        network = getattr(players["model"], "trunk", players["model"])
-        plain = {f"model.{name}": value for name, value in tensors_of(network) if not name.startswith(_HEAD)}
-        save_weights(folder / FILE, plain)
+        weights = _weights_of(run.rlhf.policy)
+        save_weights(folder / FILE, {f"model.{name}": value for name, value in weights.items() if not name.startswith(_HEAD)})
