@@ -47,12 +47,12 @@ class Moe(Trunk):
         self.loads = Loads(settings.num_layers, experts.count, routers, held)
 
     def only(self, first: int, last: int) -> Self:
-        """The layers [first, last), with load counters of their own."""
+        """The layers [first, last), with load counters of their own, in the same order."""
         part = super().only(first, last)
+        part.head_loads = StepLoads(last - first, self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
         routers = [router for router in part.blocks.modules() if isinstance(router, SigmoidBiasRouter)]
         part.loads = Loads(last - first, self.loads.reported_LE.shape[1], routers, tuple(self.loads.held), first)
         part.loads.reports = self.loads.reports
-        part.head_loads = StepLoads(last - first, self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
         return part
 
     def record_outputs(self, outputs: list[SideOutputs], beside: SideChannel) -> None:
