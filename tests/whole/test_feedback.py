@@ -75,7 +75,7 @@ def test_a_reward_model_is_trained_first_where_pairs_are_given(tmp_path: Path, m
     assert good > bad
     Path("pairs.jsonl").unlink()
     Path("run/policy/summary.json").unlink()
-    assert train("--run-dir", "run", *settings, "--set", "rlhf.ppo.steps=1", "--resume") == 0, "phases that are done need their files no more"
+    assert train("--run-dir", "run", *settings, "--set", "rlhf.ppo.steps=1", "--resume") == 0, "a phase that is done needs no file"
     assert Path("run/policy/summary.json").exists()
 
 

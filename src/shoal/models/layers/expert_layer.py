@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
+from shoal.models.compile_rules import not_compiled
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.kernels import HAS_TRITON
 from shoal.models.layers.mixture_of_activations import ACTIVATIONS, blend
@@ -256,7 +257,8 @@ def grouped_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: T
     On one CPU core the grouped call was 0.92 to 0.96 of the loop's time for large products, and half of it for two rows.
     """
     if _groupable(x_RD, weight_END):
-        y_RN = F.grouped_mm(x_RD, weight_END.transpose(-2, -1), offs=sizes_E.cumsum(0).int())
+        product = F.grouped_mm if x_RD.dtype == torch.bfloat16 else _uncompiled_grouped_mm
+        y_RN = product(x_RD, weight_END.transpose(-2, -1), offs=sizes_E.cumsum(0).int())
     elif x_RD.is_cuda:
         y_RN = _padded_linear(x_RD, weight_END, sizes_E)
     else:
@@ -266,6 +268,12 @@ def grouped_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: T
     if bias_EN is not None:
         y_RN = y_RN + per_row(bias_EN, sizes_E, len(y_RN)).to(y_RN.dtype)
     return y_RN
+
+
+@not_compiled
+def _uncompiled_grouped_mm(x_RD: Tensor, weight_EDN: Tensor, *, offs: Tensor) -> Tensor:
+    """torch computes the grouped product of other types than bfloat16, and its compiler does not know their shapes."""
+    return F.grouped_mm(x_RD, weight_EDN, offs=offs)
 
 
 def _padded_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor) -> Tensor:
