@@ -83,7 +83,7 @@ class PolicyGradient(Task):
         pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, slope_of, buffer_VD)
         log_probs_BT, entropy_BT = (spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N))
         loss, metrics = self.policy_loss(log_probs_BT, entropy_BT, batch, real_BT)
-        values_BT = model.value_head(hidden_BLD[:, -width:]) if hasattr(model, "value_head") else None
+        values_BT = model.value_head(hidden_BLD[:, -width:]).float() if hasattr(model, "value_head") else None
         return with_slopes(loss, hidden_ND, weight_VD, pieces), metrics, values_BT
 
     def _slope_of(self, batch: Batch, real_BT: Tensor) -> SlopeOf:
@@ -105,7 +105,8 @@ class PolicyGradient(Task):
         return -advantages * ratio, -advantages * ratio.clamp(1 - self.ppo.clip_range, 1 + self.ppo.clip_range)
 
     def values(self, text: PromptAnswers, width: int) -> Tensor | None:
-        """The predicted return of the rest of each answer, before each of its tokens [B, T]; None: there is no value function."""
+        """The predicted return of the rest of each answer, before each of its tokens [B, T], in float32: engines that shard may compute
+        in float16, in which the variance of advantages can round to 0. None: there is no value function."""
         model: Any = self.players["model"]
         values_BT: Tensor | None = None
         if "value" in self.players:
@@ -113,7 +114,7 @@ class PolicyGradient(Task):
             values_BT = value(text.input_ids_BL, **given_to(value, text))[:, -width:]
         elif hasattr(model, "value_head"):
             values_BT = model.value_head(model.hidden(text.input_ids_BL, **given_to(model, text))[:, -width:])
-        return values_BT
+        return None if values_BT is None else values_BT.float()
 
     def policy_loss(self, log_probs_BT: Tensor, entropy_BT: Tensor, batch: Batch, real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The smaller of the two gains: with the ratio of the probabilities as it is, and clipped."""

@@ -71,7 +71,7 @@ def _load(network: nn.Module, plain: Mapping[str, Tensor], policy: str) -> None:
 
 
 def save_initial_weights(run: Run, folder: Path) -> None:
-    """Save the initial weights of a policy in its run's folder, once. They are read again: an engine may have cut the network into parts."""
+    """Save the initial weights of a policy in its run's folder, once: read anew, since an engine may have cut the network."""
     if run.rlhf is not None and run.rlhf.policy is not None and not (folder / FILE).exists():
         weights = _weights_of(run.rlhf.policy)
         save_weights(folder / FILE, {f"model.{name}": value for name, value in weights.items() if not name.startswith(_HEAD)})
