@@ -142,7 +142,8 @@ def test_a_run_leaves_what_it_promises(folder: Path, capsys: pytest.CaptureFixtu
     )
     run = folder / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert set(summary) == {"format", "checksum", "status", "metrics", "steps", "samples", "wall_s", "peak_memory_bytes", "resumed_from"}
+    expected = {"format", "checksum", "status", "metrics", "steps", "samples", "loss_fell", "wall_s", "peak_memory_bytes", "resumed_from"}
+    assert set(summary) == expected
     assert summary["status"] == "completed"
     assert summary["steps"] == 88
     assert summary["samples"] == 88 * 32

@@ -19,11 +19,14 @@ from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoints, random_states, restore_random_states
 from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.monitoring.loss_progress import LossProgress
 from shoal.runs.monitoring.members import Members
 from shoal.tasks import MetricMeans, StepResult
 from shoal.updates.state_packing import Checkpoint
 
 INTERRUPTED, STOPPED_EARLY = "interrupted", "stopped early"
+_LEAST_STEPS = 2
+"""Steps after which a loss can be expected to have moved."""
 _RECENT_EVENTS, _LONGEST_EVENT = 50, 1000
 
 
@@ -96,6 +99,7 @@ class Recorder:
         self.stopping = ""
         """Why the run ends before its time: `interrupted`, `stopped early`."""
         self.latest: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
+        self.loss = LossProgress()
         self.resumed_from: str | None = None
         self.members: Callable[[], Members] | None = None
         """The workers of a run with workers."""
@@ -146,6 +150,7 @@ class Recorder:
                 reporter.start(self)
             work()
             status = self.stopping or "completed"
+            self._report_loss()
         except BaseException as problem:
             error = str(problem) if isinstance(problem, ShoalError) else repr(problem)
             raise
@@ -155,6 +160,14 @@ class Recorder:
         if unwritten is not None:
             raise unwritten
         return summary
+
+    def _report_loss(self) -> None:
+        """Tell the user at the end if the loss has not fallen."""
+        if warning := self._loss_warning():
+            self.message(warning)
+
+    def _loss_warning(self) -> str:
+        return "" if self.stopping == INTERRUPTED or self.step < _LEAST_STEPS else self.loss.warning(self.run.training)
 
     def _conclude(self, summary: dict[str, Any]) -> ShoalError | None:
         """Write the summary and close the reporters. Return why the summary cannot be written; a reporter's problem is a warning."""
@@ -174,6 +187,8 @@ class Recorder:
     # --- steps -------------------------------------------------------------------------------------
 
     def count(self, result: StepResult, batches: int) -> None:
+        if not self.batches and "loss" not in self.omitted:
+            self.loss.note("step", result.metrics)
         self.batches += batches
         self.samples += result.samples
         self.window.add(result.metrics, result.weight)
@@ -188,6 +203,7 @@ class Recorder:
         for name in self.omitted:
             metrics.pop(name, None)
         self.latest["train"] = metrics
+        self.loss.note("train", metrics)
         now, (then, before) = time.monotonic(), self._speed_mark
         speed = (self.samples - before) / (now - then) if now > then else 0.0
         self._speed_mark = (now, self.samples)
@@ -210,6 +226,7 @@ class Recorder:
     def record_evaluation(self, metrics: dict[str, float], step: int) -> None:
         """Record the evaluation of the weights of a step, and stop early if the model no longer improves."""
         self.latest["eval"] = metrics | {"step": step}
+        self.loss.note("eval", metrics)
         self._emit("eval", step, self._evaluating.pop(step, (self.samples, self.batches)), metrics, {})
         self._consider_stopping(metrics)
 
@@ -266,6 +283,7 @@ class Recorder:
                 "stopped_early": self.stopping == STOPPED_EARLY,
                 "wall_s": self.wall_s,
                 "latest": self.latest,
+                "losses": self.loss.state_dict(),
             },
         }
 
@@ -301,6 +319,7 @@ class Recorder:
         self.samples, self.batches = loop["samples"], loop["batches"]
         self.best, self.without_progress = loop["best"], loop["without_progress"]
         self._wall_before, self.latest = loop["wall_s"], loop["latest"]
+        self.loss.load_state_dict(loop["losses"])
         self._speed_mark = (time.monotonic(), self.samples)
         self.resumed_from = str(checkpoint.path)
 
@@ -310,6 +329,7 @@ class Recorder:
             "metrics": self.latest,
             "steps": self.step,
             "samples": self.samples,
+            "loss_fell": not self._loss_warning(),
             "wall_s": round(self.wall_s, 3),
             "peak_memory_bytes": peak_memory(self.engine.device),
             "resumed_from": self.resumed_from,
