@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,55 @@ def test_the_faster_worker_has_the_larger_task_though_it_came_second() -> None:
     cluster.pull(slow)
     cluster.pull(fast)
     assert (cluster.holder(slow), cluster.holder(fast)) == ("t0", "t1")
+
+
+@pytest.mark.parametrize("order", list(permutations(("datacenter", "edge", "volunteer"))))
+@pytest.mark.parametrize("kind", ["gale-shapley", "capability"])
+def test_workers_that_join_within_an_interval_are_matched_together_in_any_order(order: tuple[str, ...], kind: str) -> None:
+    """Each asks for work as soon as it is here; the tasks, one of which only the largest machine can do, go as if all had come at once."""
+    claims = {
+        "datacenter": Host(flops=1000.0, memory_gb=64.0),
+        "edge": Host(flops=50.0, memory_gb=8.0),
+        "volunteer": Host(flops=100.0, memory_gb=16.0),
+    }
+    sizes = (("tiny", 0, 1, 1.0), ("huge", 1, 4, 32.0), ("large", 4, 9, 4.0))
+    tasks = tuple(DataTask(name, first, end, memory_gb=memory_gb) for name, first, end, memory_gb in sizes)
+    cluster = Tasked(TaskPlan(tasks, 1, 1, KINDS[kind], claims, interval_s=2.0))
+    workers = []
+    for name in order:
+        workers.append(cluster.join(name, pull=False))
+        assert cluster.pull(workers[-1])["reason"] == "no-task", "others may come"
+        cluster.pass_time(0.9)
+    cluster.pass_time(2.0)
+    for worker in workers:
+        cluster.pull(worker)
+    matched = {worker.name: cluster.holder(worker) for worker in workers}
+    assert matched == {"datacenter": "huge", "volunteer": "large", "edge": "tiny"}
+
+
+def test_no_worker_waits_for_others_when_all_that_are_expected_are_here() -> None:
+    cluster = Tasked(cut(4, 4)._replace(interval_s=1000.0, workers=2))
+    workers = [cluster.join(name, pull=False) for name in ("a", "b")]
+    for worker in workers:
+        cluster.pull(worker)
+    assert {cluster.holder(worker) for worker in workers} == {"t0", "t1"}
+
+
+def test_a_larger_machine_that_comes_later_gets_the_task_of_this_epoch_that_fitted_no_other() -> None:
+    claims = {"pi": Host(memory_gb=1.0), "mac": Host(memory_gb=8.0)}
+    tasks = (DataTask("small", 0, 4, memory_gb=1.0), DataTask("huge", 4, 6, memory_gb=8.0))
+    cluster = Tasked(TaskPlan(tasks, 1, 1, KINDS["gale-shapley"], claims), total=6)
+    first = cluster.join("pi")
+    cluster.work(first)
+    second = cluster.join("mac")
+    assert cluster.holder(second) == "huge"
+    while not cluster.coordinator.finished:
+        cluster.work(first if len(cluster.learned) % 2 else second)
+    assert cluster.learned == {(0, batch): 1 for batch in range(6)}
+    other = Coordinator(cluster.plan, cluster.strategy, type(cluster.learner)())
+    for record, frames in cluster.records:
+        other.replayed.apply(record, frames)
+    assert vars(other.state) == vars(cluster.coordinator.state)
 
 
 def test_the_task_of_a_dead_worker_goes_on_where_it_ended() -> None:

@@ -91,6 +91,10 @@ class TaskPlan(NamedTuple):
     """By worker: its machine, as the configuration declares it."""
     megabits: float = 0.0
     """Traffic of a contribution, both ways."""
+    interval_s: float = 0.0
+    """Workers that join within this time are matched together."""
+    workers: int = 0
+    """Workers after which none is awaited; 0: unknown."""
 
 
 class RelayPlace(NamedTuple):

@@ -49,7 +49,14 @@ def split_into_tasks(run: Run, extent: SplitInput) -> TaskSplit:
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
     needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen).gb
     tasks = TaskPlan(
-        _placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], run.cluster.hosts, extent.megabits
+        _placed(wanted, extent, needs_gb),
+        run.training.epochs,
+        extent.grain,
+        KINDS[run.scheduler.kind],
+        run.cluster.hosts,
+        extent.megabits,
+        run.scheduler.interval_s,
+        extent.workers,
     )
     return TaskSplit(tasks, note)
 

@@ -77,7 +77,7 @@ DIST_LLM_TRAIN = Dialect(
         Row("simulation.heartbeat_cycles", "simulation.heartbeats"),
         Row("simulation.heartbeat_interval", "simulation.heartbeat_interval_s"),
         Row("simulation.scheduling_cycles", "simulation.scheduling_rounds"),
-        Row("simulation.scheduling_interval", "simulation.scheduling_interval_s"),
+        Row("simulation.scheduling_interval", "simulation.scheduling_interval_s", "scheduler.interval_s"),
         Row("state_db", "coordinator.state_path"),
         Row("ps_checkpoint", "coordinator.checkpoint_path"),
     ),

@@ -168,7 +168,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("launch", Limit.OWN, "kind ssh ray slurm kubernetes"),
     LimitedSettings("launch", Limit.PROCESSES, "devices_per_node"),
     LimitedSettings("launch", Limit.ANY, "nodes"),
-    LimitedSettings("scheduler", Limit.ANY, "kind"),
+    LimitedSettings("scheduler", Limit.ANY, "kind interval_s"),
     LimitedSettings("scheduler.tasks", Limit.ANY, "id model_share data_share required_flops priority"),
     # --- what a run writes and contacts
     LimitedSettings("evaluation", Limit.ANY, "strategy every_steps batches batch_size"),

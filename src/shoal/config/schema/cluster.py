@@ -236,6 +236,9 @@ class Scheduler(Section):
     tasks: tuple[ScheduledTask, ...] = ()
     """The tasks. Data that they leave over is cut into further tasks; without any, Shoal cuts all data. With engine.kind pipeline and
     strategy.kind local the tasks are the stages of the model, and layers that they leave over are cut into further stages."""
+    interval_s: NonNegativeFloat = 1.0
+    """With a scheduler: seconds that a worker waits for its first task, unless all expected workers are here. Those that join within this
+    time are matched with tasks together, whatever their order of arrival. 0: no worker waits."""
 
 
 class Simulation(Section):

@@ -11,7 +11,7 @@ same code. It knows neither time nor members.
     seated     a worker has a seat at the data, and a name that belongs to its key
     opened     the tasks of an epoch can be assigned
     cut        a part of a task's piece became a piece of its own
-    added      at a relay: the next batches of its task became a piece
+    added      a task can be assigned in an epoch that has begun, or at a relay: the next batches of its task became a piece
     passed     the rest of a piece is given up: no worker sent a usable contribution
     forgotten  a name is free again: no contribution under it was ever accepted
     failed     a unit of the data was given up
@@ -199,7 +199,7 @@ class ReplayedState:
             case "cut":
                 state.cut_piece(seat, record["at"])
             case "added":
-                state.add_piece(TaskPiece(0, record["epoch"], record["first"], record["end"]))
+                state.add_piece(TaskPiece(record["task"], record["epoch"], record["first"], record["end"]))
             case "passed":
                 state.positions[str(seat)] = [state.pieces[seat].epoch, state.pieces[seat].end]
             case "forgotten":

@@ -82,7 +82,7 @@ class RelayTaskAssigner(TaskAssigner):
         if self.replayed.relayed is not None or self.replayed.rounds.sent_by(worker.name, self._state.version) or first >= until:
             return None
         number, end = self._state.next_piece, min(until, first + self.tasks.grain * worker.workers)
-        turn.record({"kind": "added", "epoch": epoch, "first": first, "end": end})
+        turn.record({"kind": "added", "task": 0, "epoch": epoch, "first": first, "end": end})
         self._given_at = {known: at for known, at in self._given_at.items() if known in self._state.pieces}
         self._passed = {known: names for known, names in self._passed.items() if known in self._state.pieces}
         return number

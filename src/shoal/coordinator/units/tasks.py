@@ -77,10 +77,14 @@ class TaskAssigner:
 
     def begin(self, turn: Turn, worker: Member) -> bool:
         """Match a worker that is about to begin together with the others that have not begun, so that arrival order does not decide. Return
-        whether it has a piece now."""
+        whether it has a piece now: others may join within the scheduling interval."""
         waiting = [one for one in self.members.by_name.values() if self._is_fresh(one)]
-        if worker in waiting:
-            self.assign(turn, waiting)
+        if worker not in waiting or self.completion.finished:
+            return True
+        complete = 1 < self.tasks.workers == len(self.members.by_name)
+        if turn.now - worker.joined_at < self.tasks.interval_s and not complete:
+            return False
+        self.assign(turn, waiting)
         return True
 
     def has_piece(self, turn: Turn, worker: Member) -> bool:
@@ -155,6 +159,7 @@ class TaskAssigner:
         names = {worker.name for worker in workers}
         machines = {machine.name: machine for machine in self._machines() if machine.name in names}
         left = {worker.name: worker for worker in workers}
+        self._complete_epoch(turn)
         while left:
             for jobs in self._jobs(turn, names, left):
                 match = self.tasks.match(jobs, [machines[name] for name in left])
@@ -218,6 +223,14 @@ class TaskAssigner:
         ]
         turn.record({"kind": "opened", "epoch": self._state.epochs, "pieces": pieces})
         self._passed = {number: names for number, names in self._passed.items() if number in self._state.pieces}
+
+    def _complete_epoch(self, turn: Turn) -> None:
+        """Add to the newest epoch the tasks that fitted no worker when it began and fit one that has joined since."""
+        newest, machines = self._state.epochs - 1, [self._declared(name) for name in self.members.by_name]
+        there = {piece.task for piece in self._state.pieces.values() if piece.epoch == newest}
+        for number, task in enumerate(self.tasks.tasks):
+            if newest >= 0 and number not in there and not lacking(PendingTask(task.id, 1.0, task.memory_gb), machines):
+                turn.record({"kind": "added", "task": number, "epoch": newest, "first": task.first, "end": task.end})
 
     def _pass(self, turn: Turn, worker: Member) -> None:
         """Note that a worker passed the end of its piece and has not sent all of it: its gradients were not finite. Others may try."""
