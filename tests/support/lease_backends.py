@@ -32,7 +32,7 @@ class Claimed(NamedTuple):
 class Keeper(Protocol):
     """What both can do. A unit is a number, a worker a name."""
 
-    def issue(self, version: int, units: Sequence[int], quorum: int | None = None) -> None: ...
+    def issue(self, version: int, units: Sequence[int], quorum: int | None = None, most_lag: int = 0) -> None: ...
     def claim(self, worker: str) -> Claimed | None: ...
     def renew(self, worker: str) -> None: ...
     def holds(self, worker: str, unit: int) -> bool: ...
@@ -66,8 +66,8 @@ class PureKeeper:
         self.now = 0.0
         self._given_up: list[GivenUp] = []
 
-    def issue(self, version: int, units: Sequence[int], quorum: int | None = None) -> None:
-        self._given_up += self.leases.issue(version, units, quorum, self.now)
+    def issue(self, version: int, units: Sequence[int], quorum: int | None = None, most_lag: int = 0) -> None:
+        self._given_up += self.leases.issue(version, units, quorum, self.now, most_lag)
 
     def claim(self, worker: str) -> Claimed | None:
         lease = self.leases.claim(worker, self.now)
@@ -130,7 +130,6 @@ class PostgresKeeper:
         self.desks: dict[str, LeaseClient] = {}
         self.units: dict[tuple[str, int, int], ClaimedUnit] = {}
         """By worker, unit and version: what the worker last leased of that."""
-        self.version = -1
         self._given_up: dict[int, str] = {}
 
     def _set_patience(self) -> None:
@@ -144,12 +143,11 @@ class PostgresKeeper:
             assert self.desks[worker].join(worker, {}) == worker
         return self.desks[worker]
 
-    def issue(self, version: int, units: Sequence[int], quorum: int | None = None) -> None:
+    def issue(self, version: int, units: Sequence[int], quorum: int | None = None, most_lag: int = 0) -> None:
         """As the coordinator does: what came in is consumed, and the next units are issued, together."""
         with self.server.transaction():
             self._consume()
-            self.server.issue(version, [(0, unit, 1) for unit in units], LEASE_S, ATTEMPTS, quorum)
-        self.version = version
+            self.server.issue(version, [(0, unit, 1) for unit in units], LEASE_S, ATTEMPTS, quorum, most_lag)
 
     def _consume(self) -> None:
         for request in self.server.poll(0):
@@ -169,24 +167,26 @@ class PostgresKeeper:
         self.desk(worker).heartbeat("computing", {})
 
     def holds(self, worker: str, unit: int) -> bool:
-        leased = self._leased(worker, unit, self.version)
+        leased = self._leased(worker, unit)
         row = (
             self.owner.execute("SELECT shoal.is_lease_valid(%s, %s)", (leased.id, leased.lease)).fetchone() if leased is not None else None
         )
         return bool(row and row[0])
 
-    def _leased(self, worker: str, unit: int, version: int) -> ClaimedUnit | None:
-        return self.units.get((worker, unit, version))
+    def _leased(self, worker: str, unit: int) -> ClaimedUnit | None:
+        """What the worker last leased of a unit."""
+        found = [leased for (name, number, _), leased in self.units.items() if (name, number) == (worker, unit)]
+        return max(found, key=lambda leased: leased.iteration, default=None)
 
     def submit(self, worker: str, unit: int, version: int) -> str:
         return self.desk(worker).submit(self.units[worker, unit, version], {}, [b"result"])
 
     def give_back(self, worker: str, unit: int) -> None:
-        if (leased := self._leased(worker, unit, self.version)) is not None:
+        if (leased := self._leased(worker, unit)) is not None:
             self.desk(worker).return_unit(leased)
 
     def fail(self, worker: str, unit: int) -> None:
-        if (leased := self._leased(worker, unit, self.version)) is not None:
+        if (leased := self._leased(worker, unit)) is not None:
             self.desk(worker).fail_unit(leased, "broken")
 
     def leave(self, worker: str) -> None:
@@ -252,6 +252,7 @@ class StudentsKeeper(PostgresKeeper):
 
     def claim(self, worker: str) -> Claimed | None:
         self.owner.execute("UPDATE shoal.standings SET failed_in_row = 0, paused_until = NULL, quarantined = NULL")
+        self.desk(worker)._after = 0  # a search goes on behind the last unit, so one that the student may try by now would come later
         return super().claim(worker)
 
     def wait_unnoticed(self, seconds: float) -> None:

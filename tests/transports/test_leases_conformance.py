@@ -385,6 +385,86 @@ def test_a_lease_of_an_older_version_is_not_renewed_back_to_life(keeper: Keeper)
     assert keeper.claim("b") == Claimed(1, 2, 1)
 
 
+# --- results of older versions ----------------------------------------------------------------------------
+
+
+def test_a_leased_unit_stays_leased_when_its_version_closes_and_is_not_issued_again(keeper: Keeper) -> None:
+    keeper.issue(1, [1, 2, 3], most_lag=2)
+    keeper.claim("a")
+    keeper.issue(2, [1, 2, 3], most_lag=2)
+    assert states(keeper) == {"claimed": 1, "cancelled": 2, "pending": 2}
+    assert keeper.holds("a", 1)
+    assert [keeper.claim("b"), keeper.claim("b"), keeper.claim("b")] == [Claimed(2, 2, 1), Claimed(3, 2, 1), None]
+    keeper.issue(3, [1, 2, 3], most_lag=2)
+    assert [keeper.submit("a", 1, 1) for _ in range(2)] == ["accepted"] * 2
+    assert outcomes(keeper, "a") == {"completed": 1}
+    keeper.issue(4, [2, 3], most_lag=2)
+    assert keeper.submit("a", 1, 1) == "accepted", "the same result, whose outcome is known"
+    assert states(keeper) == {"claimed": 2, "cancelled": 2, "completed": 1}
+
+
+def test_a_lease_that_lags_too_much_is_cancelled_and_its_unit_issued_again(keeper: Keeper) -> None:
+    for version in range(1, 5):
+        assert keeper.counts()["cancelled"] == 0
+        keeper.issue(version, [1], most_lag=2)
+        if version == 1:
+            keeper.claim("a")
+    assert not keeper.holds("a", 1)
+    assert keeper.claim("b") == Claimed(1, 4, 1)
+    assert [keeper.submit("a", 1, 1), keeper.submit("b", 1, 4)] == ["cancelled", "accepted"]
+    assert (outcomes(keeper, "a"), outcomes(keeper, "b")) == ({"cancelled": 1}, {"completed": 1})
+
+
+def test_a_lease_of_an_older_version_is_renewed_and_ends_like_any_other(keeper: Keeper) -> None:
+    keeper.issue(1, [1], most_lag=3)
+    keeper.claim("a")
+    keeper.issue(2, [1], most_lag=3)
+    keeper.wait(0.7 * LEASE_S)
+    keeper.renew("a")
+    keeper.wait(0.7 * LEASE_S)
+    assert keeper.holds("a", 1)
+    keeper.wait(0.3 * LEASE_S)
+    assert keeper.claim("b") == Claimed(1, 2, 2)
+    assert [keeper.submit("a", 1, 1), keeper.submit("b", 1, 2)] == ["late", "accepted"]
+
+
+def test_a_unit_of_an_older_version_that_comes_back_is_leased_for_the_newest(keeper: Keeper) -> None:
+    keeper.issue(1, [1, 2], most_lag=3)
+    keeper.claim("a")
+    keeper.claim("a")
+    keeper.issue(2, [1, 2], most_lag=3)
+    keeper.give_back("a", 1)
+    keeper.fail("a", 2)
+    assert [keeper.claim("b"), keeper.claim("b")] == [Claimed(1, 2, 1), Claimed(2, 2, 2)]
+    keeper.issue(3, [1, 2], most_lag=3)
+    assert [keeper.submit("b", unit, 2) for unit in (1, 2)] == ["accepted"] * 2
+
+
+def test_a_lower_bound_ends_leases_and_a_higher_one_brings_none_back(keeper: Keeper) -> None:
+    keeper.issue(1, [1, 2], most_lag=5)
+    keeper.claim("a")
+    keeper.issue(2, [1, 2], most_lag=5)
+    keeper.claim("b")
+    keeper.issue(3, [1, 2], most_lag=1)
+    assert [keeper.holds("a", 1), keeper.holds("b", 2)] == [False, True]
+    keeper.issue(4, [1, 2], most_lag=5)
+    assert [keeper.submit("a", 1, 1), keeper.submit("b", 2, 2)] == ["cancelled", "accepted"]
+    assert keeper.claim("a") == Claimed(1, 4, 1)
+
+
+def test_where_lag_is_allowed_a_result_beyond_the_quorum_counts_for_the_next_round(keeper: Keeper) -> None:
+    keeper.issue(1, [1, 2, 3, 4], quorum=1, most_lag=2)
+    for worker in "abc":
+        keeper.claim(worker)
+    assert [keeper.submit("a", 1, 1), keeper.submit("b", 2, 1)] == ["accepted"] * 2
+    assert keeper.holds("c", 3)
+    assert keeper.claim("a") is None, "there are newer weights soon"
+    keeper.issue(2, [3, 4], quorum=1, most_lag=2)
+    assert keeper.claim("a") == Claimed(4, 2, 1)
+    assert [keeper.submit("c", 3, 1), keeper.submit("a", 4, 2)] == ["accepted"] * 2
+    assert states(keeper) == {"cancelled": 1, "completed": 4}
+
+
 # --- the quorum -----------------------------------------------------------------------------------------
 
 
@@ -447,6 +527,7 @@ STEPS = st.one_of(
     st.tuples(st.just("leave"), WORKERS),
     st.tuples(st.just("wait"), st.sampled_from([0.3, 0.7, 1.0])),
     st.tuples(st.just("next version"), st.sampled_from([None, 1, 2, 3])),
+    st.tuples(st.just("most lag"), st.integers(0, 3)),
     st.tuples(st.just("spoil"), PLACES),
 )
 CROWDS_STEPS = st.one_of(
@@ -462,7 +543,7 @@ class Schedule:
 
     def __init__(self, keepers: tuple[PureKeeper, PostgresKeeper], units: int, quorum: int | None) -> None:
         self.keepers, self.open, self.quorum = keepers, set(range(units)), quorum
-        self.version = 1
+        self.version, self.most_lag = 1, 0
         self.claimed: list[tuple[str, int, int]] = []
         """Everything that was ever leased, the latest last: workers may hand in what is long gone."""
         self.done: set[int] = set()
@@ -471,7 +552,7 @@ class Schedule:
 
     def _issue(self) -> None:
         for keeper in self.keepers:
-            keeper.issue(self.version, sorted(self.open), self.quorum)
+            keeper.issue(self.version, sorted(self.open), self.quorum, self.most_lag)
 
     def take(self, step: tuple[str, object]) -> None:
         what, argument = step
@@ -494,6 +575,9 @@ class Schedule:
             self.open -= self.done | set(self.keepers[0].given_up())
             self.version, self.quorum, self.done = self.version + 1, argument if isinstance(argument, int) else None, set()
             self._issue()
+        elif what == "most lag":
+            assert isinstance(argument, int)
+            self.most_lag = argument
         elif what == "spoil":
             self._spoil(argument)
         else:
@@ -515,7 +599,7 @@ class Schedule:
         self.open -= self.done | set(self.keepers[0].given_up())
         self.version, self.done = self.version + 1, set()
         for keeper in self.keepers:
-            keeper.issue(self.version, [another, *sorted(self.open)])
+            keeper.issue(self.version, [another, *sorted(self.open)], None, self.most_lag)
         assert self._claim(worker) == another
         self._end("submit", worker, another, self.version)
         self.take(("next version", self.quorum))
@@ -524,9 +608,9 @@ class Schedule:
         if what == "submit":
             pure, board = (keeper.submit(worker, unit, version) for keeper in self.keepers)
             assert pure == board
-            if pure == "accepted" and version == self.version:
+            if pure == "accepted" and unit in self.open:
                 self.done.add(unit)
-        elif version == self.version:
+        else:
             for keeper in self.keepers:
                 keeper.fail(worker, unit) if what == "fail" else keeper.give_back(worker, unit)
 
@@ -536,7 +620,7 @@ class Schedule:
             unit = sorted(self.done)[place % len(self.done)]
             self.done.remove(unit)
             for keeper in self.keepers:
-                keeper.issue(self.version, [unit], self.quorum)
+                keeper.issue(self.version, [unit], self.quorum, self.most_lag)
 
     def compare(self) -> None:
         pure, board = self.keepers

@@ -90,11 +90,20 @@ class LeaseDatabase(Server, Protocol):
         """Whether there is a unit that is leased or can be."""
 
     def issue(
-        self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int, quorum: int | None
+        self,
+        iteration: int,
+        units: Sequence[tuple[int, int, int]],
+        lease_timeout_s: float,
+        max_retries: int,
+        quorum: int | None,
+        max_lag: int,
     ) -> None: ...
     def publish(self, version: int, kind: str, header: dict[str, Any], frames: Frames) -> None: ...
     def notes(self) -> list[str]:
         """New notes for the user about workers that lease units."""
+
+    def workers_here(self) -> int:
+        """Number of workers that are here."""
 
     def workers(self) -> list[dict[str, Any]]: ...
     def keep_out(self, worker: str, out: bool) -> None:

@@ -40,10 +40,12 @@ class Published(NamedTuple):
 
 
 class Issue(NamedTuple):
-    """Offer these units, by number, for this version in the database that keeps the leases. It cancels units of older versions."""
+    """Offer these units, by number, for this version in the database that keeps the leases. It cancels what is pending of older versions,
+    and leases that lag more than `most_lag` versions."""
 
     version: int
     units: Sequence[int]
+    most_lag: int
 
 
 class Dismiss(NamedTuple):

@@ -254,7 +254,7 @@ class DatabaseConnection:
         sent = {name: header[name] for name in ("base", "weight", "samples", "metrics")}
         status = self.desk.submit(self._unit, sent, frames)
         if status == "late" and self._told_slow:
-            self.tell("warning: the result of this unit came too late: another worker was given the unit meanwhile, or the round was over")
+            self.tell("warning: the result of this unit came too late: another worker was given the unit meanwhile")
         self.sent_bytes += sum(len(frame) for frame in frames)
         receipt = {"kind": "receipt", "status": status, "seq": self._unit.id, "round": header["round"], "repeated": False}
         return CoordinatorAnswer(receipt | self._known, ())

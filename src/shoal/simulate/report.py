@@ -44,6 +44,8 @@ class SimulationReport:
     samples: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     """Number of contributions by outcome, as acknowledged to the workers."""
+    abandoned: int = 0
+    """Number of units that workers gave up since their version was too old."""
     work_s: dict[str, float] = field(default_factory=lambda: {"useful": 0.0, "wasted": 0.0, "present": 0.0})
     """Seconds of computing for accepted and for other contributions, and seconds that workers were present."""
     computed_s: float = 0.0

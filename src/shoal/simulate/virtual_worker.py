@@ -232,6 +232,7 @@ class VirtualWorker:
         """Compute a unit batch by batch; abandon it once its version is too old for its result to count."""
         if self.session.oldest > unit.version:
             self.computing, self.unit = False, None
+            self._report.abandoned += 1
             self._count_wasted(self._timeline.now - began)
             self.session.give_back(unit.number)
             self._send_requests()

@@ -59,8 +59,8 @@ class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
     """Results that make an update."""
     max_lag: NonNegativeInt | None = None
     """Most versions that may be made while a worker computes a unit. Its result then counts 1/(1+lag) in the round in which it arrives; an
-    older one is dropped, and its unit is done again. null: the larger of 2 and the number of workers over `units_per_update`, rounded up;
-    0: every result of an older version is dropped."""
+    older one is dropped, and its unit is done again. null: the larger of 2 and four times the number of workers over `units_per_update`,
+    rounded up, so that a worker may be some times slower than the others; 0: every result of an older version is dropped."""
     lease_timeout_s: PositiveFloat = 300.0
     """Seconds without a heartbeat after which a unit is leased to another worker."""
     max_retries: PositiveInt = 3

@@ -53,6 +53,12 @@ class DatabaseLeases:
         self._effects: list[Effect] = []
         """Effects to carry out when the round closes."""
         self.notes = DatabaseNotes(database)
+        self._count_workers()
+
+    def _count_workers(self) -> None:
+        """Tell the coordinator how many workers the database knows: leases may lag as far as their number asks for."""
+        if self.coordinator.units is not None:
+            self.coordinator.units.workers_elsewhere = self.database.workers_here()
 
     def is_resumed(self) -> bool:
         """Whether the units that were on offer before a restart still are."""
@@ -101,7 +107,8 @@ class DatabaseLeases:
         units = [plan.cut.unit(number) for number in effect.units]
         contributions = self.coordinator.policies.rounds.contributions
         quorum = contributions if plan.needed <= 1 else None  # the rule may need results of more workers
-        self.database.issue(effect.version, units, plan.lease_s, plan.attempts, quorum)
+        self.database.issue(effect.version, units, plan.lease_s, plan.attempts, quorum, effect.most_lag)
+        self._count_workers()
 
     def has_workers(self) -> bool:
         return any(worker["alive"] for worker in self.database.workers())

@@ -114,8 +114,8 @@ class Leases:
         not be used: that counts as a failed attempt. With `quorum` results of a version no more units are leased; what is leased then
         counts for the next version, or is late where no lag is allowed.
         """
-        self.oldest, self.most_lag = max(self.oldest, version - most_lag), most_lag
         if version != self.version:
+            self.oldest, self.most_lag = max(self.oldest, version - most_lag), most_lag
             self._cancel()
         self.version, self.quorum = version, quorum
         unusable = [unit for unit in units if unit in self._completed]

@@ -43,6 +43,8 @@ class UnitLeasing:
         self.cut, self.quorum, self.checks, self.replies = cut, quorum, checks, replies
         self.leases = Leases(self.plan.lease_s, self.plan.attempts, self.members.at_work)
         """Empty where a database keeps the leases."""
+        self.workers_elsewhere = 0
+        """Number of workers that lease units from a database, when units were last issued there."""
         self.claims: OrderedDict[str, WaitingClaim] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
@@ -57,10 +59,11 @@ class UnitLeasing:
 
     def offer(self, turn: Turn) -> None:
         """Offer the next units for the newest version. Units that are leased stay leased, so as many others are offered beside them."""
-        most = 0 if self.completion.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * self.quorum) + self.leases.counts()["claimed"]
+        leased = self.workers_elsewhere if self.plan.leased_elsewhere else self.leases.counts()["claimed"]
+        most = 0 if self.completion.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * self.quorum) + leased
         self._offered, self._settled_offers = list(self.replayed.settled.open(self.cut.total, most)), 0
         if self.plan.leased_elsewhere:
-            turn.emit(Issue(turn.state.version, self._offered))
+            turn.emit(Issue(turn.state.version, self._offered, self._most_lag))
         else:
             for given_up in self.leases.issue(turn.state.version, self._offered, None, turn.now, self._most_lag):
                 self._settle_as_failed(turn, given_up)
@@ -68,8 +71,10 @@ class UnitLeasing:
     @property
     def _most_lag(self) -> int:
         """Versions that may be made while a worker computes a unit, with the workers that are here now."""
-        configured = self.plan.most_lag
-        return staleness.bound_for(sum(1 for _ in self.members.at_work()), self.quorum) if configured is None else configured
+        if self.plan.most_lag is not None:
+            return self.plan.most_lag
+        workers = self.workers_elsewhere if self.plan.leased_elsewhere else sum(1 for _ in self.members.at_work())
+        return staleness.bound_for(workers, self.quorum)
 
     def offer_more(self, turn: Turn) -> None:
         """Offer more units if all on offer are settled and the round is still open: units were given up, or the rule needs more workers."""
@@ -124,7 +129,7 @@ class UnitLeasing:
         is_unit = 0 <= number < self.cut.total and self.cut.unit(number)[:2] == (epoch, start)
         again = [one for one in ([number] if is_unit else self._offered) if one not in self.replayed.settled]
         turn.state.count("malformed")
-        turn.emit(Note(f"warning: {printable(why)}"), Issue(turn.state.version, again))
+        turn.emit(Note(f"warning: {printable(why)}"), Issue(turn.state.version, again, self._most_lag))
 
     def _give_up(self, turn: Turn, asked: Failed, number: int) -> None:
         turn.record({"kind": "failed", "unit": number, **asked._asdict()})

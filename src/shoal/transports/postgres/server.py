@@ -94,31 +94,36 @@ class PostgresServer(RequestTables):
         lease_timeout_s: float,
         max_retries: int,
         quorum: int | None = None,
+        max_lag: int = 0,
     ) -> None:
-        """Offer units (epoch, start, batches) for an iteration; `max_retries`: the attempts at each, in all.
+        """Offer units (epoch, start, batches) for an iteration; `max_retries`: the attempts at each, in all; `max_lag`: how many iterations
+        a leased unit may lag.
 
         `coordinator/units/lease_table.py` says what that means for units of older iterations and for those that are listed again. Here a
-        result may also wait to be consumed; its unit counts as done while it waits. A unit listed again later had an unusable result.
+        result may also wait to be consumed; its unit counts as done while it waits, and for the round that is open. A unit listed again
+        later had an unusable result.
         """
         columns = [list(column) for column in zip(*units, strict=True)] or [[], [], []]
         with self.transaction() as connection:
             again, tried = self.iteration() == iteration, self._tried_before(iteration)
             connection.execute(
-                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.unit_queue'), %s, %s, %s) ON CONFLICT (iteration) DO UPDATE"
+                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.unit_queue'), %s, %s, %s, %s,"
+                " greatest(%s::int8 - %s::int8, (SELECT max(i.oldest) FROM shoal.iterations i))) ON CONFLICT (iteration) DO UPDATE"
                 " SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries, quorum = excluded.quorum",
-                (iteration, lease_timeout_s, max_retries, quorum),
+                (iteration, lease_timeout_s, max_retries, quorum, max_lag, iteration, max_lag),
             )
             if again:
                 self._requeue_unusable(iteration, *columns[:2])
-            self._cancel_older(iteration)
+            else:
+                self._cancel_older(iteration)
             issued = connection.execute(
                 "INSERT INTO shoal.units (iteration, epoch, start, batches, attempts)"
                 " SELECT %s, epoch, start, batches, coalesce(attempts, 0)"
                 " FROM unnest(%s::int8[], %s::int8[], %s::int8[]) WITH ORDINALITY AS u (epoch, start, batches, n)"
                 " LEFT JOIN unnest(%s::int8[], %s::int8[], %s::int4[]) AS tried (epoch, start, attempts) USING (epoch, start)"
                 " WHERE NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.epoch = u.epoch AND c.start = u.start)"
-                " AND NOT EXISTS (SELECT FROM shoal.units o WHERE o.iteration = %s AND o.epoch = u.epoch AND o.start = u.start)"
-                " ORDER BY n",
+                " AND NOT EXISTS (SELECT FROM shoal.units o WHERE o.epoch = u.epoch AND o.start = u.start"
+                " AND (o.iteration = %s OR o.state IN ('pending', 'claimed'))) ORDER BY n",
                 (iteration, *columns, *tried, iteration),
             )
             self._tally({"issued": issued.rowcount})
@@ -158,9 +163,10 @@ class PostgresServer(RequestTables):
             self.fetch("SELECT shoal.requeue_unit(%s, 'its result could not be used', true)", (unit,))
 
     def _cancel_older(self, iteration: int) -> None:
-        """Cancel what is left of older iterations. Units on lease stay until the next iteration, and units whose results wait stay until it
-        is known whether those can be used."""
-        self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
+        """Cancel what is pending of older iterations, and leases that lag too much: these rows stay until the next iteration. Units whose
+        results wait stay until it is known whether those can be used."""
+        oldest = "(SELECT i.oldest FROM shoal.current_iteration i)"
+        self.fetch(f"SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < {oldest} ORDER BY id FOR UPDATE")
         used = "SELECT array_agg(u.id) FROM shoal.units u WHERE iteration < %s AND state = 'completed'"
         self.fetch(
             f"SELECT shoal.count_completed(({used} AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)))", (iteration,)
@@ -170,7 +176,7 @@ class PostgresServer(RequestTables):
             " AND EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)) RETURNING state = 'pending', state",
             (iteration,),
         )
-        self.fetch("UPDATE shoal.units SET state = 'cancelled' WHERE iteration < %s AND state = 'claimed' RETURNING 1", (iteration,))
+        self.fetch(f"UPDATE shoal.units SET state = 'cancelled' WHERE iteration < {oldest} AND state = 'claimed' RETURNING 1")
         self.fetch("DELETE FROM shoal.iterations WHERE iteration < %s RETURNING 1", (iteration,))
         states = ["cancelled" if pending else state for pending, state in gone]
         self._tally({state: states.count(state) for state in set(states)})
@@ -229,6 +235,10 @@ class PostgresServer(RequestTables):
                 self.publish(version, kind, header, frames)
 
     # --- for status pages ---------------------------------------------------------------------
+
+    def workers_here(self) -> int:
+        """Number of workers that are here."""
+        return int(self.fetch("SELECT count(*) FROM shoal.worker_list WHERE alive")[0][0])
 
     def workers(self) -> list[dict[str, Any]]:
         """All workers that ever took part, with the numbers of their units by outcome."""

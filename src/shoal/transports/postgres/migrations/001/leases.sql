@@ -125,19 +125,19 @@ END $$;
 
 -- --- rounds -------------------------------------------------------------------------------------------------
 
--- Whether an iteration has as many results as a round needs. A further result would come too late for it.
+-- Whether the round has as many results as it needs, of whatever iteration they are. What was used for an older round is deleted.
 CREATE FUNCTION shoal.has_quorum(p_present shoal.iterations) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = shoal, pg_temp SET enable_seqscan = off AS $$
     SELECT p_present.quorum IS NOT NULL AND p_present.quorum <= (SELECT count(*) FROM (
-        SELECT FROM units u WHERE u.iteration = p_present.iteration AND u.state = 'completed' LIMIT p_present.quorum) there)
+        SELECT FROM units u WHERE u.state = 'completed' LIMIT p_present.quorum) there)
 $$;
 
--- Whether the round will have its results before a worker that takes `p_unit_s` could finish another unit. A result is expected after its
+-- Where no lag is allowed: whether the round will have its results before a worker that takes `p_unit_s` could finish another unit. A result is expected after its
 -- worker's usual time; one that is overdue is not counted. For units of less than 0.2 s, waiting would cost more than it saves.
 CREATE FUNCTION shoal.will_have_quorum(p_present shoal.iterations, p_unit_s double precision) RETURNS boolean
 LANGUAGE sql SET search_path = shoal, pg_temp SET enable_seqscan = off AS $$
-    SELECT p_present.quorum IS NOT NULL AND coalesce(p_unit_s, 0) >= 0.2 AND p_present.quorum <=
-        (SELECT count(*) FROM units u WHERE u.iteration = p_present.iteration AND u.state = 'completed')
+    SELECT p_present.quorum IS NOT NULL AND p_present.max_lag = 0 AND coalesce(p_unit_s, 0) >= 0.2 AND p_present.quorum <=
+        (SELECT count(*) FROM units u WHERE u.state = 'completed')
         + (SELECT count(*) FROM units u JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed' AND u.iteration = p_present.iteration
             AND (SELECT lease_now()) < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)
             AND u.claimed_at + make_interval(secs => w.unit_s) < (SELECT lease_now()) + make_interval(secs => p_unit_s))
@@ -175,7 +175,7 @@ BEGIN
     IF is_student() THEN
         allowed := least(allowed, 8 - (SELECT count(*) FROM units u JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed' AND w.role = session_user));
     END IF;
-    -- With enough results for the coordinator to make a version of, more would come too late: there is work again when it has.
+    -- With enough results for the coordinator to make a version of, units wait for that version: its weights are newer.
     IF paused IS NULL AND allowed > 0 AND NOT has_quorum(present) AND NOT will_have_quorum(present, caller.unit_s) THEN
         FOR look IN 1 .. 2 LOOP
             ids := ARRAY(SELECT u.id FROM units u WHERE u.state = 'pending' AND u.queue_position >= greatest(p_after, present.first_position)
@@ -187,8 +187,8 @@ BEGIN
         END LOOP;
     END IF;
     IF cardinality(ids) > 0 THEN
-        RETURN QUERY UPDATE units u SET state = 'claimed', lease = p_lease, worker = caller.id, claimed_at = right_now,
-            deadline = right_now + make_interval(secs => present.lease_timeout_s)
+        RETURN QUERY UPDATE units u SET state = 'claimed', iteration = greatest(u.iteration, present.iteration), lease = p_lease,
+            worker = caller.id, claimed_at = right_now, deadline = right_now + make_interval(secs => present.lease_timeout_s)
             WHERE u.id = ANY (ids) RETURNING u.id, u.iteration, u.epoch, u.start, u.batches, u.attempts, u.queue_position, NULL::double precision;
     ELSE
         RETURN QUERY SELECT NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::integer, NULL::bigint,
@@ -241,12 +241,12 @@ END $$;
 CREATE FUNCTION shoal.is_lease_valid(p_unit bigint, p_lease uuid) RETURNS boolean
 LANGUAGE sql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
     SELECT EXISTS (SELECT FROM units u WHERE u.id = p_unit AND u.state = 'claimed' AND u.lease = p_lease AND u.deadline > lease_now())
-        AND NOT coalesce((SELECT has_quorum(i) FROM iterations i ORDER BY i.iteration DESC LIMIT 1), false)
+        AND NOT coalesce((SELECT i.max_lag = 0 AND has_quorum(i) FROM iterations i ORDER BY i.iteration DESC LIMIT 1), false)
 $$;
 
 -- Submit a unit's result: `accepted` while its lease is valid, else dropped and counted as `late` or `cancelled`, all in the transaction that
--- uploaded it. A result that comes when the round has enough was computed on weights that are about to be replaced: it is late, and its
--- unit is computed again on the new ones.
+-- uploaded it. A result that comes when the round has enough counts for the next one. Where no lag is allowed it is late, and its unit is
+-- computed again on the new weights.
 CREATE FUNCTION shoal.submit(p_secret uuid, p_unit bigint, p_lease uuid, p_iteration bigint, p_header bytea, p_blobs uuid[], p_sizes bigint[], p_drop boolean)
 RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
 DECLARE
@@ -262,14 +262,14 @@ BEGIN
     IF octet_length(p_header) > most THEN
         RAISE EXCEPTION 'a header of % bytes; at most % are allowed', octet_length(p_header), most USING ERRCODE = 'SH002';
     END IF;
-    IF EXISTS (SELECT FROM iterations i WHERE i.quorum IS NOT NULL) THEN
+    IF EXISTS (SELECT FROM iterations i WHERE i.quorum IS NOT NULL AND i.max_lag = 0) THEN
         PERFORM pg_advisory_xact_lock(hashtext('shoal.submit'));  -- of two that come at once, the second sees whether the first was enough
     END IF;
     right_now := lease_now();  -- after the wait for the lock
     SELECT * INTO present FROM current_iteration;
     IF caller.last_unit = p_unit AND caller.last_lease = p_lease THEN
         outcome := caller.last_outcome;
-    ELSIF NOT p_drop AND NOT has_quorum(present) THEN
+    ELSIF NOT p_drop AND (present.max_lag > 0 OR NOT has_quorum(present)) THEN
         UPDATE units SET state = 'completed', deadline = NULL
             WHERE id = p_unit AND state = 'claimed' AND lease = p_lease AND deadline > right_now RETURNING * INTO u;
         IF FOUND THEN
@@ -291,7 +291,7 @@ BEGIN
         ELSIF u.state = 'claimed' AND u.lease = p_lease THEN
             PERFORM requeue_unit(p_unit, NULL, false);
         END IF;
-        outcome := CASE WHEN u.state = 'cancelled' OR p_iteration < present.iteration THEN 'cancelled' ELSE 'late' END;
+        outcome := CASE WHEN u.state = 'cancelled' OR p_iteration < present.oldest THEN 'cancelled' ELSE 'late' END;
         UPDATE workers SET late = late + (outcome = 'late')::integer, cancelled = cancelled + (outcome = 'cancelled')::integer, seen_at = now(),
             last_unit = p_unit, last_lease = p_lease, last_outcome = outcome WHERE secret = p_secret;
     END IF;
@@ -339,6 +339,7 @@ BEGIN
         END IF;
     END IF;
     UPDATE units SET attempts = attempts + p_counts::integer,
+        iteration = greatest(iteration, present.iteration),
         state = CASE WHEN p_counts AND is_out_of_attempts(epoch, start, attempts + 1, present) THEN 'failed' ELSE 'pending' END,
         queue_position = nextval('unit_queue'), lease = NULL, worker = NULL, deadline = NULL, claimed_at = NULL, reason = p_reason
         WHERE id = p_unit RETURNING * INTO u;

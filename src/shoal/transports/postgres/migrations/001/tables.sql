@@ -156,13 +156,15 @@ CREATE TABLE shoal.workers (
 CREATE INDEX workers_role ON shoal.workers (role);
 
 -- The newest row is the current iteration. Rows are added and deleted, never changed, so the newest is found at once even while a long
--- transaction keeps many dead rows.
+-- transaction keeps many dead rows. `max_lag`: how many iterations a leased unit may lag; `oldest`: the oldest iteration whose leases count.
 CREATE TABLE shoal.iterations (
     iteration bigint PRIMARY KEY,
     first_position bigint NOT NULL,
     lease_timeout_s double precision NOT NULL,
     max_retries integer NOT NULL,
-    quorum bigint
+    quorum bigint,
+    max_lag bigint NOT NULL,
+    oldest bigint NOT NULL
 );
 
 CREATE VIEW shoal.current_iteration AS
