@@ -74,7 +74,9 @@ class World:
         self.wire, self.versions = Wire(), list[int]()
         self.plan = RunPlan(self.updates, 0, 3, 1, steps, None, 24, 5.0, 0.5)
         if strategy.feed.leased:  # eight epochs of six units, of which two make a version
-            self.plan = self.plan._replace(cut=DataCut(12, 2, 8), total_batches=96, lease_s=30.0, attempts=3)
+            self.plan = self.plan._replace(
+                cut=DataCut(12, 2, 8), total_batches=96, lease_s=30.0, attempts=3, most_lag=self.strategy.feed.most_lag
+            )
         self.driver = self.begin(resume=False)
         self.at(0.0, self.tick)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import AuditReport, audit
+from shoal.coordinator.audit.units import LagRule
 from shoal.coordinator.driver import CoordinatorDriver
 from shoal.coordinator.turn import Turn
+from shoal.updates import staleness
 from tests.coordinator.test_driver import STRATEGIES, Walker, World
 
 
@@ -31,7 +37,7 @@ class Units(World):
     def audited(self, complete: bool = False) -> AuditReport:
         found: list[str] = []
         evidence = gather(self.folder / "coordinator", sorted((self.folder / "workers").glob("*.jsonl")), found)
-        return audit(evidence, found, units=True, complete=complete)
+        return audit(evidence, found, units=True, complete=complete, lags=LagRule(None))
 
 
 def test_a_run_that_did_everything_is_complete(tmp_path: Path) -> None:
@@ -93,3 +99,23 @@ def test_a_unit_that_is_given_out_again_after_it_was_learned_from(tmp_path: Path
     assert evidence.snapshot is not None
     evidence.snapshot = evidence.snapshot._replace(settled_below=evidence.snapshot.settled_below - 1)
     assert "is settled, and would be given out again" in audit(evidence, found, units=True).violations[0]
+
+
+def test_a_late_result_that_counted_too_much_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Units(tmp_path / "fair", None)
+    world.live((1.0, 2.0, 9.0))
+    lags = [version["version"] - 1 - one[2] for version in _versions(world) for one in version["from"]]
+    assert max(lags) > 0, "some results came late"
+    assert world.audited().violations == []
+    bound = audit(gather(world.folder / "coordinator", [], []), [], units=True, lags=LagRule(max(lags) - 1)).violations
+    assert bound
+    assert all(f"lags {max(lags)} versions; strategy.max_lag is {max(lags) - 1}" in one for one in bound)
+    monkeypatch.setattr(staleness, "weight", lambda lag: 1.0)
+    unfair = Units(tmp_path / "unfair", None)
+    unfair.live((1.0, 2.0, 9.0))
+    assert "lags 1 versions and counted 1, not 0.5" in unfair.audited().violations[0]
+
+
+def _versions(world: Units) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (world.folder / "coordinator" / "ledger.jsonl").read_text().splitlines())
+    return [line for line in lines if "version" in line]

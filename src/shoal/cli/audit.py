@@ -96,6 +96,7 @@ def _audit_until_stable(folder: Path, settings: Any, claims: list[Path]) -> tupl
 
 def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
     from shoal.coordinator.audit.run import audit
+    from shoal.coordinator.audit.units import LagRule
 
     violations: list[str] = []
     own = _receipts(folder / "workers") if (folder / "workers").is_dir() else []
@@ -106,8 +107,10 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport
     complete = not running and max_steps is None and read_summary(folder).get("status") == "completed"
     tasks = _at(settings, "scheduler", "kind") not in (None, "none")
     # A strategy of a plugin that is not loaded counts as one that leases no units.
-    units = getattr(Strategy.kinds.get(_at(settings, "strategy", "kind")), "leases_units", False)
-    return audit(evidence, violations, first, units=units, complete=complete, tasks=tasks), running
+    strategy = Strategy.kinds.get(_at(settings, "strategy", "kind"))
+    units = getattr(strategy, "leases_units", False)
+    lags = LagRule(_at(settings, "strategy", "max_lag")) if units and not getattr(strategy, "gives_answers", False) else None
+    return audit(evidence, violations, first, units=units, complete=complete, tasks=tasks, lags=lags), running
 
 
 def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[AuditInput, bool]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from shoal.coordinator.audit.files import AuditInput, Key, Line, digest_of
-from shoal.coordinator.audit.units import UnitAudit
+from shoal.coordinator.audit.units import LagRule, UnitAudit
 
 _MOST_CLAIMS = 5
 _MAKE_VERSIONS = ("closed", "adopted")
@@ -101,10 +101,16 @@ class LedgerTotals:
 
 
 def audit(
-    evidence: AuditInput, violations: list[str], first: int | None = 0, units: bool = False, complete: bool = False, tasks: bool = False
+    evidence: AuditInput,
+    violations: list[str],
+    first: int | None = 0,
+    units: bool = False,
+    complete: bool = False,
+    tasks: bool = False,
+    lags: LagRule | None = None,
 ) -> AuditReport:
     """Check a run by its files. `first`: the version that it began with; None: any. `units`: its data was leased in units, each of which
-    must be accounted for. `complete`: it claims that all of its epochs are done. `tasks`: a scheduler divided the same data, so no two
+    must be accounted for. `lags`: how much less a late one counted; None: this is not checked. `complete`: it claims that all of its epochs are done. `tasks`: a scheduler divided the same data, so no two
     seats may share a batch. `violations`: what could not be read."""
     report = AuditReport(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
@@ -115,6 +121,10 @@ def audit(
     report.violations += _lost(evidence, tally, open_now)
     report.violations += _misfit(evidence, tally, open_now)
     report.checked = _summary(evidence, tally, open_now)
+    if lags is not None:
+        report.violations += lags.violations(
+            (*key, tally.known[key].base, tally.known[key].share, made) for key, made in tally.made.items()
+        )
     if units:
         learned = [(one.epoch, one.position - one.batches, one.batches) for one in [*tally.known.values(), *open_now.values()]]
         checked = UnitAudit(evidence, learned, tally.given_up)

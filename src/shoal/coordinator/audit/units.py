@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 from shoal.coordinator.audit.files import AuditInput
 from shoal.errors import printable
@@ -11,6 +12,22 @@ from shoal.errors import printable
 _MOST_NAMED = 8
 _MOST_UNITS = 10_000_000
 """More units than any run has. A damaged file may claim more, which must not fill the memory."""
+
+
+class LagRule(NamedTuple):
+    """A result counts 1/(1+lag). Lag: versions that were made while its unit was computed."""
+
+    most: int | None
+    """The largest lag; None: it followed the number of workers, which no file holds."""
+
+    def violations(self, applied: Iterable[tuple[str, int, int, float, int]]) -> Iterator[str]:
+        """`applied`: worker, number, base and share of each contribution, and the version that was made of it."""
+        for worker, seq, base, share, version in applied:
+            lag = version - 1 - base
+            if lag >= 0 and share != 1 / (1 + lag):
+                yield f"contribution {seq} of {worker} lags {lag} versions and counted {share:g}, not {1 / (1 + lag):g}"
+            if self.most is not None and lag > self.most:
+                yield f"contribution {seq} of {worker} lags {lag} versions; strategy.max_lag is {self.most}"
 
 
 class UnitAudit:
