@@ -110,8 +110,8 @@ def audit(
     lags: LagRule | None = None,
 ) -> AuditReport:
     """Check a run by its files. `first`: the version that it began with; None: any. `units`: its data was leased in units, each of which
-    must be accounted for. `lags`: how much less a late one counted; None: this is not checked. `complete`: it claims that all of its epochs are done. `tasks`: a scheduler divided the same data, so no two
-    seats may share a batch. `violations`: what could not be read."""
+    must be accounted for. `lags`: how much less a late one counted; None: this is not checked. `complete`: it claims that all of its
+    epochs are done. `tasks`: a scheduler divided the same data, so no two seats may share a batch. `violations`: what could not be read."""
     report = AuditReport(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
     report.violations += _doubled_batches([one for key, one in tally.known.items() if key not in tally.not_taken], tasks)
