@@ -144,7 +144,7 @@ def coordinate(given: dict[str, Any]) -> None:
     clock, server = Clock(), loop.server
     assert isinstance(server, PostgresServer)
     clock.around(server.connection, "wait", "waiting")
-    clock.around(server, "_look", "looking for results")
+    clock.around(server, "_new_rows", "looking for results")
     clock.around(server, "read", "reading gradients")
     clock.around(server, "_tidy", "tidying")
     clock.around(codecs, "borrow", "decoding")
@@ -160,7 +160,7 @@ def coordinate(given: dict[str, Any]) -> None:
     clock.around(loop.store.ledger, "append", "ledger")
     clock.around(loop.driver, "snapshot", "snapshots")
     clock.around(loop.store, "carry_out", "transactions")
-    clock.around(loop.recorder, "advance", "records")
+    clock.around(loop.recorder, "count", "records")
     print(json.dumps("there"), flush=True)
 
     def tell() -> None:

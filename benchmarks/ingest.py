@@ -220,7 +220,7 @@ def watched(loop: CoordinatorLoop) -> Clock:
     clock.around(loop.store.journal, "append", "journal")
     clock.around(loop.store.ledger, "append", "ledger")
     clock.around(loop.driver, "snapshot", "snapshots")
-    clock.around(loop.recorder, "advance", "records")
+    clock.around(loop.recorder, "count", "records")
     clock.around(codecs, "borrow", "decoding and checking")
     clock.around(codecs, "decode", "decoding and checking")
     clock.around(coordinator.learner, "apply", "optimizer step")

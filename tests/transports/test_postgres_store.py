@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shoal.errors import ShoalError
-from shoal.transports.postgres import LeaseClient, PostgresServer
+from shoal.protocol.checksums import crc32
+from shoal.transports.postgres import LeaseClient, PostgresServer, requests
 from shoal.transports.postgres.store import PostgresJournal, PostgresLedger, PostgresSnapshots
 from tests.support.postgres_server import Database
 from tests.support.transport_harness import take
@@ -88,6 +89,23 @@ def test_frames_of_a_request_are_not_written_again(database: Database, server: P
     assert tuple(map(bytes, frames)) == (LARGE, b"buffers")
     journal.begin([({"n": 1}, frames)])  # as a coordinator that came back would
     assert database.rows(held) == [(2, 7), (2, len(LARGE))]
+
+
+def test_frames_get_their_checksums_once_while_they_are_read(
+    database: Database, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivered(database, server, 1)
+    (request,) = take(server, 1)
+    assert [server.known.checksum_of(frame) for frame in request.message.frames] == [crc32(LARGE), crc32(b"buffers")]
+    journal = PostgresJournal(server)
+    journal.begin()
+    monkeypatch.setattr(requests, "crc32", None)  # no second pass over the numbers when the round closes
+    journal.append({"kind": "accepted"}, request.message.frames)
+    monkeypatch.undo()
+    again = reopened(database, server)
+    ((record, frames),) = PostgresJournal(again).recover(1)
+    assert (record, bytes(frames[0])) == ({"kind": "accepted"}, LARGE)
+    again.close()
 
 
 def test_frames_that_a_crashed_server_has_forgotten_are_written_again(database: Database, server: PostgresServer) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.protocol.checksums import crc32
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
@@ -37,19 +38,34 @@ class LostFramesError(ShoalError):
     """Frames that a row refers to are not in the database."""
 
 
+class _Known(NamedTuple):
+    frame: weakref.ref[memoryview]
+    blob: uuid.UUID
+    checksum: int
+
+
 class KnownFrames:
-    """Remembers which blob a frame came from, so that it need not be stored again. It does not keep frames alive."""
+    """Remembers which blob a frame came from, so that it need not be stored again, and its CRC-32. It does not keep frames alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[memoryview], uuid.UUID]] = {}
+        self._known: dict[int, _Known] = {}
 
-    def add(self, frame: memoryview, blob: uuid.UUID) -> None:
+    def add(self, frame: memoryview, blob: uuid.UUID, checksum: int) -> None:
         key = id(frame)
-        self._known[key] = weakref.ref(frame, lambda _: self._known.pop(key, None)), blob
+        self._known[key] = _Known(weakref.ref(frame, lambda _: self._known.pop(key, None)), blob, checksum)
+
+    def _find(self, frame: Frame) -> _Known | None:
+        found = self._known.get(id(frame))
+        return found if found and found.frame() is frame else None
 
     def blob_of(self, frame: Frame) -> uuid.UUID | None:
-        found = self._known.get(id(frame))
-        return found[1] if found and found[0]() is frame else None
+        found = self._find(frame)
+        return found.blob if found else None
+
+    def checksum_of(self, frame: Frame) -> int:
+        """The CRC-32 of any frame; of one that came out of the database it was computed when the frame was read."""
+        found = self._find(frame)
+        return found.checksum if found else crc32(frame)
 
 
 class DeliveredRows:
@@ -182,12 +198,13 @@ class RequestTables(CoordinatorDatabaseConnection):
                 " SELECT 0, ARRAY(SELECT b.bytes FROM f JOIN shoal.blobs b USING (id) ORDER BY position), NULL::bytea, 0"
                 " UNION ALL SELECT f.position::int4, NULL, p.data, p.n FROM f JOIN shoal.parts p ON p.blob = f.id ORDER BY 1, 4",
                 (list(blobs),),
+                checksums=True,
             )
         )
         if found is None or len(found.frames) != len(blobs):
             raise LostFramesError(f"{self.connection.name} has lost frames that it refers to: restore it from a backup")
-        for frame, blob in zip(found.frames, blobs, strict=True):
-            self.known.add(frame, blob)
+        for frame, blob, checksum in zip(found.frames, blobs, found.checksums, strict=True):
+            self.known.add(frame, blob, checksum)
         return found.frames
 
     # --- replies -----------------------------------------------------------------------------

@@ -10,7 +10,8 @@ Checksums cover what is written, and each record names that of the one before it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -31,12 +32,10 @@ from shoal.updates.state_packing import Checkpoint, packed, unpacked
 _SNAPSHOT_FORMAT = 1
 
 
-def checksum_of(journal: int, record: bytes, frames: Frames) -> int:
-    """The checksum of a record, with its place and all that belongs to it."""
-    checksum = crc32(record, crc32(f"{journal} {len(record)}".encode()))
-    for frame in frames:
-        checksum = crc32(frame, checksum)
-    return checksum
+def checksum_of(journal: int, record: bytes, frames: Sequence[int]) -> int:
+    """The checksum of a record, with its place and the checksums of its frames. Those are known since the frames arrived, so that closing
+    a round, for which workers wait, does not read the numbers of all contributions once more."""
+    return crc32(struct.pack(f"<{len(frames)}I", *frames), crc32(record, crc32(f"{journal} {len(record)}".encode())))
 
 
 class DamagedDatabaseJournal(ShoalError):
@@ -77,7 +76,7 @@ class PostgresJournal:
                 "INSERT INTO shoal.records (journal, record, frames, bytes, checksum, before)"
                 " SELECT %b::int8, %b, %b::uuid[], %b::int8, %b::int8, (SELECT r.checksum FROM shoal.records r ORDER BY r.id DESC LIMIT 1)"
                 " RETURNING 1",
-                (self._number, packed_record, self._server.keep(frames), size, checksum_of(self._number, packed_record, frames)),
+                (self._number, packed_record, self._server.keep(frames), size, self._checksum(self._number, packed_record, frames)),
             )
         self.records_since_snapshot += 1
         self.bytes_since_snapshot += size
@@ -94,7 +93,7 @@ class PostgresJournal:
                 "SELECT journal, record, frames, checksum, before FROM shoal.records WHERE id = %s", (number,)
             )
             frames = self._read(ids, position)
-            if checksum != checksum_of(journal, record, frames):
+            if checksum != self._checksum(journal, record, frames):
                 raise self._damaged(f"record {number} of journal {journal} does not match its checksum", position - 1)
             if last is not None and before != last:
                 raise self._damaged(f"record {number} of journal {journal} does not follow the one before it", position - 1)
@@ -102,6 +101,9 @@ class PostgresJournal:
             yield msgpack.unpackb(record), frames
         self._number = numbers[-1]
         self.records_since_snapshot, self.bytes_since_snapshot = len(rows), sum(size for _, size in rows)
+
+    def _checksum(self, journal: int, record: bytes, frames: Frames) -> int:
+        return checksum_of(journal, record, [self._server.known.checksum_of(frame) for frame in frames])
 
     def _read(self, ids: list[Any], position: int) -> tuple[memoryview, ...]:
         try:
