@@ -31,7 +31,7 @@ from shoal.transports.discovery import CLASS, COORDINATOR, NODES, Announcement, 
 from shoal.transports.keys import key_text, new_keys, new_token
 from shoal.transports.zeromq import ZmqClient
 from tests.support.eventually import eventually
-from tests.support.processes import Processes, processes_in
+from tests.support.processes import Processes, processes_in, wait_for_line
 
 pytest.importorskip("zeroconf")
 import zeroconf
@@ -376,6 +376,34 @@ def test_what_only_this_machine_reaches_is_not_announced(processes: Processes) -
     code, told = processes.run("coordinate", "config.yaml", "--announce", "--host", "127.0.0.1")
     assert code == 2
     assert "--announce: other machines could not join this server at 127.0.0.1" in told
+
+
+PIPELINE = """\
+model: {kind: gpt, hidden_size: 16, num_layers: 3, num_heads: 2, max_seq_len: 16}
+data: {source: {kind: text, path: text.txt}, tokenizer: characters}
+training: {max_steps: 3, batch_size: 4, device: cpu}
+evaluation: {strategy: never}
+engine: {kind: pipeline}
+cluster: {num_workers: 1}
+transport: {port: 0}
+"""
+
+
+@pytest.mark.long
+def test_a_machine_joins_an_announced_pipeline_and_an_announced_server(network: None, processes: Processes) -> None:
+    (processes.folder / "config.yaml").write_text(PIPELINE)
+    (processes.folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    coordinator, line = processes.coordinate("--announce")
+    token, key = (line[line.index(option) + 1] for option in ("--token", "--key"))
+    code, told = processes.run("join", f"--key={key}", "--token", token)
+    assert code == 0, told
+    assert "completed after 3 steps" in coordinator.communicate()[0]
+    processes.here("train", "config.yaml", "--run-dir", "single", "--set", "engine.kind=single")
+    serving = ("serve", "single", "--port", "0", "--nodes", "2", "--node-host", HERE, "--announce", "--set", "transport.port=0")
+    line = wait_for_line(processes.start(*serving), r"shoal (join .*)").split()
+    token, key = (line[line.index(option) + 1] for option in ("--token", "--key"))
+    node = processes.start("join", f"--key={key}", "--token", token)
+    assert "joined as" in wait_for_line(node, "(joined as .*)")
 
 
 CLASS_CONFIG = """\

@@ -65,6 +65,8 @@ def test_workers_that_need_live_objects_are_threads() -> None:
         (EDP, {}, "how many workers"),
         (DILOCO | {"transport": {"kind": "in-process"}}, {"invite": True}, "other machines do not reach"),
         (DILOCO | {"transport": {"kind": "postgres"}}, {"invite": True, "hosts": ("a", "b")}, "listens at one address"),
+        (DILOCO | {"transport": {"kind": "xmlrpc"}}, {"invite": True, "announce": True}, "cannot check the key of xmlrpc"),
+        (DILOCO | {"transport": {"kind": "postgres", "host": "db"}}, {"invite": True, "announce": True}, "a database of others"),
         (DILOCO | {"transport": {"kind": "xmlrpc"}}, {"workers": 2, "live": ("data",)}, "transport.kind is xmlrpc"),
         (DILOCO | {"engine": {"kind": "fsdp"}}, {"workers": 2, "live": ("data",)}, "the engine fsdp is several"),
     ],

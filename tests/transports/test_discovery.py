@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.transports.discovery import CLASS, COORDINATOR, Announcement, announced_name, announcement_of, checked, require_long_token
 from shoal.transports.keys import fingerprint, key_text, new_keys
@@ -136,3 +138,14 @@ def test_a_token_that_could_be_guessed_is_not_used_with_an_announced_key() -> No
     require_long_token("x" * 16)
     with pytest.raises(ShoalError, match="has 15 characters"):
         require_long_token("x" * 15)
+
+
+def test_without_the_package_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shoal.transports.discovery.find_spec", lambda name: None)
+    config = tmp_path / "config.yaml"
+    config.write_text("strategy: {kind: edp}\ndata: {source: {kind: builtin, name: digits}}\n")
+    for command in (["join"], ["serve", "run", "--announce"], ["coordinate", str(config), "--announce"]):
+        assert main(command) == 2
+        assert "pip install 'shoal[discovery]'" in capsys.readouterr().err

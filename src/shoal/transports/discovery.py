@@ -89,7 +89,10 @@ class SearchResult(NamedTuple):
 def require_zeroconf() -> None:
     """Raises ShoalError where the package is missing."""
     if find_spec("zeroconf") is None:
-        raise ShoalError("finding coordinators on this network needs zeroconf: pip install 'shoal[discovery]'")
+        raise ShoalError(
+            "finding servers on a network needs the package zeroconf: pip install 'shoal[discovery]'. `shoal join ADDRESS` needs nothing: "
+            "the server prints the whole command"
+        )
 
 
 def require_long_token(token: str) -> None:
