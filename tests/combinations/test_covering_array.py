@@ -1,6 +1,6 @@
 """Every pair of settings that `shoal config check` accepts is in a row, and the check refuses every other pair.
 
-The rows of one process train here; those of several processes are too many for this suite.
+The rows of one process train here; those of several processes, and of compiled models, are `long`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import pytest
 import yaml
 
 from shoal.cli.main import main
+from shoal.runs.folder.checkpoint import find_checkpoint, load_weights
+from shoal.runs.folder.run_reader import read_summary
 from tests.combinations.array import ROWS, all_pairs, objection
 from tests.combinations.factors import DEFAULTS, Row, pairs_of, settings_of
 from tests.combinations.inputs import placed, write_inputs
+from tests.support.processes import processes_in
 
 FOUND = json.loads(ROWS.read_text())
 ARRAY: list[Row] = [DEFAULTS | row for row in FOUND["rows"]]
@@ -66,15 +69,30 @@ def file_of(row: Row, inputs: Path, folder: Path) -> Path:
     return file
 
 
-def check_figures(folder: Path) -> None:
-    """The run, or the last of its phases, took steps with finite figures."""
-    folder = folder / "policy" if (folder / "policy").is_dir() else folder
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] > 0
-    assert all(math.isfinite(value) for value in summary["metrics"]["train"].values())
+def check_run(folder: Path) -> None:
+    """The run, or each of its phases, was completed with finite figures and weights, and a policy began with the weights of its base."""
+    for phase in [folder / name for name in ("base", "policy") if (folder / name).is_dir()] or [folder]:
+        summary = read_summary(phase)
+        assert summary["status"] == "completed"
+        assert summary["steps"] > 0
+        assert all(math.isfinite(value) for value in summary["metrics"]["train"].values())
+        assert all(value.isfinite().all() for value in find_checkpoint(str(phase), print).weights.values() if value.is_floating_point())
+    if (folder / "base").is_dir():
+        began = load_weights(folder / "policy" / "start.safetensors")
+        base = find_checkpoint(str(folder / "base"), print).weights
+        assert all(value.equal(base[name]) for name, value in began.items())
 
 
 @pytest.mark.parametrize("row", as_parameters([row for row in ARRAY if runs_here(row)]))
 def test_rows_of_one_process_train(row: Row, inputs: Path, tmp_path: Path) -> None:
     assert main(["train", str(file_of(row, inputs, tmp_path)), "--run-dir", str(tmp_path / "run")]) == 0
-    check_figures(tmp_path / "run")
+    check_run(tmp_path / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", as_parameters([row for row in ARRAY if not runs_here(row)]))
+def test_rows_of_several_processes_train(row: Row, inputs: Path, tmp_path: Path) -> None:
+    with processes_in(tmp_path) as processes:
+        code, told = processes.run("train", str(file_of(row, inputs, tmp_path)), "--run-dir", "run")
+    assert code == 0, told
+    check_run(tmp_path / "run")

@@ -28,6 +28,8 @@ PART = "{source: {kind: builtin, name: python-source}"
 
 PAIRS = "task: {kind: dpo}\nmodel: {kind: gpt}\ndata: {source: {kind: preferences, path: x}}\n"
 POLICY = "task: ppo\nmodel: {kind: gpt}\nrlhf: {}\n"
+CONTEXTS = "data: {batching: dynamic, source: {kind: text, path: x}}\n"
+CUT = "engine: {kind: pipeline}\nmodel: "
 STAGES = "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: "
 BROKEN = [
     ("tasks", STAGES + "{tasks: [{id: a, model_share: 0.7}, {id: b, model_share: 0.7}]}\n", ["scheduler.tasks", "engine.kind"]),
@@ -48,6 +50,16 @@ BROKEN = [
     ("engine", "engine: {kind: deepspeed, zero_stage: 0}\n", ["engine.zero_stage"]),
     ("engine", "engine: {kind: fsdp}\ntraining: {optimizer: {name: Muon}}\n", ["training.optimizer.name", "engine.kind"]),
     ("engine", "engine: {kind: fsdp}\nmodel: {kind: dcgan}\ntask: gan\n", ["engine.kind"]),
+    ("engine", CONTEXTS + CUT + "{kind: moe, cross_attention: {enabled: true}}\n", ["model.cross_attention.enabled", "engine.kind"]),
+    ("engine", CUT + "{kind: moe, retrieval: {enabled: true}}\n", ["model.retrieval.enabled", "engine.kind"]),
+    ("engine", CUT + "{kind: moe, episodic_memory: {enabled: true}}\n", ["model.episodic_memory.enabled", "engine.kind"]),
+    ("engine", CUT + "{kind: huggingface, pretrained: gpt2, lora: {rank: 2}}\n", None),
+    ("engine", "engine: {kind: deepspeed, zero_stage: 3}\ntraining: {compile: true}\n", ["training.compile", "engine.zero_stage"]),
+    (
+        "rollouts",
+        "task: ppo\nmodel: {kind: gpt, max_seq_len: 48}\nrlhf: {ppo: {prompt_length: 16, response_length: 40}}\n",
+        ["rlhf.ppo.response_length", "rlhf.ppo.prompt_length", "model.max_seq_len"],
+    ),
     (
         "engine",
         "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true, nvme_path: x}\nlogging: {track_gradients: true}\n",

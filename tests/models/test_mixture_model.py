@@ -19,6 +19,7 @@ from shoal.models.layers.expert_layer import ExpertLayer, grouped_linear
 from shoal.models.mixtral import as_mixtral
 from shoal.models.moe import Moe
 from shoal.models.routers import Routes, build_router
+from shoal.models.step_state import step_states
 from shoal.models.transformer import LayerInputs
 from shoal.tasks.language import LanguageModelling
 
@@ -403,3 +404,12 @@ def test_a_batch_that_only_fills_a_place_is_not_counted():
     engine.step([batch()])
     engine.step([batch(), empty])
     assert engine.task.players["model"].loads.load_LE.sum(1).tolist() == [72.0, 72.0]
+
+
+def test_the_layers_of_a_stage_count_in_the_order_of_the_whole() -> None:
+    """A pipeline adds up the loads of each stage by their places in this order."""
+    settings = schema.Moe(hidden_size=16, num_layers=2, num_heads=4, max_seq_len=16, mixture_of_heads=schema.MixtureOfHeads(enabled=True))
+    whole = Moe(settings, 31)
+    counted = [one.load_LE.shape[1] for one in step_states(whole)]
+    assert len(set(counted)) == 2, "heads and experts are not as many"
+    assert [one.load_LE.shape[1] for one in step_states(whole.only(1, 2))] == counted

@@ -149,6 +149,21 @@ def test_values_of_a_head_are_those_of_a_pass_over_the_answers() -> None:
     assert torch.allclose(drawn.values_BT, expected_BT * drawn.real_BT, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", ["head", "network"])
+def test_values_are_in_32_bits_also_where_an_engine_computes_in_16(place: Any) -> None:
+    """FSDP and DeepSpeed hold weights of 16 bits. The variance of advantages can round to 0 in them."""
+    model = gpt()
+    players = {"model": model} | add_value_head(model, place)
+    task = PolicyGradient(players, Rlhf())
+    drawn = answers(model)
+    for player in players.values():
+        player.half()
+    with torch.no_grad():
+        values_BT = task.values(as_text(*drawn[:4]), 7)
+    assert values_BT is not None
+    assert values_BT.dtype == torch.float32
+
+
 def packed_in(model: Gpt) -> int:
     return sum("forward" in vars(module) for module in model.modules())
 

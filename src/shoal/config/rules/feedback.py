@@ -170,6 +170,21 @@ def penalties_in_use(settings: Settings, task: Task | None, penalties: Any) -> N
         settings.report("no-effect", message, f"training.penalties.{given[0]}", "task.kind", severity="warning")
 
 
+@rule("task", "rlhf", "model.max_seq_len", "data.sequence_length", "data.batching")
+def answers_fit_the_model(
+    settings: Settings, task: Task | None, rlhf: Rlhf | None, longest: int, length: int | None, batching: str
+) -> None:
+    """Prompts of texts are as long as they may be; those of a file or of pairs may be shorter."""
+    if rlhf is None or task is None or task.needs != "prompts":
+        return
+    of_texts = rlhf.prompts is None and batching == "packed" and settings.get("data.source.kind") != "preferences"
+    prompt = min(rlhf.ppo.prompt_length, length or longest) if of_texts else 1
+    if prompt + rlhf.ppo.response_length > longest:
+        message = f"answers of {rlhf.ppo.response_length} tokens to prompts of {prompt} do not fit a model that takes {longest}"
+        paths = ("rlhf.ppo.response_length", "rlhf.ppo.prompt_length", "model.max_seq_len")
+        settings.report("rollouts", message, *paths, help="set shorter ones, or a larger model.max_seq_len")
+
+
 @rule("task", "rlhf", "model.kind", "engine.kind")
 def values_have_a_place(settings: Settings, task: Task | None, rlhf: Rlhf | None, model: str, engine: str) -> None:
     """The value function of ppo is a row on the policy, or a network of its own."""

@@ -228,6 +228,32 @@ def pipelines_cut_language_models(settings: Settings, engine: str, model: str, c
         settings.report("engine", message, "training.precision.kind", "engine.kind", help="take bf16, fp16 or fp32")
 
 
+@rule("engine.kind", "model.cross_attention.enabled", "model.retrieval.enabled", "model.episodic_memory.enabled")
+def stages_read_nothing_beside_the_sequence(settings: Settings, engine: str, *reads: bool) -> None:
+    """What a model reads beside its sequence goes to blocks that other stages may have."""
+    for name, enabled in zip(("cross_attention", "retrieval", "episodic_memory"), reads, strict=True):
+        if engine == "pipeline" and enabled:
+            message = f"a model with {name.replace('_', ' ')} is not cut into the stages of a pipeline"
+            settings.report(
+                "engine", message, f"model.{name}.enabled", "engine.kind", help="set it to false, or take the engine ddp or fsdp"
+            )
+
+
+@rule("engine.kind", "model.lora")
+def stages_have_no_adapters(settings: Settings, engine: str, lora: Any) -> None:
+    if engine == "pipeline" and lora is not None:
+        message = "a model with LoRA's matrices beside its weights is not cut into the stages of a pipeline"
+        settings.report("engine", message, "model.lora", "engine.kind", help="set it to null, or take the engine ddp or fsdp")
+
+
+@rule("engine.kind", "engine.zero_stage", "training.compile")
+def partitioned_weights_are_not_compiled(settings: Settings, engine: str, stage: int, compile: bool) -> None:
+    """ZeRO 3 gathers a layer's weights in hooks that torch's compiler does not see: to the compiler they are empty."""
+    if engine == "deepspeed" and stage == 3 and compile:
+        message = "weights that ZeRO 3 cuts into parts are not there when torch compiles the model"
+        settings.report("engine", message, "training.compile", "engine.zero_stage", help="set it to false, or take ZeRO 2 or fsdp")
+
+
 @rule("engine.nvme_offload", "logging.track_gradients")
 def gradients_on_a_disk_are_gone(settings: Settings, offload: bool, track: bool) -> None:
     if offload and track:
