@@ -372,6 +372,7 @@ def test_a_worker_joins_what_was_announced(network: None, processes: Processes) 
     assert "completed after 3 steps" in coordinator.communicate()[0]
 
 
+@pytest.mark.long
 def test_what_only_this_machine_reaches_is_not_announced(processes: Processes) -> None:
     code, told = processes.run("coordinate", "config.yaml", "--announce", "--host", "127.0.0.1")
     assert code == 2
