@@ -14,6 +14,7 @@ from shoal.cli.main import main
 from shoal.config.load import ConfigFile, resolve
 from shoal.config.schema.engine import DeepSpeed
 from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.folder.run_reader import read_summary
 
 PRESETS = (
     "gpu/tiny",
@@ -100,7 +101,11 @@ def smaller(files: list[str], engine: Mapping[str, str] = ONE_PROCESS) -> list[s
         own |= {"model.retrieval.encoder": "words", "model.retrieval.chunk_size": "4", "model.retrieval.passage_tokens": "4"}
     if run.model.episodic_memory.enabled:  # type: ignore[attr-defined]
         own |= {"model.episodic_memory.chunk_size": "4"}
-    return [word for path, value in own.items() for word in ("--set", f"{path}={value}")]
+    return sets(own)
+
+
+def sets(settings: Mapping[str, str]) -> list[str]:
+    return [word for path, value in settings.items() for word in ("--set", f"{path}={value}")]
 
 
 @pytest.mark.whole
@@ -123,6 +128,34 @@ def test_a_stack_starts_with_the_engine_that_it_names(folder: Path, capfd: pytes
     engine = RunDirectory(folder / "run").config().engine
     assert isinstance(engine, DeepSpeed)
     assert engine.zero_stage == 3
+    expect_learning(folder / "run")
+
+
+FEEDBACK = {"model.max_seq_len": "32", "rlhf.ppo.steps": "1", "training.max_steps": "2"}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(name, marks=pytest.mark.long) for name in ("rloo", "grpo", "online-dpo"))])
+def test_the_documents_mixture_learns_from_feedback(algorithm: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its activations are computed again, and its texts come from a stream."""
+    pytest.importorskip("vaderSentiment")
+    settings = FEEDBACK | {"rlhf.algorithm": algorithm, "rlhf.group_size": "4"}
+    command = ["train", "gpu/base", "--rlhf_config", "rlhf/test_cpu", "--run-dir", "run", *smaller(["gpu/base"]), *sets(settings)]
+    assert main(command) == 0, capsys.readouterr().err
+    base, policy = (RunDirectory(folder / "run" / name).config() for name in ("base", "policy"))
+    for run in (base, policy):
+        assert run.training.gradient_checkpointing
+        assert run.data.streaming
+    summary = read_summary(folder / "run" / "policy")
+    assert summary["status"] == "completed"
+    assert all(map(math.isfinite, summary["metrics"]["train"].values()))
+
+
+@pytest.mark.parametrize("task", ["dpo", pytest.param("reward", marks=pytest.mark.long)])
+def test_the_documents_mixture_learns_from_pairs(task: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "pairs.jsonl").write_text('{"prompt": "Who?", "chosen": " A fox.", "rejected": " A cat."}\n' * 40)
+    settings = {"task": task, "data.source.kind": "preferences", "data.source.path": "pairs.jsonl", "data.streaming": "false"}
+    assert main(["train", "gpu/base", "--run-dir", "run", *smaller(["gpu/base"]), *sets(settings)]) == 0, capsys.readouterr().err
+    assert RunDirectory(folder / "run").config().training.gradient_checkpointing
     expect_learning(folder / "run")
 
 

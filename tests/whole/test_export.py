@@ -97,3 +97,30 @@ def test_a_run_without_lora_has_no_adapters_to_export(capsys: pytest.CaptureFixt
     assert main(["export", "run", "small", "--adapters"]) == 2
     assert "has no adapters" in capsys.readouterr().err
     assert not list(Path().glob("*small*"))
+
+
+@pytest.mark.whole
+def test_a_reward_model_with_lora_ends_with_its_classifier_and_its_adapters() -> None:
+    pytest.importorskip("peft")
+    shape = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained("start")
+    Path("pairs.jsonl").write_text('{"prompt": "Q", "chosen": "yes", "rejected": "no"}\n' * 40)
+    pairs = [
+        "data.source.kind=preferences",
+        "data.source.path=pairs.jsonl",
+        "data.tokenizer=bytes",
+        "task=reward",
+        "data.sequence_length=16",
+    ]
+    model = [
+        "model.kind=huggingface",
+        "model.pretrained=start",
+        "model.lora.rank=2",
+        "training.max_steps=1",
+        "training.batch_size=2",
+        "training.device=cpu",
+    ]
+    settings = [word for setting in (*pairs, *model) for word in ("--set", setting)]
+    assert main(["train", "config.yaml", "--run-dir", "run", *settings]) == 0
+    assert transformers.AutoModelForSequenceClassification.from_pretrained("run/model").config.num_labels == 1
+    assert [path.name for path in Path("run/adapters").glob("*.safetensors")] == ["adapter_model.safetensors"]

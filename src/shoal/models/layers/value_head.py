@@ -36,6 +36,10 @@ class ScoreModel(nn.Module):
         """Save as a sequence classifier with one label, for trunks of transformers. The model must not be used afterwards."""
         self.trunk.save_scored(folder, self.head.weight.detach())
 
+    def save_adapters(self, folder: Path) -> None:
+        """Save the trunk's LoRA adapters alone. The head is with the whole model, which `save` writes."""
+        self.trunk.save_adapters(folder)
+
     def __getattr__(self, name: str) -> Any:
         """Attributes of the language model that callers need."""
         if name in ("vocab_size", "max_seq_len", "new_beside", "gradient_checkpointing"):
