@@ -116,18 +116,22 @@ class PostgresServer(RequestTables):
                 self._requeue_unusable(iteration, *columns[:2])
             else:
                 self._cancel_older(iteration)
-            issued = connection.execute(
-                "INSERT INTO shoal.units (iteration, epoch, start, batches, attempts)"
-                " SELECT %s, epoch, start, batches, coalesce(attempts, 0)"
-                " FROM unnest(%s::int8[], %s::int8[], %s::int8[]) WITH ORDINALITY AS u (epoch, start, batches, n)"
-                " LEFT JOIN unnest(%s::int8[], %s::int8[], %s::int4[]) AS tried (epoch, start, attempts) USING (epoch, start)"
-                " WHERE NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.epoch = u.epoch AND c.start = u.start)"
-                " AND NOT EXISTS (SELECT FROM shoal.units o WHERE o.epoch = u.epoch AND o.start = u.start"
-                " AND (o.iteration = %s OR o.state IN ('pending', 'claimed'))) ORDER BY n",
-                (iteration, *columns, *tried, iteration),
-            )
-            self._tally({"issued": issued.rowcount})
+            self._insert_units(iteration, columns, tried)
             connection.execute("SELECT pg_notify('shoal_work', '')")
+
+    def _insert_units(self, iteration: int, columns: list[list[int]], tried: list[list[int]]) -> None:
+        """Insert the units that are neither open nor done. `columns`: their epochs, starts and batches; `tried`: see `_tried_before`."""
+        issued = self.fetch(
+            "WITH issued AS (INSERT INTO shoal.units (iteration, epoch, start, batches, attempts)"
+            " SELECT %s, epoch, start, batches, coalesce(attempts, 0)"
+            " FROM unnest(%s::int8[], %s::int8[], %s::int8[]) WITH ORDINALITY AS u (epoch, start, batches, n)"
+            " LEFT JOIN unnest(%s::int8[], %s::int8[], %s::int4[]) AS tried (epoch, start, attempts) USING (epoch, start)"
+            " WHERE NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.epoch = u.epoch AND c.start = u.start)"
+            " AND NOT EXISTS (SELECT FROM shoal.units o WHERE o.epoch = u.epoch AND o.start = u.start"
+            " AND (o.iteration = %s OR o.state IN ('pending', 'claimed'))) ORDER BY n RETURNING 1) SELECT count(*) FROM issued",
+            (iteration, *columns, *tried, iteration),
+        )
+        self._tally({"issued": issued[0][0]})
 
     def has_open_units(self) -> bool:
         """Whether there is a unit that a worker holds or may claim."""
