@@ -40,7 +40,7 @@ def folder_with(path: Path, records: int = 20, **status: Any) -> RunFolder:
 
 
 def client(folder: RunFolder, token: str | None = None, password: str = "") -> TestClient:
-    app: Any = AuthMiddleware(make_dashboard_app([WatchedRun(folder)], owner_password=password), token, GUARDED)
+    app: Any = AuthMiddleware(make_dashboard_app([WatchedRun(folder)], owner_password=password), token, GUARDED, "token")
     return TestClient(app, base_url=LOCAL)
 
 
