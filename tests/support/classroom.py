@@ -46,6 +46,8 @@ class School:
         self.threads: list[threading.Thread] = []
         self.workers: list[JoinedWorker] = []
         self.problems: list[BaseException] = []
+        self.told: dict[str, list[str]] = {}
+        """By worker: what its user was told."""
         with connect(access) as connection:
             schema.init(connection)
             schema.grant(connection, "pupil", "secret", "class")
@@ -76,8 +78,9 @@ class School:
         def work() -> None:
             try:
                 receipts = self.folder / "run" / "workers" / f"{name}.jsonl"
+                told = self.told.setdefault(name, [])
                 joined = JoinedWorker(
-                    JoinOptions(self.student.address, "", None, name=name, receipts=receipts, patience_s=HANG_S), lambda text: None
+                    JoinOptions(self.student.address, "", None, name=name, receipts=receipts, patience_s=HANG_S), told.append
                 )
                 joined.prepare()
                 self.workers.append(joined)

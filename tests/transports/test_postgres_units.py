@@ -375,7 +375,7 @@ def test_names(database: Database, server: PostgresServer, enter: Callable[..., 
     enter(), enter(), enter("mia"), enter("mia")
     assert [row["name"] for row in server.workers()] == ["worker-1", "worker-2", "mia", "mia-2"]
     with pytest.raises(Refused, match="a name has"):
-        enter("drop table")
+        enter("drop;table")
     with database.connect() as connection:
         connection.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 hour', completed = 5 WHERE name = 'mia'")
     enter("mia")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from shoal.cli.output import print_secret
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
+from shoal.protocol.worker_names import NAME_RULE, is_worker_name
 from shoal.runs.invitation import CoordinatorSecrets, GuestList
 from shoal.transports.keys import key_text
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def run(argv: list[str]) -> int:
@@ -25,8 +23,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--withdraw", action="store_true", help="withdraw the invitation: its workers are disconnected and refused")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="most workers at a time (default: 4)")
     arguments = parser.parse_args(argv)
-    if not _NAME.fullmatch(arguments.name):
-        raise ShoalError(f"`{arguments.name}` is no name for a guest: letters, digits, `.`, `_` and `-`, 64 at most")
+    if not is_worker_name(arguments.name):
+        raise ShoalError(f"`{printable(arguments.name)}` is no name for a guest: {NAME_RULE}")
     if arguments.workers < 1:
         raise ShoalError("--workers: an invitation is for one worker at least")
     state, known = _coordinator_of(Path(arguments.run))

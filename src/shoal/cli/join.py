@@ -30,8 +30,9 @@ from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.config.ranks import rank_place
 from shoal.config.received import Permissions
 from shoal.config.schema.cluster import Postgres
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
 from shoal.process_exit import DECLINED
+from shoal.protocol.worker_names import NAME_RULE, name_of
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
@@ -76,7 +77,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help=_ADDRESS)
     add_token_options(parser, "the coordinator's")
     parser.add_argument("--key", help="the coordinator's public key; not needed for a coordinator on this machine")
-    parser.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
+    parser.add_argument("--name", help=f"this worker's name (default: asked for at a terminal, else given by the coordinator); {NAME_RULE}")
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     add_data_option(parser)
@@ -199,7 +200,7 @@ def _join_pipeline(arguments: argparse.Namespace, invitation: Invitation, stops:
 
     overrides, permissions = [parse_override(text) for text in arguments.settings], Permissions.of(arguments.data)
     own = OwnSettings(overrides, permissions, arguments.factory, lambda run: _stage_agreed(run, arguments.ask))
-    machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", own, arguments.patience)
+    machine = PipelineMember(invitation, arguments.name or name_of(platform.node()) or "machine", own, arguments.patience)
     stops.append(machine.stop)
     return machine.work(print_log)
 
@@ -286,6 +287,7 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProces
         invitation = typed(arguments)
         if arguments.key_was_announced:
             require_long_token(invitation.token or parse_address(invitation.address).password or "")
+        arguments.name = chosen_name(arguments.name)
         return invitation, None
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
@@ -313,6 +315,26 @@ def typed(arguments: argparse.Namespace) -> Invitation:
     from shoal.transports.keys import key_from_text
 
     return Invitation(arguments.address, token, key_from_text(arguments.key) if arguments.key else None)
+
+
+def chosen_name(given: str | None) -> str | None:
+    """The worker's name: the given one, or one typed at the terminal. None: the coordinator gives it one. Raises ShoalError."""
+    if given is not None:
+        if not name_of(given):
+            raise ShoalError(f"--name: `{printable(given)}` cannot be a worker's name: {NAME_RULE}")
+        return name_of(given)
+    if rank_place() is not None or not sys.stdin.isatty():
+        return None
+    own = name_of(platform.node())
+    while True:
+        sys.stderr.write("this computer's name in the run" + (f" [{own}]: " if own else ": "))
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line.strip():
+            return own or None
+        if name := name_of(line):
+            return name
+        sys.stderr.write(f"that cannot be its name: {NAME_RULE}\n")
 
 
 def _token(arguments: argparse.Namespace) -> str | None:

@@ -174,6 +174,17 @@ def show_invitation(started: StartedRun, hosts: Sequence[str] = ()) -> None:
     sys.stdout.flush()
 
 
+def show_when_open(started: StartedRun) -> None:
+    """Let a coordinator say when it answers, and how many workers it waits for."""
+    from shoal.runs.coordinator_run import CoordinatorLoop
+
+    loop, address = started.loop, started.invitation.address if started.invitation is not None else ""
+    if isinstance(loop, CoordinatorLoop):
+        where, needed = parse_database(address).shown if is_address(address) else address, loop.coordinator.plan.needed
+        waits = "a worker" if needed <= 1 else f"{needed} workers"
+        loop.on_open = lambda: loop.message(f"the coordinator answers at {where}, and waits for {waits}")
+
+
 def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     """Print the command with which machines join a pipeline."""
     host = addresses.parse(invitation.address).host

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.discovery import add_announce_option
-from shoal.cli.join import add_ask_option, add_data_option, add_token_options, agreed, check_trust, typed
+from shoal.cli.join import add_ask_option, add_data_option, add_token_options, agreed, check_trust, chosen_name, typed
 from shoal.cli.main import parser_of
 from shoal.cli.options import add_plugin_option, add_public_address_option, load_plugins
 from shoal.cli.output import print_log
@@ -49,7 +49,11 @@ def run(argv: list[str]) -> int:
 
     permissions = Permissions.of(arguments.data)
     options = JoinOptions(
-        *typed(arguments), name=arguments.name, patience_s=arguments.patience, permissions=permissions, workers=arguments.expect
+        *typed(arguments),
+        name=chosen_name(arguments.name),
+        patience_s=arguments.patience,
+        permissions=permissions,
+        workers=arguments.expect,
     )
     joined = JoinedWorker(options, print_log)
     try:

@@ -14,17 +14,20 @@ from shoal.cli.discovery import announced
 from shoal.cli.engine_processes import as_rank, as_stage, gather, ignore_signals, start_ranks
 from shoal.cli.main import report
 from shoal.cli.options import load, slowdowns
-from shoal.cli.output import download, print_log, print_secret, show_invitation, show_outcome, stopping_on_signals
+from shoal.cli.output import download, print_log, print_secret, show_invitation, show_outcome, show_when_open, stopping_on_signals
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import rank_place
+from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.side_processes import check_dashboard, dashboard
 from shoal.launch.start import Arguments, StartedRun, headline, preload_libraries, start_run
 from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
 from shoal.transports.discovery import COORDINATOR
+from shoal.transports.interface import Unreachable
 
 if TYPE_CHECKING:
+    from shoal.config import Run
     from shoal.engines import World
     from shoal.runs.coordinator_run import CoordinatorLoop
     from shoal.runs.training.loop import TrainingLoop
@@ -101,6 +104,8 @@ def _train(plan: StartPlan, arguments: Arguments) -> tuple[int, World]:
 
     run, speaks, cluster = plan.run, plan.here is None or plan.here.rank == 0, plan.mode is StartMode.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
+    if plan.options.invite and speaks:
+        sys.stderr.write(f"starting: {_beginnings(run)}; the command for workers follows\n")
     with start_run(plan, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(plan, loop))
@@ -108,9 +113,16 @@ def _train(plan: StartPlan, arguments: Arguments) -> tuple[int, World]:
             with _announced(ready, plan.options.announce):
                 if plan.options.invite:
                     show_invitation(ready, plan.options.hosts)
-                with _watched(loop, plan.options.watch and speaks):
+                    show_when_open(ready)
+                with _watched(loop, plan.options.watch and speaks), _telling_how_to_go_on(loop, _command(plan)):
                     outcome = ready.train()
         return show_outcome(loop, outcome, _command(plan)) if speaks else 0, loop.engine.world
+
+
+def _beginnings(run: Run) -> str:
+    """What a coordinator does before workers can join."""
+    database = isinstance(run.transport, Postgres) and run.transport.host == "embedded"
+    return "the data and the model are read" + (", and a PostgreSQL of the run's own begins" if database else "")
 
 
 def _command(plan: StartPlan) -> str:
@@ -129,6 +141,16 @@ def _announced(ready: StartedRun, wanted: bool) -> Iterator[None]:
     assert ready.invitation is not None
     with announced(COORDINATOR, ready.loop.directory.path.name, ready.invitation, ready.hosts):
         yield
+
+
+@contextmanager
+def _telling_how_to_go_on(loop: TrainingLoop | CoordinatorLoop, command: str) -> Iterator[None]:
+    """Adds the command that resumes the run to the error where its database does not come back."""
+    try:
+        yield
+    except Unreachable as problem:
+        again = f"What was confirmed is kept; when it answers: shoal {command} --run-dir {loop.directory.path} --resume"
+        raise ShoalError(f"{problem}. {again}" if command else str(problem)) from None
 
 
 @contextmanager

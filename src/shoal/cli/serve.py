@@ -59,9 +59,10 @@ def _answer(served: ServedModel, arguments: argparse.Namespace, stages: Distribu
     if not getattr(served.model, "joins_rows", True):
         warn("this model keeps more state than keys and values, so its requests are computed one by one")
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    for port in service.ports:
-        print(f"{served.name} answers at http://{shown}:{port}/v1, and chats at http://{shown}:{port}/", flush=True)
-    service.run()
+    homes = [f"http://{shown}:{port}" for port in service.ports]
+    if stages is not None:
+        print_log(f"{served.name} waits for the other machines to load their layers; requests at {homes[0]}/v1 wait, too")
+    service.run(lambda: print("".join(f"{served.name} answers at {home}/v1, and chats at {home}/\n" for home in homes), end="", flush=True))
     return 0
 
 

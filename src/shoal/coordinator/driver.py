@@ -189,11 +189,14 @@ class CoordinatorDriver:
     # --- the end -----------------------------------------------------------------------------------
 
     def say_goodbye(self, until: float, interrupted: bool, also: Callable[[], None]) -> None:
-        """Tell all workers that the run is over, until this time at most. Workers of a lease database read it with the weights."""
-        leases = None if interrupted else self.leases
-        if leases is not None and not leases.published_end:
+        """Tell all workers that the run is over, until this time at most. Workers of a lease database read it with the weights; if the run
+        was interrupted, they stay for a while, since it may be resumed."""
+        leases = self.leases
+        if leases is not None:
+            self.store.carry_out(leases.announce_end)
+        if leases is not None and not interrupted and not leases.published_end:
             self.store.carry_out(leases.publish_last)
-        while (leases.has_workers() if leases is not None else self.coordinator.members.by_name) and self.deps.clock() < until:
+        while (leases.has_workers(interrupted) if leases is not None else self.coordinator.members.by_name) and self.deps.clock() < until:
             self.serve(self.server.poll(TICK_S))
             self.handle(Tick())
             also()

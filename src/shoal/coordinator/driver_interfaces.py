@@ -106,5 +106,8 @@ class LeaseDatabase(Server, Protocol):
         """Number of workers that are here."""
 
     def workers(self) -> list[dict[str, Any]]: ...
+    def set_end(self, status: str | None) -> None:
+        """Report to all workers how the run has ended or was stopped; None: it goes on."""
+
     def keep_out(self, worker: str, out: bool) -> None:
         """Lease no more units to a worker of this name, or do so again."""

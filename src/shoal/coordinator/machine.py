@@ -204,6 +204,8 @@ class Coordinator:
         header: dict[str, Any] = {"kind": "pulse", "done": self.completion.finished}
         if self.units is not None:
             header["oldest"] = self.units.leases.oldest
+        if header["done"]:
+            header["outcome"] = self.completion.outcome
         if worker.warning:
             header["word"], worker.warning = worker.warning, ""
         turn.effects.append(Reply(caller, header))

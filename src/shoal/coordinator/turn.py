@@ -76,6 +76,11 @@ class RunCompletion:
             return replayed.state.version >= self.total_steps or bool(self.stopped)
         return replayed.state.batches >= plan.total_batches or bool(self.stopped)
 
+    @property
+    def outcome(self) -> str:
+        """How the run ended, for its workers; empty while it goes on."""
+        return (self.stopped or "completed") if self.finished else ""
+
     def end_here(self) -> None:
         """Declare the run complete with the newest version."""
         self.total_steps = self.replayed.state.version
@@ -111,7 +116,10 @@ class Replies:
         fields, frames = self.publisher.since(worker.session, have) if have > NO_WEIGHTS else ({}, ())
         most_lag = self.policies.admission.most_lag(self.members.speed(worker))
         version, step = turn.state.version, turn.replayed.step
-        header = {**header, "version": version, "step": step, "done": self.completion.finished, "most_lag": most_lag, **fields}
+        done = self.completion.finished
+        header = {**header, "version": version, "step": step, "done": done, "most_lag": most_lag, **fields}
+        if done:
+            header["outcome"] = self.completion.outcome
         if self.policies.contribution.takes_inner_steps and have > NO_WEIGHTS:
             worker.began_at = turn.now
             steps = steps_for(self.policies, self.plan, version, worker, self.members, turn.now)

@@ -32,7 +32,8 @@ from shoal.launch import forkserver
 from shoal.launch.engine_processes import ENDED, GLOO, LOST, NOT_FOUND, on_loopback
 from shoal.launch.local import MOST_FAILURES
 from shoal.process_exit import DECLINED
-from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
+from shoal.protocol.messages import LONGEST_REASON, PROTOCOL
+from shoal.protocol.worker_names import is_worker_name, with_ending
 from shoal.runs import stage_placement
 from shoal.runs.connections import TransportConnection
 from shoal.runs.folder.run_directory import settings_text
@@ -55,6 +56,7 @@ _GRACE_S = 30.0
 """How long the others wait for a lost machine before they continue without it."""
 _POLL_INTERVAL_S = 0.2
 _GOODBYE_S = 5.0
+_LONGEST_WORD = 64
 _LARGEST = 8 << 20
 _MOST_WAITING = 1000
 """The most machines that are remembered. Further ones wait until others have fallen silent."""
@@ -269,7 +271,7 @@ class PipelineHost:
         name, instance, last, key = (header.get(field) for field in ("name", "instance", "last", "key"))
         if kind == "join":
             return {"kind": "refused", "reason": STAGES, "detail": "this run gives out places in a pipeline"}
-        if kind not in (ASK, FAILED) or not (_is_word(name) and _is_word(instance) and isinstance(last, int)):
+        if kind not in (ASK, FAILED) or not (_is_word(name) and is_worker_name(name) and _is_word(instance) and isinstance(last, int)):
             return {"kind": "refused", "reason": "malformed", "detail": "that is nothing that a machine of this run says"}
         if header.get("protocol") != PROTOCOL:
             return {"kind": "refused", "reason": "protocol", "detail": f"this coordinator speaks version {PROTOCOL} of the protocol"}
@@ -307,7 +309,7 @@ class PipelineHost:
 
 
 def _is_word(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_WORD and value.isprintable()
 
 
 # --- the tunnel of a stage --------------------------------------------------------------------------------------
@@ -347,7 +349,7 @@ class PipelineMember:
     """A machine that joins: asks for a rank, and runs its stage in a process."""
 
     def __init__(self, invitation: Invitation, name: str, own: OwnSettings, patience_s: float) -> None:
-        self.invitation, self.name, self.own = invitation, name[:LONGEST_NAME], own
+        self.invitation, self.name, self.own = invitation, with_ending(name, ""), own
         self.line = TransportConnection(invitation.address, invitation.token, invitation.key)
         self.instance, self.patience_s = secrets.token_hex(8), patience_s
         self.keys = new_keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from shoal.transports.addresses import to_tell
 from shoal.transports.database_address import CLASS_ROLE
 
 _CHECK_S = 0.5
+Report = Callable[[str], None]
 _TOKEN_FILE = "class_token"
 _MOST_BYTES = 512 << 20
 """Memory limit of a student's connection: many times what Shoal's statements need."""
@@ -40,6 +41,8 @@ class RunLocation(NamedTuple):
     """In a database that others administer: the role that workers connect as."""
     fresh: bool = False
     """Whether the folder was created for this run."""
+    report_to: Callable[[Report], None] = lambda report: None
+    """Names the function that receives a text when the run's own database has ended, from a thread."""
 
 
 @contextmanager
@@ -75,8 +78,8 @@ def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, h
         token = _create_class_role(server)
         near, far = (where._replace(user=CLASS_ROLE, password=token) for where in (server.access, server.access_from(to_tell(host))))
         invitations = Invitation(near.address, "", None), Invitation(far.address, "", None)
-        with _kept_alive(server):
-            yield RunLocation(str(directory.path), here, *invitations, fresh=directory.fresh)
+        with _kept_alive(server) as watch:
+            yield RunLocation(str(directory.path), here, *invitations, fresh=directory.fresh, report_to=watch.report_to)
 
 
 def _create_class_role(server: EmbeddedPostgres) -> str:
@@ -92,21 +95,49 @@ def _create_class_role(server: EmbeddedPostgres) -> str:
     return token
 
 
+class _DatabaseWatch:
+    """Restarts a database that was killed, and ends students' connections that use too much memory. The run waits for the database."""
+
+    def __init__(self, server: EmbeddedPostgres) -> None:
+        self._server, self._reported = server, ""
+        self._report: Report = lambda text: None
+
+    def report_to(self, report: Report) -> None:
+        self._report = report
+
+    def check(self) -> None:
+        server = self._server
+        if server.was_killed:
+            self._tell(f"warning: the run's PostgreSQL has ended and is started again; its last words are in {server.log}")
+            try:
+                server.restart()
+            except ShoalError as error:
+                self._tell(f"warning: {error}; trying again")
+                return
+        self._reported = ""
+        with suppress(ShoalError):  # the run reports a database that does not answer
+            _end_greedy(server)
+
+    def _tell(self, text: str) -> None:
+        """Report a text, once for each time that the server ends."""
+        if text not in self._reported:
+            self._reported += text
+            self._report(text)
+
+
 @contextmanager
-def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
-    """Restart a killed database, and end students' connections that use too much memory, in a thread: the others wait for the database."""
-    ending = threading.Event()
+def _kept_alive(server: EmbeddedPostgres) -> Iterator[_DatabaseWatch]:
+    """Watches a database in a thread."""
+    ending, made = threading.Event(), _DatabaseWatch(server)
 
     def watch() -> None:
         while not ending.wait(_CHECK_S):
-            with suppress(ShoalError):  # the run reports it when it gives up
-                server.ensure()
-                _end_greedy(server)
+            made.check()
 
     thread = threading.Thread(target=watch, name="database", daemon=True)
     thread.start()
     try:
-        yield
+        yield made
     finally:
         ending.set()
         thread.join()

@@ -136,6 +136,7 @@ def _built(
             above=options.above,
         )
         ready.loop.directory.fresh |= location.fresh
+        location.report_to(ready.loop.message)
         if location.invitation is not None:
             ready = ready._replace(invitation=location.invitation)
         outside = location.outside or ready.invitation

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.protocol.worker_names import NAME_RULE, is_worker_name
 
 PROTOCOL = 5
 _MOST = 2**53
@@ -19,10 +20,10 @@ _MOST_EXPERTS = 4096
 """Of one contribution: a mixture of experts has eight for each layer."""
 LONGEST_REASON = 500
 EMPTY: Mapping[str, float] = MappingProxyType({})
-LONGEST_NAME = 64
 NO_TASK = "no-task"
 """Reason with which a worker is asked to ask again later: no part of the data is free for it yet."""
-_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
+STOPPED = "stopped"
+"""State that a worker reports while it waits for a run to be resumed."""
 _HEXADECIMAL = re.compile(r"[0-9a-f]*")
 
 
@@ -241,12 +242,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    return value is None or (type(value) is str and _NAME.fullmatch(value) is not None)
-
-
-def is_worker_name(value: Any) -> bool:
-    """Whether a value is the name of a worker: letters, digits and `._-`, so that a file may be named after it."""
-    return value is not None and _is_name(value)
+    return value is None or is_worker_name(value)
 
 
 def _is_hexadecimal(*lengths: int) -> Callable[[Any], bool]:
@@ -313,7 +309,8 @@ def _parse(header: Mapping[str, Any], kinds: Mapping[str, tuple[type[Any], dict[
     message_type, checks = found
     for name, is_valid in checks.items():
         if name not in header or not is_valid(header[name]):
-            raise BadMessage(f"{kind}: `{name}` is missing or wrong")
+            rule = f": {NAME_RULE}" if is_valid in (_is_name, is_worker_name) else ""
+            raise BadMessage(f"{kind}: `{name}` is missing or wrong{rule}")
     if len(header) != len(checks) + 1:
         raise BadMessage(f"{kind}: there are fields that do not belong")
     return message_type(**{name: header[name] for name in checks})

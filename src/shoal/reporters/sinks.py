@@ -134,7 +134,7 @@ class Blackboard(Reporter):
             "epochs": run.training.epochs,
         }
         self.server.set_fact("plan", plan | {"parameters": recorder.engine.size})
-        self.server.set_fact("end", None)
+        self.server.set_end(None)
 
     def record(self, record: dict[str, Any]) -> None:
         figures = metrics_of(record) | {name: record[name] for name in ("step", "samples", "epoch") if name in record}
@@ -167,7 +167,7 @@ class Blackboard(Reporter):
 
     def close(self, summary: dict[str, Any]) -> None:
         try:
-            self.server.set_fact("end", summary["status"])
+            self.server.set_end(summary["status"])
         except ShoalError as error:
             self.recorder.message(f"warning: how the run ended is not on the blackboard: {error}")
 

@@ -21,14 +21,14 @@ from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.files import make_folder, read_file, write_file
 from shoal.protocol.identities import Identity
-from shoal.protocol.messages import Frames
+from shoal.protocol.messages import STOPPED, Frames
 from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.transports.database_address import is_address, parse
 from shoal.transports.interface import ConnectOptions
 from shoal.worker.sender import ConnectionLostError, CoordinatorAnswer
-from shoal.worker.session import COMPUTING
+from shoal.worker.session import COMPUTING, how_it_ended
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import LeaseClient
@@ -174,7 +174,9 @@ class DatabaseConnection:
         self._fetching = False
         """Whether the worker has a unit and waits for its weights; it then counts as computing."""
         self._figures: dict[str, float] = {}
-        self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "most_lag": float("inf")}
+        self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "outcome": "", "most_lag": float("inf")}
+        self._end = ""
+        """How the run was stopped, as the user was told; empty: it goes on."""
         self._answers: dict[str, Callable[[dict[str, Any], Frames], CoordinatorAnswer]] = {
             "join": self._join,
             "pull": self._pull,
@@ -190,8 +192,20 @@ class DatabaseConnection:
         """Nothing to do: the database does not limit frames."""
 
     def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> CoordinatorAnswer:
-        with _losing():
+        try:
             return self._answers[header["kind"]](header, frames)
+        except Unreachable as error:
+            if self.desk.end and header["kind"] != "heartbeat":  # those are not tried again
+                return self._ended(header)
+            raise ConnectionLostError(str(error)) from None
+
+    def _ended(self, header: dict[str, Any]) -> CoordinatorAnswer:
+        """The answer where the database is gone with a run that has ended, or was stopped and not resumed in time."""
+        self.desk.patience_s = 0.0
+        self._known |= {"done": True, "outcome": self.desk.end}
+        receipt = {"kind": "receipt", "status": "finished", "seq": -1, "round": header.get("round", 0), "repeated": False}
+        answers = {"contribute": receipt, "claim": {"kind": "lease", "unit": -1}, "leave": {"kind": "goodbye"}}
+        return CoordinatorAnswer(answers.get(header["kind"], {"kind": "noted"}) | self._known, ())
 
     def post(self, header: dict[str, Any], frames: Frames) -> bool:
         return False
@@ -200,7 +214,9 @@ class DatabaseConnection:
         raise AssertionError("nothing is ever posted here")
 
     def still_wanted(self, unit: int) -> bool:
-        return self._unit is None or self.desk.is_lease_valid(self._unit)
+        wanted = self._unit is None or self.desk.is_lease_valid(self._unit)
+        self._report_end()
+        return wanted
 
     def wake(self) -> None:
         self.desk.wake()
@@ -227,6 +243,7 @@ class DatabaseConnection:
         if newer is None:
             return CoordinatorAnswer(header | self._known | {"weights": "same"}, ())
         self._known |= {"version": newer.version, "step": newer.header["step"], "done": newer.header["done"]}
+        self._known["outcome"] = newer.header.get("outcome", "")
         return CoordinatorAnswer(header | self._known | {"weights": newer.header["weights"]}, newer.frames)
 
     def _claim(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
@@ -236,6 +253,8 @@ class DatabaseConnection:
             return self._news(nothing, newer)
         units = self.desk.claim(1, _CLAIM_S)
         if not units:
+            self.desk.read_end()
+            self._report_end()
             self._report_notice()
             return self._news(nothing, None)
         self._unit = unit = units[0]
@@ -269,6 +288,20 @@ class DatabaseConnection:
         self.desk.fail_unit(self._unit, header["reason"])
         return CoordinatorAnswer({"kind": "noted"}, ())
 
+    def _report_end(self) -> None:
+        """Report that the run was stopped or goes on again, to the user and to the coordinator, which waits for that before it ends."""
+        if self.desk.end == self._end:
+            return
+        self._end = self.desk.end
+        if not self._end:
+            self.tell("the lesson goes on")
+            return
+        with contextlib.suppress(ShoalError):
+            self.desk.heartbeat(STOPPED, self._figures)
+        if self._end != "completed":
+            wait = f"If it goes on within {self.desk.patience_s:.0f} s, this computer takes part again; Ctrl-C leaves"
+            self.tell(f"{how_it_ended(self._end, lesson=True)}. What this computer has handed in is kept. {wait}")
+
     def _report_notice(self) -> None:
         """Report why this worker gets no unit, where that is its own fault. The database is queried every few seconds."""
         if time.monotonic() >= self._notice_at:
@@ -290,7 +323,8 @@ class DatabaseConnection:
     def _beat(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:
         self._report_slow(header["state"])
         self._figures = header["figures"]
-        self.desk.heartbeat(COMPUTING if self._fetching else header["state"], self._figures)
+        state = STOPPED if self.desk.end else COMPUTING if self._fetching else header["state"]
+        self.desk.heartbeat(state, self._figures)
         return CoordinatorAnswer({"kind": "pulse"}, ())
 
     def _leave(self, header: dict[str, Any], frames: Frames) -> CoordinatorAnswer:

@@ -22,7 +22,7 @@ from shoal.protocol.messages import Message
 from shoal.runs.build_run import RunParts, evaluation_batches
 from shoal.runs.folder.checkpoint import save_weights
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.runs.folder.run_reader import complete_status
+from shoal.runs.folder.run_reader import WAITS_FOR_DATABASE, complete_status
 from shoal.runs.monitoring.members import MemberOverview
 from shoal.runs.monitoring.privacy_budget import PrivacyBudget
 from shoal.runs.monitoring.prometheus import metrics_page
@@ -94,8 +94,11 @@ class CoordinatorLoop(RecordedLoop):
         self.privacy = PrivacyBudget(parts.run, coordinator, policies, length, storage.board)
         self.status = StatusWriter(self.recorder, coordinator, length, self.members, self.traffic)
         self.driver = self._driver(storage, welcome)
+        storage.report_to(self._on_storage_trouble)
         batches = evaluation_batches(parts)
         self.evaluator = BackgroundEvaluator(parts, batches, directory, device, step_name) if batches is not None else None
+        self.on_open: Callable[[], None] = lambda: None
+        """Called when the coordinator answers."""
         self.on_tick: Callable[[], None] = lambda: None
         """Called regularly: the launcher checks the worker processes that it started."""
         self.goodbye_s = _GOODBYE_S
@@ -138,6 +141,7 @@ class CoordinatorLoop(RecordedLoop):
     def _coordinate(self) -> None:
         coordinator, recorder = self.coordinator, self.recorder
         self.driver.open()
+        self.on_open()
         self._show_untrained()
         while not (coordinator.finished or recorder.stopping):
             if self.driver.step():
@@ -154,6 +158,12 @@ class CoordinatorLoop(RecordedLoop):
         self._finish_evaluation()
         self.finish(not recorder.stopping)
         self.driver.snapshot()
+
+    def _on_storage_trouble(self, text: str) -> None:
+        """The database does not answer, which the run waits for; or it answers again, and the next tick writes the status."""
+        self.message(text)
+        if text.startswith("warning"):
+            self.status.show_waiting(WAITS_FOR_DATABASE)
 
     def _tick(self) -> None:
         if self.coordinator.owner_commands.stops:

@@ -42,6 +42,8 @@ class OpenedStorage(NamedTuple):
     """The server, where it is a database that leases units."""
     guests: Mapping[str, int] = MappingProxyType({})
     """Guests by name, and how many workers each may run."""
+    report_to: Callable[[Warn], None] = lambda report: None
+    """Names the function that receives a text when the storage does not answer, and when it does again."""
 
 
 class FolderStorage:
@@ -126,7 +128,7 @@ class DatabaseStorage:
         except BaseException:
             server.close()
             raise
-        return OpenedStorage(server, DatabaseStore(server), Invitation(self.address, "", None), server)
+        return OpenedStorage(server, DatabaseStore(server), Invitation(self.address, "", None), server, report_to=server.report_to)
 
     def _with_images(self, server: PostgresServer, welcome: Message) -> Message:
         """Copy the images to the database, if the settings say so, and announce them in the welcome message."""

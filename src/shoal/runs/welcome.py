@@ -22,7 +22,8 @@ from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.files import make_folder, writing
-from shoal.protocol.messages import Frames, Message, is_worker_name
+from shoal.protocol.messages import Frames, Message
+from shoal.protocol.worker_names import is_worker_name
 from shoal.runs.build_run import RunParts, assemble
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 

@@ -38,7 +38,7 @@ from shoal.strategies import Policies
 from shoal.updates.worker_state import WorkerCheckpoint
 from shoal.worker.receipts import ReceiptsFile
 from shoal.worker.sender import ConnectionLostError, HeartbeatThread, Sender
-from shoal.worker.session import SessionEndedError, WorkerSession
+from shoal.worker.session import SessionEndedError, WorkerSession, how_it_ended
 from shoal.worker.worker import Worker, WorkerPolicies
 
 _FOLLOWER_EXTRA_S = 60.0
@@ -220,6 +220,8 @@ class JoinedWorker:
         try:
             if not self.protocol.stopping:
                 self.worker.work()
+            if self.protocol.done:
+                self.sender.report(how_it_ended(self.protocol.outcome, lesson=isinstance(self.connections[0], DatabaseConnection)))
             if self.island is not None:
                 self.island.leave()
         except BaseException as problem:

@@ -174,6 +174,16 @@ class GenerationJob:
     written: list[int] = field(default_factory=list)
 
 
+def probe_job(on_event: Callable[[JobEvent], bool], deadline: float) -> GenerationJob:
+    """A job of one token, which shows whether the model works."""
+    return GenerationJob([0], 1, TokenDraws(0, [0]), on_event, Warp(0.0), deadline=deadline)
+
+
+def is_answer(event: JobEvent) -> bool:
+    """Whether the first event of a probe shows that the model works."""
+    return not isinstance(event, Finished) or event.reason == "stop"
+
+
 class QueueFullError(Exception):
     """The queue of waiting requests is full."""
 

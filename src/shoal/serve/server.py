@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +12,14 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.serve.api.app import make_app
 from shoal.serve.backend import LocalBackend
-from shoal.serve.batching import Backend, BatchingEngine
+from shoal.serve.batching import Backend, BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
 from shoal.serve.load_model import ServedModel
 from shoal.transports.addresses import is_loopback
 from shoal.web.auth import AuthMiddleware, listening_socket
 from shoal.web.uvicorn_limits import bounded_server
+
+_ASK_AGAIN_S, _PROBE_S = 0.2, 3600.0
+"""Seconds between two questions whether the model answers, and how long one may wait for machines."""
 
 
 class EngineThread(threading.Thread):
@@ -71,17 +76,45 @@ class ModelServer:
         self.ports: list[int] = [one.getsockname()[1] for one in self.sockets]
         app: Any = AuthMiddleware(make_app(served, self.engine), key)
         self.server = bounded_server(app)
+        self._ending = threading.Event()
 
-    def run(self) -> None:
-        """Serve until a signal comes."""
+    def run(self, announce: Callable[[], None] | None = None) -> None:
+        """Serve until a signal comes. `announce` is called when the model has written its first token."""
         self.driver.start()
+        if announce is not None:
+            threading.Thread(target=self._announce, args=(announce,), name="shoal-announce", daemon=True).start()
         try:
             self.server.run(self.sockets)
         finally:
+            self._ending.set()
             self.driver.stop()
             self.engine.backend.close()
             for one in self.sockets:
                 one.close()
+
+    def _announce(self, announce: Callable[[], None]) -> None:
+        while not (self.server.started and self._answers()):
+            if self._ending.wait(_ASK_AGAIN_S):
+                return
+        announce()
+
+    def _answers(self) -> bool:
+        """Whether the model writes a token, which it cannot while machines that hold layers are missing."""
+        events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
+
+        def on_event(event: JobEvent) -> bool:
+            events.put(event)
+            return True
+
+        try:
+            numbers = self.engine.submit(probe_job(on_event, self.engine.clock() + _PROBE_S))
+        except QueueFullError:
+            return False
+        while not self._ending.is_set():
+            with contextlib.suppress(queue.Empty):
+                return is_answer(events.get(timeout=_ASK_AGAIN_S))
+        self.engine.cancel(numbers)
+        return False
 
     def stop(self) -> None:
         self.server.should_exit = True

@@ -69,6 +69,8 @@ class Sender:
         self._random = random.Random()
         """Randomises pauses, so that workers which lost their coordinator at the same time do not all return at once."""
         self.round_trip_s, self.link = 0.0, LinkMeasurements()
+        self._told_lost = False
+        """Whether the user was told that the coordinator does not answer."""
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Future[list[SessionEvent]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -151,13 +153,19 @@ class Sender:
         """Send one request and return the answer; None: no answer came, and the request has to be repeated."""
         try:
             if posted:
-                return self.connection.answer(question.timeout_s)
-            return self.connection.call(header_of(question.asked), question.frames, question.timeout_s)
+                answer = self.connection.answer(question.timeout_s)
+            else:
+                answer = self.connection.call(header_of(question.asked), question.frames, question.timeout_s)
+            if self._told_lost:
+                self._told_lost = False
+                self.report("the coordinator answers again: going on")
+            return answer
         except ConnectionLostError as lost:
             retry = self.protocol.on_no_answer(self.clock(), str(lost))
             if self._closing.is_set() and not self.protocol.left:
                 raise SessionEndedError("closed") from None
             if retry.message:
+                self._told_lost = True
                 self.report(retry.message)
             self._closing.wait(retry.pause_s * self._random.uniform(0.7, 1.3))
             return None

@@ -33,8 +33,8 @@ from shoal.protocol.messages import (
     Pull,
     SeatAssigned,
     WorkerRequest,
-    is_worker_name,
 )
+from shoal.protocol.worker_names import is_worker_name
 
 SLOWEST_LINK_BYTES_PER_S = 50_000
 """Bytes per second. A message that takes longer than at this rate is considered lost."""
@@ -49,6 +49,24 @@ COMPUTING, STUCK = "computing", "stuck"
 TOO_FAST = "too-fast"
 _ASK_AGAIN = (TOO_FAST, NO_TASK, "replayed", "asked-again", "unknown-nonce")
 """Refusals of a single message, which is then sent again: it was duplicated, came too late or too early, or there were too many."""
+
+
+_ENDINGS = {
+    "completed": "it is complete",
+    "stopped early": "its model did not improve any more",
+    "interrupted": "its owner stopped it",
+    "failed": "it failed on the owner's machine",
+}
+"""By the outcome of a run: the words for it."""
+_LONGEST_OUTCOME = 200
+
+
+def how_it_ended(outcome: str, lesson: bool = False) -> str:
+    """A sentence for the user of a worker. `lesson`: the run belongs to a class."""
+    words = _ENDINGS.get(outcome, printable(outcome)[:_LONGEST_OUTCOME])
+    if lesson:
+        words = words.replace("its owner", "the teacher").replace("the owner's", "the teacher's")
+    return f"the {'lesson' if lesson else 'run'} has ended" + (f": {words}" if words else "")
 
 
 class SessionEndedError(ShoalError):
@@ -135,6 +153,8 @@ class WorkerSession:
     """The contribution that is under way."""
     notice = ""
     """A text for the user that came with the coordinator's last answer to a heartbeat."""
+    outcome = ""
+    """How the run ended, as the coordinator says."""
 
     def __init__(
         self,
@@ -274,7 +294,7 @@ class WorkerSession:
     def on_heartbeat_answer(self, header: Mapping[str, Any]) -> None:
         """Handle the answer to a heartbeat."""
         self.oldest = max(self.oldest, header.get("oldest", -1))
-        self.done = self.done or bool(header.get("done"))
+        self._note_end(header)
         self.notice = printable(str(header["word"])) if "word" in header else ""
 
     # --- answers -----------------------------------------------------------------------------------
@@ -293,7 +313,8 @@ class WorkerSession:
         if waited_s > self.patience_s:
             raise SessionEndedError(f"the coordinator has not answered for {waited_s:.0f} s: {why}")
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
-        return RetryPause(pause_s, f"the coordinator does not answer ({why}); trying again" if pause_s >= _WORTH_A_WORD_S else "")
+        again = f"trying again for up to {self.patience_s:.0f} s"
+        return RetryPause(pause_s, f"the coordinator does not answer ({why}); {again}" if pause_s >= _WORTH_A_WORD_S else "")
 
     def on_answer(self, header: Mapping[str, Any], frames: Frames = ()) -> list[SessionEvent]:
         """Handle the answer to the last request. Returns the resulting events."""
@@ -376,8 +397,12 @@ class WorkerSession:
             self.have = header["version"]
             if self.pending is not None and self.pending.asked.have >= 0:
                 self.pending.asked = self.pending.asked._replace(have=self.have)
-        self.done = self.done or bool(header["done"])
+        self._note_end(header)
         return RunNews(header, frames, afresh)
+
+    def _note_end(self, header: Mapping[str, Any]) -> None:
+        if header.get("done"):
+            self.done, self.outcome = True, str(header.get("outcome", ""))
 
     def _receipt(self, header: Mapping[str, Any], frames: Frames) -> list[SessionEvent]:
         sent, status = self.pending, header["status"]

@@ -17,7 +17,8 @@ from shoal.coordinator.run_plan import MemberLimits
 from shoal.coordinator.state import State
 from shoal.protocol.address_groups import address_group
 from shoal.protocol.identities import is_proved
-from shoal.protocol.messages import LONGEST_NAME, Gone, Join, OwnerCommand
+from shoal.protocol.messages import Gone, Join, OwnerCommand
+from shoal.protocol.worker_names import with_ending
 
 _NONCE_S = 60.0
 _MOST_ADDRESSES = 1024
@@ -138,8 +139,7 @@ class Authenticator:
         name = wanted
         while state.keys.get(name, asked.key) != asked.key:
             number += 1
-            ending = f"-{number}"
-            name = wanted[: LONGEST_NAME - len(ending)] + ending
+            name = with_ending(wanted, f"-{number}")
         return name
 
     def check_guest(self, guest: str) -> JoinRefusal:

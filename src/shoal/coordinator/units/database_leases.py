@@ -16,7 +16,7 @@ from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.members.authentication import NOTES_AT_ONCE, NOTES_PER_S, TokenBucket
 from shoal.coordinator.rounds.weights_publisher import WeightsFeed, WeightsMessage
 from shoal.errors import printable
-from shoal.protocol.messages import BadMessage, Request, parse_from_leases
+from shoal.protocol.messages import STOPPED, BadMessage, Request, parse_from_leases
 
 _NOTES_EVERY_S = 1.0
 
@@ -97,9 +97,14 @@ class DatabaseLeases:
         self._publish(self.coordinator.state.version + 1, last, True)
 
     def _publish(self, version: int, messages: list[WeightsMessage], done: bool) -> None:
+        known = {"step": self.coordinator.replayed.step, "done": done, "outcome": self.coordinator.completion.outcome}
         for kind, header, frames in messages:
-            self.database.publish(version, kind, header | {"step": self.coordinator.replayed.step, "done": done}, frames)
+            self.database.publish(version, kind, header | known, frames)
         self.published_end = done
+
+    def announce_end(self) -> None:
+        """Report how the run has ended or was stopped. Workers of a run that was stopped wait for it to be resumed."""
+        self.database.set_end(self.coordinator.completion.outcome)
 
     def issue(self, effect: Issue) -> None:
         plan = self.coordinator.plan
@@ -110,8 +115,9 @@ class DatabaseLeases:
         self.database.issue(effect.version, units, plan.lease_s, plan.attempts, quorum, effect.most_lag)
         self._count_workers()
 
-    def has_workers(self) -> bool:
-        return any(worker["alive"] for worker in self.database.workers())
+    def has_workers(self, interrupted: bool) -> bool:
+        """Whether there is a worker that has not left yet; where the run was `interrupted`, one that does not know it yet."""
+        return any(worker["alive"] and not (interrupted and worker["state"] == STOPPED) for worker in self.database.workers())
 
 
 def _event_of(request: Request, more: bool) -> LeaseResult | UnusableResult:

@@ -9,7 +9,7 @@ const CONTEST = "discriminator_accuracy";
 const HEADLINES = [["accuracy", share, "right"], [CONTEST, share, "of the time the critic is right"], ["score", number, "score"], ["perplexity", number, "perplexity"]];
 const LOSSES = ["loss", "generator_loss", "policy_loss"];
 const STRIP = 5;
-const GOING_ON = ["starting", "running", "paused", "ending", "not here", "running or killed"];
+const GOING_ON = ["starting", "running", "paused", "ending", "not here", "running or killed", "waiting for the database"];
 
 export class Classroom {
   constructor(fetchSample) {

@@ -117,14 +117,16 @@ class EmbeddedPostgres:
             self.close()
             raise
 
-    def ensure(self) -> bool:
-        """Restart the server if it was killed. Return whether it was."""
-        if self._keeper is None or self._keeper.poll() is None:
-            return False
+    @property
+    def was_killed(self) -> bool:
+        """Whether the server has ended without having been closed."""
+        return self._keeper is not None and self._keeper.poll() is not None
+
+    def restart(self) -> None:
+        """Start the server again after it was killed. Raises ShoalError."""
         self._stop_keeper()
         data_folder.end_leftover_server(self.data)
         self._launch(programs_for(self.data))
-        return True
 
     def close(self) -> None:
         """Shut the server down, and disconnect all clients."""

@@ -20,7 +20,8 @@ from shoal.files import DamagedFileError, JsonFormat, open_to_read, parse_json, 
 _FRESH_S = 10.0
 _LONG_S = 600.0
 """How long a coordinator may write nothing while its process exists: the last evaluation may take this long."""
-UNFINISHED_STATES = ("starting", "running", "paused", "ending", "not here", "running or killed")
+WAITS_FOR_DATABASE = "waiting for the database"
+UNFINISHED_STATES = ("starting", "running", "paused", "ending", "not here", "running or killed", WAITS_FOR_DATABASE)
 _MOST_BYTES_AT_ONCE = 8 << 20
 _LONGEST_LINE = 1 << 20
 _LONGEST_TEXT, _LONGEST_SAMPLE = 1000, 8000

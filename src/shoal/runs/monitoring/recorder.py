@@ -6,6 +6,7 @@ A run alone and a coordinator each have a `Recorder`. Its state is part of their
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,6 +115,7 @@ class Recorder:
         self._started = time.monotonic()
         self._wall_before = 0.0
         self._speed_mark = (time.monotonic(), 0)
+        self._telling = threading.RLock()
 
     @property
     def step(self) -> int:
@@ -255,11 +257,13 @@ class Recorder:
             reporter.record(record)
 
     def message(self, text: str) -> None:
+        """Show a message to the user, and record it. Any thread may call this."""
         event = {"at": round(time.time(), 3), "wall_s": round(self.wall_s, 3), "step": self.step, "text": text[:_LONGEST_EVENT]}
-        self.events.append(event)
-        self.directory.record_event(event)
-        for reporter in self.reporters:
-            reporter.message(text)
+        with self._telling:
+            self.events.append(event)
+            self.directory.record_event(event)
+            for reporter in self.reporters:
+                reporter.message(text)
 
     # --- state -------------------------------------------------------------------------------------
 

@@ -85,8 +85,18 @@ class StatusWriter:
         self._next_at, self._state = now + _EVERY_S, state
         status = self.latest = self.status(state)
         self.history.append(status, now)
+        self._write(status)
+
+    def _write(self, status: dict[str, Any]) -> None:
         with suppress(ShoalError):  # the run does not depend on the file
             STATUS.write(self.directory.path / FILE, status)
+
+    def show_waiting(self, state: str) -> None:
+        """Write the last status with another state, while the run waits for what it would read the status from."""
+        self._state = state
+        if self.latest:
+            self.latest = self.latest | {"at": round(time.time(), 3), "state": state, "events": list(self.recorder.events)}
+            self._write(self.latest)
 
     def as_json(self) -> bytes:
         """The current status, for an owner on another machine."""

@@ -15,13 +15,12 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.runs.monitoring.prometheus import Metric, MetricSample, exposition
 from shoal.serve.api import responses as schema
 from shoal.serve.api.completion import Generation, TextDelta, prompt_ids
 from shoal.serve.api.openapi import describe, generated_responses
 from shoal.serve.api.requests import ChatRequest, CompletionRequest, GenerationRequest, JsonRoute, refusal_of
-from shoal.serve.batching import BatchingEngine, Finished, GenerationJob, JobEvent, QueueFullError
+from shoal.serve.batching import BatchingEngine, JobEvent, QueueFullError, is_answer, probe_job
 from shoal.serve.load_model import ServedModel
 from shoal.transports.metrics_page import CONTENT_TYPE
 from shoal.version import __version__
@@ -96,9 +95,8 @@ class Api:
             loop.call_soon_threadsafe(done.set)
             return True
 
-        job = GenerationJob([0], 1, TokenDraws(0, [0]), on_event, Warp(0.0), deadline=self.engine.clock() + _READY_S)
         try:
-            numbers = self.engine.submit(job)
+            numbers = self.engine.submit(probe_job(on_event, self.engine.clock() + _READY_S))
         except QueueFullError:
             return False
         try:
@@ -106,7 +104,7 @@ class Api:
         except TimeoutError:
             self.engine.cancel(numbers)
             return False
-        return not isinstance(events[0], Finished) or events[0].reason == "stop"
+        return is_answer(events[0])
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Continue a conversation."""

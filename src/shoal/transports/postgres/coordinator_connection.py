@@ -66,6 +66,10 @@ class CoordinatorDatabaseConnection:
             raise
         self._heartbeat = _Heartbeat(conninfo, self, Watchdog(Bounds.for_frames(limits.frame_bytes)))
 
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Call `report` with a text when the database does not answer, and when it does again, in the thread that waits for it."""
+        self.connection.warn = report
+
     # --- one at a time -----------------------------------------------------------------------------
 
     def _take_over(self, connection: Connection, limits: wire.Limits) -> None:

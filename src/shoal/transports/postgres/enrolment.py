@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from shoal.transports.interface import Refused
 from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
 _FORMAT = JsonFormat("student role file", 1, ("user", "password"), private=True)
+_LONGEST_PART = 40
 
 
 def own_access(
@@ -76,6 +78,11 @@ def _enroll(connection: Connection, access: Access, name: str | None) -> Access:
     password = secrets.token_urlsafe(24)
     # The verifier does not depend on the role's name, which the database chooses.
     verifier = connection.pgconn.encrypt_password(password.encode(), b"student", b"scram-sha-256").decode()
-    row = connection.execute("SELECT shoal.enroll(%t, %t)", (name[:40] if name else None, verifier)).fetchone()
+    row = connection.execute("SELECT shoal.enroll(%t, %t)", (_role_part(name), verifier)).fetchone()
     assert row is not None
     return access._replace(user=row[0], password=password)
+
+
+def _role_part(name: str | None) -> str | None:
+    """The part of the role's name that comes from the worker's, which may have letters that roles do not have."""
+    return re.sub(r"[^a-z0-9._-]+", "-", (name or "").lower()).strip("._-")[:_LONGEST_PART] or None

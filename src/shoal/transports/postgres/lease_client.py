@@ -59,13 +59,16 @@ class LeaseClient:
         self.poll_interval_s = poll_interval_s
         self.patience_s = patience_s
         self._secret = uuid.uuid4()
-        self._connection = ReconnectingConnection(conninfo, ["shoal_work"], warn)
+        # Where the run was stopped, its database goes, too
+        self._connection = ReconnectingConnection(conninfo, ["shoal_work"], lambda text: None if self.end else warn(text))
         self._heartbeats = ReconnectingConnection(conninfo)
         self._working, self._beating = threading.RLock(), threading.RLock()
         self._woken = threading.Event()
         self._after = 0
         self._notifications = 0
         self._reclaimed_at = -math.inf
+        self.end = ""
+        """How the run has ended or was stopped, as far as this client knows; empty: it goes on."""
 
     def read_run(self, wait_s: float = 0.0) -> Message:
         """The run's description. Raises ShoalError where there is none after `wait_s`."""
@@ -143,6 +146,10 @@ class LeaseClient:
         """Why this student gets no work, and for how long; None if it may have some."""
         return self._ask("SELECT shoal.why_no_work()", ())[0][0]
 
+    def read_end(self) -> None:
+        """Read how the run has ended or was stopped."""
+        self.end = self._ask("SELECT shoal.run_end()", ())[0][0] or ""
+
     def weights(self, have: int) -> PublishedWeights | None:
         """Weights newer than the version `have`: the difference to the next one, else the newest in full; None if there are none."""
         query = "SELECT frame, sizes, data, header, version, kind FROM shoal.read_weights(%b::int8) ORDER BY frame, n"
@@ -181,7 +188,9 @@ class LeaseClient:
             if notifications == self._notifications:
                 return True
             self._notifications = notifications
-            return bool(self._ask("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease))[0][0])
+            row = self._ask("SELECT shoal.is_lease_valid(%b::int8, %b), shoal.run_end()", (unit.id, unit.lease))[0]
+            self.end = row[1] or ""
+            return bool(row[0])
 
     def return_unit(self, unit: ClaimedUnit) -> None:
         """Return a unit, so that another worker may do it. This does not count as an attempt."""

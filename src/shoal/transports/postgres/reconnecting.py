@@ -42,6 +42,8 @@ _FOR_GOOD = (
     "authentication",
 )
 """Parts of a server's refusal that trying again will not change. (Such an error arrives as text, without its code.)"""
+_PASSING = ("tuple concurrently updated", "tuple concurrently deleted")
+"""Errors of a statement that met another one in the server's own tables, as where several roles are made at once: trying again helps."""
 _OWN_CODES = {"SH001": "unknown-worker", "SH002": "malformed", "SH003": "quarantined"}
 """The error codes of Shoal's own SQL functions, and the reason that `Refused` has for each."""
 _LONGEST_PAUSE_S = 2.0
@@ -76,16 +78,28 @@ class ReconnectingConnection:
 
     def run(self, work: Callable[[Connection], Result], patience_s: float) -> Result:
         """Do `work` over the connection; if it is lost, again over a new one. So `work` must be safe to do twice."""
-        deadline, pause = time.monotonic() + patience_s, 0.02
+        deadline, pause, warned = time.monotonic() + patience_s, 0.02, False
         while True:
             try:
-                return self.run_once(work)
+                result = self.run_once(work)
             except Unreachable as problem:
                 if time.monotonic() + pause > deadline or self.stopped.wait(pause * _jitter.uniform(0.7, 1.3)):
                     raise
                 if pause < _WARN_AFTER_S <= 2 * pause:
-                    self.warn(f"{problem}. Trying again")
+                    warned = True
+                    self.warn(self._lost_text(problem, patience_s))
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                if warned:
+                    self.warn(f"{self.name} answers again: going on")
+                return result
+
+    def _lost_text(self, problem: Unreachable, patience_s: float) -> str:
+        """What has happened, and what happens next."""
+        again = f"trying again for up to {patience_s:.0f} s"
+        if not self.connect_count:
+            return f"warning: {problem}; {again}"
+        return f"warning: {self.name} does not answer any more; {again}. What was confirmed is kept, and the work goes on by itself"
 
     def run_once(self, work: Callable[[Connection], Result]) -> Result:
         """Do `work` without trying again. Raises Unreachable if the connection was lost, or the server is shutting down."""
@@ -95,6 +109,8 @@ class ReconnectingConnection:
             self.drop()
             raise Unreachable(f"the connection to {self.name} was lost: {_first_line(problem)}") from None
         except psycopg.Error as problem:
+            if any(sign in str(problem) for sign in _PASSING):
+                raise Unreachable(f"{self.name} was busy: {_first_line(problem)}") from None
             raise explained(problem, self.name) from None
 
     def connection(self) -> Connection:

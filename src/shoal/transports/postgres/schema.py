@@ -22,7 +22,7 @@ from shoal.transports.postgres.reconnecting import Connection
 KINDS = ("student", "reader", "coordinator", "class")
 STUDENTS_FUNCTIONS = (
     *("schema_version", "role_kind", "put_part", "message_limits", "send_request", "read_reply", "forget_requests"),
-    *("read_run", "read_weights", "read_piece", "join_run", "heartbeat", "leave_run", "why_no_work"),
+    *("read_run", "read_weights", "read_piece", "join_run", "heartbeat", "leave_run", "why_no_work", "run_end"),
     *("claim", "is_lease_valid", "submit", "return_unit", "fail_unit"),
 )
 READERS_TABLES = ("worker_list", "unit_counts", "progress", "metrics", "picture", "facts")

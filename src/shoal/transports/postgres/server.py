@@ -41,6 +41,7 @@ class PostgresServer(RequestTables):
             if resume and stored is None:
                 raise ShoalError(f"{self.connection.name} holds no run to go on with: leave --resume out to start one")
             if resume and stored is not None:
+                self.set_end(None)
                 return stored
             if stored is not None:
                 raise ShoalError(
@@ -84,6 +85,12 @@ class PostgresServer(RequestTables):
                 "INSERT INTO shoal.facts VALUES (%s, %s::jsonb) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
                 (name, json.dumps(value)),
             )
+
+    def set_end(self, status: str | None) -> None:
+        """Store how the run has ended or was stopped, and notify all workers; None: it goes on."""
+        with self.transaction():
+            self.set_fact("end", status)
+            self.fetch("SELECT pg_notify('shoal_work', '')")
 
     # --- units -------------------------------------------------------------------------------------
 

@@ -47,6 +47,14 @@ BEGIN
     RETURN found_one;
 END $$;
 
+-- Whether a text may be a worker's name: the rule of `protocol/worker_names.py`, without what needs Unicode's tables. No control characters, no
+-- spaces but the plain one, nothing that changes the direction of text, no private characters.
+CREATE FUNCTION shoal.is_worker_name(p_name text) RETURNS boolean LANGUAGE sql IMMUTABLE SET search_path = shoal, pg_temp AS $$
+    SELECT octet_length(p_name) BETWEEN 1 AND 64 AND p_name !~ '[ .]$' AND p_name !~ '  '
+        AND p_name ~ '^[A-Za-z0-9\u00AA-\uFFDC\U00010000-\U0003FFFF][A-Za-z0-9 ._''()+\u00AA-\uFFDC\U00010000-\U0003FFFF-]*$'
+        AND p_name !~ '[\u00AB-\u00B4\u0600-\u0605\u061C\u06DD\u070F\u0890-\u0891\u08E2\u1680\u180B-\u180F\u2000-\u2018\u201A-\u206F\u2190-\u2BFF\u3000-\u3004\u3008-\u3020\u3164\uD800-\uF8FF\uFE00-\uFE0F\uFEFF\uFFA0\U000110BD\U000110CD\U00013430-\U0001343F\U0001BCA0-\U0001BCA3\U0001D173-\U0001D17A]'
+$$;
+
 -- Join the run; returns the worker's name. A name belongs to the role that brought it: if its worker left or fell silent, the same role takes it
 -- over, and a name in use gets a number behind it. A worker that fell silent has failed what it held, since a unit may be what kills workers.
 CREATE FUNCTION shoal.join_run(p_secret uuid, p_name text, p_about text) RETURNS text
@@ -56,8 +64,8 @@ DECLARE
     counter integer := 1;
     holder record;
 BEGIN
-    IF tried !~ '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$' OR octet_length(p_about) > 8192 THEN
-        RAISE EXCEPTION 'a name has 1 to 64 letters, digits, dots, dashes and underscores, and what is told about a worker is short' USING ERRCODE = 'SH002';
+    IF NOT is_worker_name(tried) OR octet_length(p_about) > 8192 THEN
+        RAISE EXCEPTION 'a name has letters and digits, spaces and . _ - '' ( ) +, 64 bytes at most, and what is told about a worker is short' USING ERRCODE = 'SH002';
     END IF;
     PERFORM count_use(octet_length(p_about)), refuse_quarantined(), pg_advisory_xact_lock(hashtext('shoal.enter'));
     UPDATE workers SET left_at = NULL, seen_at = now() WHERE secret = p_secret RETURNING name INTO holder;
@@ -68,7 +76,11 @@ BEGIN
         SELECT l.id, l.alive, w.role INTO holder FROM worker_list l JOIN workers w USING (id) WHERE l.name = tried;
         EXIT WHEN NOT FOUND OR (NOT holder.alive AND holder.role = session_user);
         counter := counter + 1;
-        tried := CASE WHEN p_name IS NULL THEN 'worker-' ELSE left(p_name, 58) || '-' END || counter;
+        tried := coalesce(p_name, 'worker');
+        WHILE octet_length(tried) > 58 LOOP
+            tried := left(tried, -1);
+        END LOOP;
+        tried := tried || '-' || counter;
     END LOOP;
     IF holder.id IS NULL THEN
         IF (SELECT count(*) FROM workers) >= 10000 OR (is_student() AND (SELECT count(*) FROM workers w WHERE w.role = session_user) >= 16) THEN

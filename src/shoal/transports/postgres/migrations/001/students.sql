@@ -224,3 +224,7 @@ CREATE FUNCTION shoal.why_no_work() RETURNS text LANGUAGE sql STABLE SECURITY DE
     SELECT format('%s units in a row failed here: there is no more work for %s s', s.failed_in_row, ceil(extract(epoch FROM s.paused_until - lease_now()))::integer)
         FROM standings s WHERE s.role = session_user AND s.paused_until > lease_now()
 $$;
+
+-- How the run has ended or was stopped; null while it goes on.
+CREATE FUNCTION shoal.run_end() RETURNS text LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS
+    $$ SELECT left(value #>> '{}', 100) FROM facts WHERE name = 'end' $$;
