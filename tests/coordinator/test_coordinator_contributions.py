@@ -12,7 +12,7 @@ from shoal.coordinator.durable.journal import FileJournal
 from shoal.coordinator.events import Interrupted, RunConcluded
 from shoal.coordinator.members.table import MOST_NAMES
 from shoal.protocol.messages import PROTOCOL, BadMessage, Join, parse
-from tests.support.small_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
+from tests.support.small_cluster import RATE, Cluster, FakeWorker, Numbers, encoded, strategy_of
 
 ASYNC = strategy_of(Async(max_staleness=50))
 SYNC = strategy_of(SyncPs(round_timeout_s=10.0))
@@ -46,6 +46,21 @@ def test_a_worker_without_weights_cannot_contribute() -> None:
     cluster.pull(a)
     assert cluster.status(cluster.contribute(a, base=7)) == "impossible", "nobody has weights of a version to come"
     assert cluster.coordinator.state.version == 0
+
+
+def test_the_mean_of_a_round_is_computed_where_the_optimizer_reads_it() -> None:
+    plain, placed = Numbers(), Numbers()
+    placed.gradient_buffer = torch.empty(4)
+    for learner in (plain, placed):
+        cluster = Cluster(SYNC, 2, learner=learner)
+        a, b = cluster.join("a"), cluster.join("b")
+        for value in (2.0, 3.0):
+            calls = cluster.contribute(a, value), cluster.contribute(b, 3 * value)
+            for worker, call in zip((a, b), calls, strict=True):
+                cluster.hear(worker, call)
+        assert cluster.coordinator.state.version == 2
+    assert torch.equal(placed.vector, plain.vector)
+    assert torch.equal(placed.gradient_buffer, torch.full((4,), 6.0))
 
 
 def test_who_comes_back_under_its_name_is_the_same_worker() -> None:

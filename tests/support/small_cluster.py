@@ -30,6 +30,8 @@ RATE = 0.25
 class Numbers:
     """Plain gradient descent on a few numbers."""
 
+    gradient_buffer: Tensor | None = None
+
     def __init__(self, size: int = 4) -> None:
         self.vector = torch.zeros(size)
         self.buffers = torch.empty(0)

@@ -30,6 +30,10 @@ class Learner(Protocol):
     def buffers(self) -> Tensor:
         """Buffers that are sent along with the weights."""
 
+    @property
+    def gradient_buffer(self) -> Tensor | None:
+        """Where the mean of a round may be computed, so that `apply` need not copy it there; None: there is no such place."""
+
     def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
         """Apply a share of the update at this step of the schedule. The update is read-only: it may lie in a frame."""
 

@@ -195,7 +195,10 @@ class SingleEngine(Engine):
     # --- steps -------------------------------------------------------------------------------------
 
     def apply(self, gradient: Tensor, step: float, share: float = 1.0) -> dict[str, Tensor]:
-        self._gradient.copy_(gradient) if share == 1 else torch.mul(gradient, share, out=self._gradient)
+        if share != 1:
+            torch.mul(gradient, share, out=self._gradient)
+        elif gradient is not self._gradient:
+            self._gradient.copy_(gradient)
         for network in self.networks.values():
             network.attach_gradients()
         return self.apply_own(step)

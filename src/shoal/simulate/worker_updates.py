@@ -41,6 +41,8 @@ EncodedUpdate = tuple[Contribute, Frames]
 class PlainDescent:
     """The simplest learner: plain gradient descent."""
 
+    gradient_buffer = None
+
     def __init__(self, size: int) -> None:
         self.vector, self.buffers = torch.zeros(size), torch.empty(0)
 

@@ -157,6 +157,11 @@ class ReplayedState:
     def _buffer(self, size: int) -> Tensor:
         return self._spare.pop() if self._spare and size == self.learner.vector.numel() else torch.empty(size)
 
+    def _mean_buffer(self, size: int) -> Tensor:
+        """Where the mean of a round is computed: where the optimizer reads it, if that is possible."""
+        gradient = self.learner.gradient_buffer
+        return gradient if gradient is not None and gradient.numel() == size else self._buffer(size)
+
     def _return_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Return unused vectors to the pool. None of them may lie in a frame."""
         whole = [buffer for buffer in buffers if buffer.numel() == self.learner.vector.numel()]
@@ -271,7 +276,7 @@ class ReplayedState:
         update, buffers, share = self._combine(contributions)
         dropped, self._dropped = self._dropped, []
         figures = self.learner.apply(update, buffers, self.step, share)
-        if len(contributions) > 1:
+        if len(contributions) > 1 and update is not self.learner.gradient_buffer:
             unused.append(update)
         if unused:
             self._return_buffers(unused)
@@ -374,7 +379,7 @@ class ReplayedState:
     def _mean(self, contributions: list[HeldContribution], weights: Tensor) -> Tensor:
         if any(one.experts for one in contributions):
             return self._mean_over_holders(contributions, weights)
-        vectors, out = [one.vector for one in contributions], self._buffer(contributions[0].vector.numel())
+        vectors, out = [one.vector for one in contributions], self._mean_buffer(contributions[0].vector.numel())
         experts = self._experts(contributions)
         if experts is None or experts.cap is None:
             return aggregation.mean_of_vectors(vectors, weights, out)

@@ -83,6 +83,11 @@ class EngineLearner:
     def buffers(self) -> Tensor:
         return self.engine.buffers
 
+    @property
+    def gradient_buffer(self) -> Tensor | None:
+        gradient = self.engine.gradient
+        return gradient if gradient.dtype == torch.float32 and gradient.device.type == "cpu" else None
+
     def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
         if buffers.numel():
             self.engine.follow_report(buffers)
