@@ -29,10 +29,7 @@ BASE: Settings = {
 _SMALL: Settings = {"model.hidden_size": 32, "model.num_layers": 2, "model.num_heads": 4, "model.max_seq_len": 32}
 _IMAGES: Settings = {"data.source": {"kind": "builtin", "name": "digits"}, "data.tokenizer": None, "data.sequence_length": None}
 _PAIRS: Settings = {"data.source": {"kind": "preferences", "path": "DATA/pairs.jsonl"}}
-_ANSWERS: Settings = {
-    "task": "ppo",
-    "rlhf.reward": {"kind": "exact"},
-    "rlhf.prompts": "DATA/prompts.jsonl",
+_FEW: Settings = {
     "rlhf.ppo.rollout_size": 8,
     "rlhf.ppo.mini_batch_size": 4,
     "rlhf.ppo.epochs": 1,
@@ -41,6 +38,7 @@ _ANSWERS: Settings = {
     "rlhf.ppo.steps": 1,
     "rlhf.group_size": 4,
 }
+_ANSWERS: Settings = _FEW | {"task": "ppo", "rlhf.reward": {"kind": "exact"}, "rlhf.prompts": "DATA/prompts.jsonl"}
 _SEVERAL: Settings = {"launch.devices_per_node": 2}
 _MIXTURE: Settings = _SMALL | {"model.kind": "moe", "model.experts.count": 4}
 
@@ -63,7 +61,7 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
         "grpo": _ANSWERS | {"rlhf.algorithm": "grpo"},
         "online-dpo": _ANSWERS | {"rlhf.algorithm": "online-dpo"},
     },
-    "prompts": {"file": {}, "texts": {"rlhf.prompts": None, "rlhf.reward": {"kind": "sentiment"}}},
+    "prompts": {"file": {}, "texts": _FEW | {"rlhf.prompts": None, "rlhf.reward": {"kind": "sentiment"}}},
     "streaming": {"off": {}, "on": {"data.streaming": True}},
     "recompute": {"off": {}, "on": {"training.gradient_checkpointing": True}},
     "compile": {"off": {}, "on": {"training.compile": True}},
