@@ -114,6 +114,35 @@ def test_the_steps_of_an_option_are_the_steps_of_every_message(tmp_path: Path, c
     assert "14 versions" in capsys.readouterr().out
 
 
+def test_the_file_for_a_first_run_learns_visibly(tmp_path: Path) -> None:
+    made, notes = coordinated(tmp_path, "first-run", 3, **{"training.epochs": "1"})
+    workers = staff(made, tmp_path, list(made.loop.run.cluster.workers))
+    summary = made.loop.train()
+    workers.close()
+    made.loop.server.close()
+    assert summary["loss_fell"], notes.told
+    assert summary["metrics"]["train"]["loss"] < 4.0
+
+
+def test_a_text_of_ones_own_is_one_line_of_the_file(tmp_path: Path) -> None:
+    preset = Path(find("dist-llm-train/first-run") or "").read_text()
+    (tmp_path / "my-text.txt").write_text("some words\n" * 1000)
+    (tmp_path / "config.yaml").write_text(preset.replace("# text_file: my-text.txt", f"text_file: {tmp_path / 'my-text.txt'}"))
+    source = resolve([ConfigFile(str(tmp_path / "config.yaml"))]).run.data.source
+    assert (source.kind, source.path) == ("text", str(tmp_path / "my-text.txt"))
+
+
+def test_init_leads_from_the_documented_values_to_a_file_that_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--preset", "dist-llm-train/wan-conservative"]) == 0
+    command = capsys.readouterr().out.rpartition("shoal ")[2].split()
+    assert main(command) == 0
+    assert "shoal init" not in capsys.readouterr().out
+    assert main(["config", "check", command[-1]]) == 0
+
+
 def test_a_scheduler_gives_out_tasks_over_xml_rpc(tmp_path: Path) -> None:
     trained_with_tasks(tmp_path, **{"transport.kind": "xmlrpc", "transport.port": "0", "scheduler.kind": "capability"})
 

@@ -18,12 +18,16 @@ MODELS = {
 def _imply(seen: WrittenKeys) -> Implied:
     unsaid = "training.num_workers" not in seen and "workers[].name" not in seen
     workers: Implied = {"cluster.num_workers": (2, "default of `training.num_workers` in dist-llm-train files")} if unsaid else {}
-    text = ("builtin", "dist-llm-train files name no data set: the built-in text")
-    return workers | {
+    if "training.text_file" in seen:
+        data: Implied = {"data.source.kind": ("text", "`training.text_file` names a file")}
+    else:
+        data = {
+            "data.source.kind": ("builtin", "the file names no text: the built-in one"),
+            "data.source.name": ("python-source", "the file names no text: the built-in one"),
+        }
+    return workers | data | {
         f"{_ASYNC}.look_ahead": (False, "dist-llm-train's workers compute on the weights they pulled"),
         "training.optimizer.name": ("SGD", "the optimizer of dist-llm-train files"),
-        "data.source.kind": text,
-        "data.source.name": ("python-source", text[1]),
     }
 
 
@@ -52,6 +56,7 @@ DIST_LLM_TRAIN = Dialect(
         Row("training.num_epochs", "training.epochs", default=1),
         Row("training.num_samples", "data.max_samples", default=100),
         Row("training.seq_length", "data.sequence_length", default=32),
+        Row("training.text_file", "data.source[text].path"),
         Row("training.num_workers", "cluster.num_workers"),
         Row("training.use_async_training", "strategy.kind", convert=_MODE, yields_to="controller.use_async_training"),
         Row("training.max_staleness", f"{_ASYNC}.max_staleness", yields_to="controller.max_staleness"),
