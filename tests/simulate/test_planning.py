@@ -197,6 +197,21 @@ def test_the_commands_of_the_page_run_and_write_a_file_that_passes(
     assert ": OK" in printed
 
 
+def test_measuring_replaces_the_machines_that_a_file_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "config.yaml"), "--preset", "dist-llm-train/wan-conservative"]) == 0
+    file, four = str(tmp_path / "config.yaml"), ["--set", "cluster.num_workers=4"]
+    for words in (["plan", file, "--measure", *four], ["plan", "--measure", file, *four]):
+        assert main(words) == 0
+        assert "this: {count: 4, " in capsys.readouterr().out
+
+
+def test_a_run_without_workers_has_measured_no_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    (tmp_path / "status.json").write_text(json.dumps({"schema": 2, "strategy": "local", "members": []}))
+    assert main(["plan", "starter", "--measure", str(tmp_path)]) == 2
+    assert "is a run without workers, so no machine was measured there" in capsys.readouterr().err
+
+
 def test_the_command_says_plainly_when_a_model_fits_no_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text("watch: {memory_gb: 0.0001, steps_per_s: 1}\n")

@@ -43,6 +43,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
     parser.add_argument("--all", action="store_true", help="show all candidates, also those that cannot run")
     arguments, overrides = parse(parser, argv)
+    overrides = _for_measurement(arguments, overrides)
     if bool(arguments.machines) == (arguments.measure is not None):
         raise ShoalError("name the machines to plan for: --machines FILE, or --measure for machines like this one")
     if arguments.samples is not None and arguments.samples < 1:
@@ -62,6 +63,17 @@ def run(argv: list[str]) -> int:
             Path(arguments.out).write_text(brief(planned.first.loaded), encoding="utf-8")
         print(f"written to {arguments.out}: shoal train {arguments.out}")
     return 0
+
+
+def _for_measurement(arguments: argparse.Namespace, overrides: list[Override]) -> list[Override]:
+    """The settings for `--measure` without a run: a number of equal machines replaces those that the file lists. A file that follows the
+    option is a configuration, not a run."""
+    if arguments.measure and Path(arguments.measure).is_file():
+        arguments.files, arguments.measure = [*arguments.files, arguments.measure], ""
+    counted = any(override.path == "cluster.num_workers" for override in overrides)
+    if arguments.measure != "" or not counted or any(override.path == "cluster.workers" for override in overrides):
+        return overrides
+    return [Override("cluster.workers", "[]", "--measure"), *overrides]
 
 
 def _planned(found: MetaModel, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
@@ -107,6 +119,10 @@ def _machines_of_run(run: Run, folder: Path) -> dict[str, MachineKind]:
     from shoal.runs.folder.run_reader import RunFolder
 
     status = RunFolder(folder).status()
+    if "members" not in status or status.get("strategy") == "local":
+        raise ShoalError(
+            f"{folder} is a run without workers, so no machine was measured there: leave {folder} out, and --measure times this machine"
+        )
     rows = [row for row in status.get("members", ()) if _is_positive(row, "computing_s") and _is_positive(row, "samples")]
     if not rows:
         raise ShoalError(f"{folder}: no worker of this run has learned from a batch yet; start it, and try again in a moment")

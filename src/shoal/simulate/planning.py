@@ -35,6 +35,8 @@ _FINEST = 3
 _CONTRIBUTIONS = {"coarse": 120, "fine": 400}
 """Contributions per simulation, or more until the slowest machine has sent three."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
+_LONGER = (1, 10, 100)
+"""The time of a simulation is multiplied by these, in turn, until an update is made in it."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -176,7 +178,7 @@ class _Planner:
             run = loaded.run
         agreed = found.agreed(run, len(machines))
         span_s = _span_s(found, agreed, loaded, machines, contributions)
-        report = VirtualRun(scenario_of(run, agreed, learns=False), weather_of(machines), span_s / 3600, self._seed).run()
+        report = self._simulated(run, agreed, machines, span_s)
         price = sum(kind.count * kind.price_per_hour for kind in fitting.values())
         order = self._predictions[candidate].order if candidate in self._predictions else len(self._predictions)
         rate, each = _steady(report)
@@ -186,6 +188,15 @@ class _Planner:
         batches = length.batches or length.steps * length.batches_per_step  # in the whole run
         samples = report.samples if report.finished else batches * candidate.batch
         return Prediction(candidate, loaded, len(machines), rate, each, apart, samples, found.memory(run).gb, price, order)
+
+    def _simulated(self, run: Run, agreed: RunAgreement, machines: list[SimulatedMachine], span_s: float) -> SimulationReport:
+        """A simulation of this time; of a longer one where no update was made in it, since joining takes longer than a few quick steps."""
+        for longer in _LONGER:
+            scenario = scenario_of(run, agreed, learns=False)
+            report = VirtualRun(scenario, weather_of(machines), longer * span_s / 3600, self._seed).run()
+            if report.samples:
+                break
+        return report
 
 
 def _first_reason(error: ShoalError) -> str:

@@ -25,10 +25,11 @@ def _imply(seen: WrittenKeys) -> Implied:
             "data.source.kind": ("builtin", "the file names no text: the built-in one"),
             "data.source.name": ("python-source", "the file names no text: the built-in one"),
         }
-    return workers | data | {
+    always: Implied = {
         f"{_ASYNC}.look_ahead": (False, "dist-llm-train's workers compute on the weights they pulled"),
         "training.optimizer.name": ("SGD", "the optimizer of dist-llm-train files"),
     }
+    return always | workers | data
 
 
 DIST_LLM_TRAIN = Dialect(
