@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from shoal.cli import join
 from shoal.cli.main import main
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.presets import find
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
+from shoal.errors import ShoalError
 from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.launch.threads import WorkerThreads
 from shoal.runs.coordinator_setup import prepare
@@ -209,3 +211,11 @@ def test_a_rule_says_how_many_workers_are_missing_and_trains_when_they_have_come
     assert ending[0]["status"] == "completed"
     assert ending[0]["contributions"]["accepted"] >= needs
     assert set(learned(tmp_path).values()) == {1}
+
+
+@pytest.mark.parametrize(
+    "option", ["--ask", "--set training.device=cpu", "--data .", "--receipts r", "--state s", "--netem good", "--factory a:b"]
+)
+def test_an_option_that_has_no_effect_on_a_node_is_refused(option: str) -> None:
+    with pytest.raises(ShoalError, match=f"{option.split()[0]}: a node holds layers and trains nothing; leave it out"):
+        join.run(["tcp://127.0.0.1:1", "--token", "t", "--node", *option.split()])

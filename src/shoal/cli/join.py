@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -99,9 +99,19 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--node", action="store_true", help="hold layers of a model of `shoal serve` instead of training")
     parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.ask and (arguments.stdin or arguments.node):
-        raise ShoalError("--ask: a worker that another program starts, or one with --node, cannot be asked; leave it out")
+    if arguments.ask and arguments.stdin:
+        raise ShoalError("--ask: a worker that another program starts cannot be asked; leave it out")
+    if arguments.node:
+        _refuse_given(arguments, ("ask", "set", "data", "receipts", "state", "netem", "factory"), "a node holds layers and trains nothing")
     return arguments
+
+
+def _refuse_given(arguments: argparse.Namespace, options: Sequence[str], why: str) -> None:
+    """Refuse options that have no effect here."""
+    given = vars(arguments) | {"set": arguments.settings}
+    for option in options:
+        if given[option] not in (None, False, 1.0, []):
+            raise ShoalError(f"--{option}: {why}; leave it out")
 
 
 def add_data_option(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +206,7 @@ def _takes_part(joined: JoinedWorker, arguments: argparse.Namespace) -> bool:
 
 def _join_pipeline(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Train a pipeline stage."""
+    _refuse_given(arguments, ("receipts", "state", "slowdown"), "a stage of a pipeline sends no contributions of its own")
     from shoal.launch.pipeline_rendezvous import OwnSettings, PipelineMember
 
     overrides, permissions = [parse_override(text) for text in arguments.settings], Permissions.of(arguments.data)

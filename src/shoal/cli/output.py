@@ -194,8 +194,6 @@ def show_places(invitation: Invitation, run: Run, expected: int) -> None:
         _print_command(f"{name} joins", f"shoal join {invitation.address} --name {name} {rest}")
     if not run.cluster.workers:
         _print_command(f"{where} join", f"shoal join {invitation.address} {rest}")
-    if not addresses.is_loopback(host):
-        print("what the stages send each other is not encrypted: use a network that you trust")
     own = "a stage, too" if run.placed else "the first stage"
     print(f"this machine has {own}; it begins when {expected} more machines have joined", flush=True)
 
