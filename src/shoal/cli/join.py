@@ -108,9 +108,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 def _refuse_given(arguments: argparse.Namespace, options: Sequence[str], why: str) -> None:
     """Refuse options that have no effect here."""
-    given = vars(arguments) | {"set": arguments.settings}
+    given = vars(arguments) | {"set": arguments.settings, "slowdown": arguments.slowdown != 1.0}
     for option in options:
-        if given[option] not in (None, False, 1.0, []):
+        if given[option]:
             raise ShoalError(f"--{option}: {why}; leave it out")
 
 
