@@ -1,4 +1,4 @@
-"""Three equal students and a quorum of three: hardly anything that they compute comes too late."""
+"""Three equal students lose nothing of what they compute, however few of their results make an update."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def take_time(worker: JoinedWorker) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_three_equal_students_with_a_quorum_of_three_lose_little(tmp_path: Path) -> None:
+@pytest.mark.parametrize("per_update", [1, 2, 3])
+def test_three_equal_students_lose_nothing(per_update: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     with EmbeddedPostgres(tmp_path / "database") as server:
         school = School(tmp_path, server.access)
-        coordinating = school.coordinate({"training": {"batch_size": 16, "epochs": 3}})
+        coordinating = school.coordinate({"training": {"batch_size": 16, "epochs": 3}, "strategy": {"units_per_update": per_update}})
         for name in ("ann", "bo", "cy"):
             school.worker(name, take_time)
         began = time.monotonic()
@@ -48,4 +49,4 @@ def test_three_equal_students_with_a_quorum_of_three_lose_little(tmp_path: Path)
         counts = school.balance()
     late = counts["dropped"] / (counts["dropped"] + counts["completed"])
     print(f"{counts}: {late:.0%} came too late, {took_s:.0f} s")
-    assert late < 0.1
+    assert late <= 0.02

@@ -17,6 +17,7 @@ from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.coordinator.audit.files import gather_from, gather_receipts
 from shoal.coordinator.audit.run import audit
+from shoal.coordinator.audit.units import LagRule
 from shoal.errors import ShoalError
 from shoal.runs import worker_run as joining
 from shoal.runs.connections import DatabaseConnection
@@ -42,7 +43,7 @@ def violations(school: School) -> list[str]:
         found = trail(connection)
     problems: list[str] = []
     receipts = sorted((school.folder / "run" / "workers").glob("*.jsonl"))
-    return audit(gather_from(gather_receipts(receipts, [], problems), *found), problems, units=True).violations
+    return audit(gather_from(gather_receipts(receipts, [], problems), *found), problems, units=True, lags=LagRule(None)).violations
 
 
 def covered(school: School) -> Counter[tuple[int, int]]:

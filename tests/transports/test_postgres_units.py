@@ -288,6 +288,34 @@ def test_a_result_that_comes_when_a_round_has_enough_is_late(
     assert [(unit.start, unit.attempts) for unit in desk.claim(4, 0.0)] == [(2, 0), (3, 0)]
 
 
+def test_a_late_result_is_of_the_version_that_its_unit_was_leased_with(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
+    """A worker that says otherwise, so that its result counts more, is not believed."""
+    desk = enter()
+    server.issue(1, [(0, start, 1) for start in range(3)], 60.0, 3, 1, 2)
+    early, late = desk.claim(2, 0.0)
+    assert desk.submit(early, {}, [b"x"]) == "accepted"
+    server.consume(take(server, 1)[0])
+    server.issue(2, [(0, start, 1) for start in (1, 2)], 60.0, 3, 1, 2)
+    assert desk.submit(late._replace(iteration=2), {"base": 2}, [b"x"]) == "accepted"
+    assert [request.message.header["base"] for request in take(server, 1)] == [1]
+
+
+def test_a_result_that_waits_when_a_version_closes_counts_for_the_next_round(
+    server: PostgresServer, enter: Callable[..., LeaseClient]
+) -> None:
+    desk = enter()
+    server.issue(1, [(0, start, 1) for start in range(4)], 60.0, 3, 1, 2)
+    for unit in desk.claim(2, 0.0):
+        assert desk.submit(unit, {}, [b"x"]) == "accepted"
+    first, second = take(server, 2)
+    server.consume(first)
+    server.issue(2, [(0, start, 1) for start in range(1, 4)], 60.0, 3, 1, 2)
+    assert desk.claim(4, 0.0) == [], "the round has its result, and newer weights come soon"
+    server.consume(second)
+    server.issue(3, [(0, start, 1) for start in (2, 3)], 60.0, 3, 1, 2)
+    assert [(unit.start, unit.iteration) for unit in desk.claim(4, 0.0)] == [(2, 3), (3, 3)]
+
+
 def test_of_results_that_come_at_once_a_round_takes_as_many_as_it_needs(
     database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]
 ) -> None:
