@@ -15,6 +15,7 @@ from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
+from shoal.models.compile_rules import exclude_from_compilation
 from shoal.models.layers.expert_layer import ExpertLayer, grouped_linear
 from shoal.models.mixtral import as_mixtral
 from shoal.models.moe import Moe
@@ -106,6 +107,14 @@ def test_gradients_are_those_of_differences_in_float64(kind):
                 values.append(float(loss_of(model, ids)))
                 parameter.sub_(direction, alpha=step)
         assert (values[0] - values[1]) / 2e-6 == pytest.approx(float((parameter.grad * direction).sum()), rel=1e-4, abs=1e-7)
+
+
+def test_a_compiled_model_has_grouped_products_in_32_bits_too():
+    """torch's compiler knows the shapes of those in bfloat16 only."""
+    exclude_from_compilation()
+    x_RD, weight_END, sizes_E = torch.randn(6, 8), torch.randn(3, 4, 8), torch.tensor([1, 0, 5])
+    compiled = torch.compile(grouped_linear, backend="eager")
+    assert torch.equal(compiled(x_RD, weight_END, sizes_E), grouped_linear(x_RD, weight_END, sizes_E))
 
 
 def test_capacity_is_the_share_of_an_expert_times_the_factor_and_drops_are_counted():
