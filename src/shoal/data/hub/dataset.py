@@ -25,6 +25,8 @@ from shoal.untrusted.parquet_files import check_parquet
 _SLICE = re.compile(r"^(?P<split>\w+)\s*(\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?$")
 _ON_HUB = "hf://"
 _ROWS = 1000
+_COPIES = 100
+"""Attempts to copy a data set while other threads open files."""
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 
@@ -214,7 +216,7 @@ class DatasetRows:
                 yield dict(zip(columns, values, strict=True)), number
 
     def _streamed(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
-        dataset = copy.deepcopy(self._dataset)  # a data set holds the position of its only reader
+        dataset = _copied(self._dataset)  # a data set holds the position of its only reader
         if position is not None:
             dataset.load_state_dict(position)
         if get_worker_info() is not None:
@@ -225,6 +227,17 @@ class DatasetRows:
 
     def size(self) -> int | None:
         return _length(self._dataset)
+
+
+def _copied(dataset: Any) -> Any:
+    """A copy with a position of its own. Open file systems are part of it, and other threads may add some meanwhile."""
+    for _ in range(_COPIES):
+        try:
+            return copy.deepcopy(dataset)
+        except RuntimeError as error:
+            if "changed size during iteration" not in str(error):
+                raise
+    return copy.deepcopy(dataset)
 
 
 @contextmanager
