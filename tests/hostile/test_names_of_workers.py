@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,3 +99,21 @@ def test_a_database_takes_what_is_a_name_and_nothing_that_steers_a_screen(databa
 
 def test_a_student_with_such_a_name_has_a_role_of_plain_letters() -> None:
     assert [enrolment._role_part(name) for name in ("anna's mac", "Büro-PC", "老师的电脑", None)] == ["anna-s-mac", "b-ro-pc", None, None]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"), [("\n", "lab-7"), ("  anna's mac \n", "anna's mac"), ("../x\n[red]\nbo\n", "bo"), ("Bu\u0308ro\n", "B\u00fcro")]
+)
+def test_a_terminal_is_asked_for_a_name_until_it_is_one(
+    typed: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = io.StringIO(typed)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("platform.node", lambda: "lab-7")
+    assert chosen_name(None) == name
+    asked = capsys.readouterr().err
+    assert asked.startswith("this computer's name in the run [lab-7]: ")
+    assert asked.count("letters and digits of any script") == typed.count("\n") - 1, "the rule is shown with every refusal"
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert chosen_name(None) is None, "nobody is there to be asked"

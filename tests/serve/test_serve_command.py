@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -15,10 +16,12 @@ from shoal.errors import ShoalError
 from shoal.launch.start import address_of_first
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.api.chat_format import template_in
+from shoal.serve.batching import QueueFullError
 from shoal.serve.load_model import open_served
 from shoal.serve.nodes.distributed_model import open_local_server, open_server
 from shoal.serve.server import ModelServer
 from shoal.transports.addresses import free_port
+from tests.support.eventually import eventually
 from tests.support.processes import HANG_S, processes_in, wait_for_line
 from tests.support.small_service import running, small_served
 
@@ -61,6 +64,30 @@ def test_whoever_comes_as_soon_as_the_address_is_known_is_let_in():
     for port, listening in zip(service.ports, service.sockets, strict=True):
         with listening, socket.create_connection(("127.0.0.1", port), timeout=10):
             pass
+
+
+def test_a_server_says_that_it_answers_only_when_its_model_does(monkeypatch):
+    service, announced, asked = ModelServer(small_served(), "127.0.0.1", [0], lambda text: None), threading.Event(), []
+    submit, is_open = service.engine.submit, threading.Event()
+
+    def while_machines_are_missing(*jobs):
+        asked.append(jobs)
+        if not is_open.is_set():
+            raise QueueFullError
+        return submit(*jobs)
+
+    monkeypatch.setattr(service.engine, "submit", while_machines_are_missing)
+    thread = threading.Thread(target=service.run, args=(announced.set,))
+    thread.start()
+    try:
+        eventually(lambda: len(asked) >= 2)
+        assert not announced.is_set()
+        is_open.set()
+        assert announced.wait(HANG_S)
+        assert httpx.get(f"http://127.0.0.1:{service.ports[0]}/v1/models", timeout=HANG_S).status_code == 200
+    finally:
+        service.stop()
+        thread.join(HANG_S)
 
 
 def test_settings_of_the_run_can_be_changed_for_serving(folder):

@@ -62,6 +62,7 @@ def test_every_image_counts_once_though_workers_coordinator_and_database_are_kil
     coordinator = processes.start("coordinate", "class.yaml", *DIGITS, *FEWER, "--run-dir", "run", "--host", "127.0.0.1")
     address = re.split(r"\s+", wait_for_line(coordinator, r"shoal (join .*)"))[1].strip("'")
     assert address.startswith("postgresql://class@")
+    wait_for_line(coordinator, r"the coordinator answers at postgresql://class@127.0.0.1:\d+/shoal, and waits for a worker")
     joining = ("join", address, "--token-file", "run/class_token")
     workers = [processes.start(*joining, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "bo", "cy")]
     wait_until(tmp_path, capsys, 2)

@@ -36,7 +36,7 @@ from shoal.protocol.worker_names import NAME_RULE, name_of
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
-from shoal.transports.database_address import access_of, is_address
+from shoal.transports.database_address import CLASS_ROLE, access_of, is_address
 from shoal.transports.database_address import parse as parse_address
 from shoal.transports.discovery import require_long_token
 
@@ -316,7 +316,7 @@ def typed(arguments: argparse.Namespace) -> Invitation:
     if arguments.address and is_address(arguments.address):
         access = parse_address(arguments.address)
         password = access.password or _token(arguments) or (None if arguments.key_was_announced else database_password())
-        password = password or _prompt_for(f"the token or password of `{access.user}`")
+        password = password or _prompt_for(_secret_of(access.user))
         return Invitation(access._replace(password=password).address, "", None)
     if arguments.address and Path(arguments.address).is_file():
         return Invitation(_configured(arguments.address), "", None)
@@ -351,6 +351,10 @@ def chosen_name(given: str | None) -> str | None:
 def _token(arguments: argparse.Namespace) -> str | None:
     """The token from a file, the command line (which other users of this machine can see) or the environment."""
     return read_token_file(arguments.token_file) if arguments.token_file else arguments.token or join_token()
+
+
+def _secret_of(role: str) -> str:
+    return "the class's token" if role == CLASS_ROLE else f"the token or password of `{role}`"
 
 
 def _prompt_for(what: str) -> str | None:

@@ -66,7 +66,7 @@ def how_it_ended(outcome: str, lesson: bool = False) -> str:
     words = _ENDINGS.get(outcome, printable(outcome)[:_LONGEST_OUTCOME])
     if lesson:
         words = words.replace("its owner", "the teacher").replace("the owner's", "the teacher's")
-    return f"the {'lesson' if lesson else 'run'} has ended" + (f": {words}" if words else "")
+    return ("the lesson has ended" if lesson else "the run has ended") + (f": {words}" if words else "")
 
 
 class SessionEndedError(ShoalError):

@@ -58,9 +58,11 @@ def explained(error: Exception, access: Access) -> ShoalError:
     if "does not exist" in text and f'database "{access.database}"' in text:
         return NoDatabase(f"there is no database `{access.database}` at {server}: `shoal db init` creates it")
     if "password authentication failed" in text or "no password supplied" in text:
-        secret, where = ("token", "type it, or set SHOAL_TOKEN") if access.user == CLASS_ROLE else ("password", "set DB_PASSWORD")
-        what = f"a {secret} is needed" if "no password" in text else f"the {secret} is wrong"
-        return ShoalError(f"{what}: PostgreSQL at {server} asks for that of `{access.user}` ({where})")
+        of_class, missing = access.user == CLASS_ROLE, "no password" in text
+        wrong = "the token is wrong" if of_class else "the password is wrong"
+        needed = "a token is needed" if of_class else "a password is needed"
+        where = "type it, or set SHOAL_TOKEN" if of_class else "set DB_PASSWORD"
+        return ShoalError(f"{needed if missing else wrong}: PostgreSQL at {server} asks for that of `{access.user}` ({where})")
     if "pg_hba.conf" in text:
         return ShoalError(f"PostgreSQL at {server} does not let `{access.user}` in from this machine (its pg_hba.conf): {said}")
     if "not permitted to log in" in text:
