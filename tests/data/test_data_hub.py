@@ -13,7 +13,7 @@ import pytest
 
 from shoal.config.schema.data import Loader
 from shoal.data import Data, ShardFeed, load
-from shoal.data.hub.dataset import DataRequest, Subset, load_splits
+from shoal.data.hub.dataset import DataRequest, Subset, _copied, load_splits
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]
@@ -152,6 +152,25 @@ def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, 
         second.load_state_dict(states[at])
         assert [batch["input_ids"].tolist() for batch in islice(second, 10)] == whole[at : at + 10]
         second.close()
+
+
+class OpenedMeanwhile:
+    """As a data set is whose table of open files grows twice while it is copied."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem, self.attempts = problem, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        self.attempts += 1
+        if self.attempts < 3:
+            raise RuntimeError(self.problem)
+        return "a copy"
+
+
+def test_a_stream_is_copied_though_workers_of_the_same_process_open_files() -> None:
+    assert _copied(OpenedMeanwhile("dictionary changed size during iteration")) == "a copy"
+    with pytest.raises(RuntimeError, match="another"):
+        _copied(OpenedMeanwhile("another problem"))
 
 
 @pytest.mark.whole
