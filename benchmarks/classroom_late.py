@@ -106,11 +106,13 @@ def measure() -> list[Row]:
     rows = []
     for speeds, most in MOST_UNUSED.items():
         before, after = ([one for one in found if (one.speeds, one.max_lag) == (speeds, setting)] for setting in SETTINGS)
-        worst = [max(one.unused_units for one in group) for group in (after, before)]
+        worst, former = (max(one.unused_units for one in group) for group in (after, before))
         note = f"{STUDENTS[0]} to {STUDENTS[-1]} students, {UNITS_PER_UPDATE} units an update; peer: max_lag 0"
-        rows.append(Row(f"unused units, speeds {speeds}, worst class", *worst, "share", worst[0] / most, "≤ 1 (of the goal)", note))
-        idle = [statistics.mean(one.idle for one in group) for group in (after, before)]
-        rows.append(Row(f"idle time, speeds {speeds}, mean of classes", *idle, "share", idle[0] / max(idle[1], 1e-9), "≤ 1", note))
+        rows.append(Row(f"unused units, speeds {speeds}, worst class", worst, former, "share", worst / most, "≤ 1 (of the goal)", note))
+        idle, idle_before = (statistics.mean(one.idle for one in group) for group in (after, before))
+        rows.append(
+            Row(f"idle time, speeds {speeds}, mean of classes", idle, idle_before, "share", idle / max(idle_before, 1e-9), "≤ 1", note)
+        )
     return rows
 
 

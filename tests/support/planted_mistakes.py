@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator import machine, round_policies
+from shoal.coordinator import machine
 from shoal.coordinator.durable import replayed_state
 from shoal.coordinator.effects import Persist, Reply
 from shoal.coordinator.members import table
 from shoal.coordinator.round_policies import Barrier
 from shoal.coordinator.rounds import contributions, open_rounds
 from shoal.coordinator.units import lease_table
+from shoal.updates import staleness
 
 Patch = Callable[[Any], None]
 """Given pytest's monkeypatch."""
@@ -126,7 +127,7 @@ def _counts_the_head_of_a_journal_again(patch: Any) -> None:
 
 def _late_units_count_in_full(patch: Any) -> None:
     """A unit's result counts in full, whatever its lag."""
-    patch.setattr(round_policies.staleness, "weight", lambda lag: 1.0)
+    patch.setattr(staleness, "weight", lambda lag: 1.0)
 
 
 def _units_may_lag_without_end(patch: Any) -> None:
