@@ -9,6 +9,7 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Decoding, Sampling
 from shoal.errors import ShoalError
 from shoal.models import generate
+from shoal.models.layers.value_head import ScoreModel
 from shoal.models.lstm import Lstm
 from shoal.models.mlp import Mlp
 
@@ -163,3 +164,8 @@ def test_broken_weights_are_named(make_gpt):
 def test_only_language_models_write():
     with pytest.raises(ShoalError, match=r"Mlp does not write text.*model.kind"):
         generate(Mlp(4, (), 2), prompt(), max_new_tokens=3, decoding=GREEDY)
+
+
+def test_a_reward_model_says_that_it_does_not_write(make_gpt):
+    with pytest.raises(ShoalError, match=r"a reward model scores answers.*the run of a policy"):
+        generate(ScoreModel(make_gpt()), prompt(), max_new_tokens=3, decoding=GREEDY)

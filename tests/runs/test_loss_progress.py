@@ -36,6 +36,16 @@ def test_a_loss_that_has_not_moved_is_reported_with_what_to_try(losses: dict[str
         assert what in said
 
 
+def test_a_phase_before_the_policys_names_its_own_settings() -> None:
+    progress = LossProgress()
+    for loss in (5.556, 5.551):
+        progress.note("eval", {"loss": loss})
+    said = progress.warning(Training(), "rlhf.fine_tune")
+    for what in ("rlhf.fine_tune.learning_rate", "rlhf.fine_tune.epochs", "rlhf.fine_tune.batch_size"):
+        assert what in said
+    assert "training." not in said
+
+
 def test_a_loss_that_has_risen_is_reported_with_a_smaller_rate() -> None:
     assert "has risen: 2.3 at first, 9 at the end. Try a smaller training.optimizer.learning_rate" in after(train=[2.3, 9.0])
 

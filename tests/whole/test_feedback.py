@@ -167,6 +167,10 @@ def test_what_a_later_phase_lacks_is_reported_before_the_first(
     told = capsys.readouterr().err
     assert told.count("there is nothing at pairs.jsonl on this machine") == 1
     assert told.count("there is nothing at answers.jsonl on this machine") == 1
+    assert main(["config", "check", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", "--set", "rlhf.policy=nowhere"]) == 0
+    assert "there is nothing at nowhere on this machine" in capsys.readouterr().err
+    assert main(["config", "check", "gpu/base", "--rlhf_config", "rlhf/test_cpu"]) == 0
+    assert "Train it first: shoal train gpu/base --run-dir base" in capsys.readouterr().err
     assert train("--run-dir", "run", "--set", "rlhf.prompts=prompts.txt") == 2
     assert "there is nothing at prompts.txt on this machine" in capsys.readouterr().err
     assert not Path("run").exists()

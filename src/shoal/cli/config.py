@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from shoal import ShoalError
 from shoal.cli.main import leading_flags, report, run_subcommand
 from shoal.cli.options import load, make_parser, parse, parse_with_plugins, require
+from shoal.config.load import LoadedConfig
 from shoal.config.missing_parts import missing_files, missing_files_of_earlier_phases, missing_model, missing_packages, missing_workers
-from shoal.config.problems import ConfigError, render
+from shoal.config.problems import ConfigError, Problem, render
 from shoal.config.schema import Run
 
 HELP = """\
@@ -42,7 +44,7 @@ def check(argv: list[str]) -> int:
     if loaded.ok:
         loaded.problems += missing_packages(loaded, severity="warning") + missing_model(loaded, severity="warning")
         loaded.problems += missing_files(loaded, severity="warning") + missing_files_of_earlier_phases(loaded, severity="warning")
-        loaded.problems += missing_workers(loaded)
+        loaded.problems += missing_workers(loaded) + _missing_base(loaded, arguments)
     if arguments.format != "text":
         print(render(loaded.problems, arguments.format))
     elif loaded.problems:
@@ -50,6 +52,20 @@ def check(argv: list[str]) -> int:
     if loaded.ok and arguments.format == "text":
         print(f"{', '.join(_summary(loaded.run, [parsed.layer.dialect for parsed in loaded.files]))}: OK")
     return 0 if loaded.ok else 2
+
+
+def _missing_base(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Problem]:
+    """A warning where `shoal train` would refuse to train the base that a policy starts from, since it is large."""
+    from shoal.cli.rlhf_phases import base_command
+    from shoal.launch.rlhf_phases import in_phases, refuse_large_base
+
+    if not in_phases(loaded.run):
+        return []
+    try:
+        refuse_large_base(loaded.run, base_command(arguments))
+    except ShoalError as error:
+        return [Problem("missing-model", str(error), loaded.settings.labels("rlhf.reward.kind"), "rlhf.policy", severity="warning")]
+    return []
 
 
 def _summary(run: Run, dialects: list[str]) -> list[str]:
@@ -106,7 +122,6 @@ def diff(argv: list[str]) -> int:
 
 
 def schema(argv: list[str]) -> int:
-    import argparse
     import json
 
     from shoal.config.reference import json_schema
@@ -117,8 +132,6 @@ def schema(argv: list[str]) -> int:
 
 
 def migrate(argv: list[str]) -> int:
-    import argparse
-
     from shoal.cli.init import write
     from shoal.config.dialects import NAMES
     from shoal.config.migrate import migrate as text

@@ -89,10 +89,13 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
         while not (sign.exists() and _scores(sign)) and process.poll() is None and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         until = reported = time.monotonic() + seconds
+        printed = 0
         while process.poll() is None and time.monotonic() < until:
             if abs(time.monotonic() - reported) > _PRINT_INTERVAL_S:
                 reported = time.monotonic()
-                _print_scores(_scores(sign) if sign.exists() else [])
+                if len(scores := _scores(sign) if sign.exists() else []) > printed:
+                    _print_scores(scores)
+                    printed = len(scores)
             time.sleep(_POLL_INTERVAL_S)
         process.send_signal(signal.SIGINT)
         wait_or_kill(process, _SAVE_S)

@@ -79,8 +79,10 @@ def _draw(trained: TrainedModel, file: str) -> None:
 
 
 def _write(trained: TrainedModel, arguments: argparse.Namespace) -> None:
-    sys.stdout.write(arguments.prompt)
-    for piece in _pieces(trained, arguments, arguments.seed):
+    pieces = _pieces(trained, arguments, arguments.seed)
+    sys.stdout.write(arguments.prompt + next(pieces, ""))  # nothing is written where the model cannot write
+    sys.stdout.flush()
+    for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

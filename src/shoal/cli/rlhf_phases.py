@@ -23,7 +23,7 @@ from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
 def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
     """Train every phase that is not done yet; returns the last exit code. What a later phase refuses is refused before the first starts."""
     root = _root(plan, arguments)
-    all_phases = list(phases(plan.run, root, _command(arguments)))
+    all_phases = list(phases(plan.run, root, base_command(arguments)))
     _check_phase(arguments.phase, [phase.name for phase in all_phases])
     asked = [phase for phase in all_phases if arguments.phase in (None, phase.name)]
     plans = {phase.name: _plan_phase(phase, arguments, overrides, root / phase.name) for phase in asked if not is_done(root / phase.name)}
@@ -79,7 +79,7 @@ def _root(plan: StartPlan, arguments: argparse.Namespace) -> Path:
     return Path(plan.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.run.name or 'rlhf'}"
 
 
-def _command(arguments: argparse.Namespace) -> str:
+def base_command(arguments: argparse.Namespace) -> str:
     """The command that trains the base."""
     layers = [f"--{layer} {path}" for layer in LAYERS if layer != "rlhf_config" and (path := getattr(arguments, layer))]
     return " ".join(["shoal train", *arguments.files, *layers])

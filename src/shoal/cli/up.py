@@ -140,8 +140,11 @@ def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path
 def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) -> int:
     """Start a background process, wait until workers can join, and return."""
     from shoal.launch.forkserver import OpenedProcess, write_line
+    from shoal.launch.ray_workers import require_ray
     from shoal.launch.up_file import running_process
 
+    if plan.run.launch.kind == "ray":
+        require_ray()
     if running_process(folder) is not None:
         raise ShoalError(f"{folder} is up already: `shoal down {folder}` ends it")
     make_folder(folder)

@@ -114,8 +114,8 @@ def missing_files(loaded: LoadedConfig, *, severity: Severity) -> list[Problem]:
 
 
 def missing_files_of_earlier_phases(loaded: LoadedConfig, *, severity: Severity) -> list[Problem]:
-    """The same for the pairs that the phases before a policy's own learn from."""
-    return _missing(loaded, _pairs_of_phases(loaded.run), severity)
+    """The same for the run that a policy starts from, and for the pairs that the phases before its own learn from."""
+    return _missing(loaded, _files_of_phases(loaded.run), severity)
 
 
 def _missing(loaded: LoadedConfig, files: Iterable[tuple[str, str]], severity: Severity) -> list[Problem]:
@@ -166,9 +166,11 @@ def _files_of(run: Run) -> Iterator[tuple[str, str]]:
                 yield f"model.retrieval.{name}", file
 
 
-def _pairs_of_phases(run: Run) -> Iterator[tuple[str, str]]:
+def _files_of_phases(run: Run) -> Iterator[tuple[str, str]]:
     if run.rlhf is None or run.chosen_task.needs != "prompts":
         return
+    if run.rlhf.policy is not None:
+        yield "rlhf.policy", run.rlhf.policy
     if run.rlhf.fine_tune is not None:
         yield "rlhf.fine_tune.preferences", run.rlhf.fine_tune.preferences
     for reward in run.rlhf.reward.untrained:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shoal.config.fields import Secret, Section, as_data, did_you_mean, shorthand_of
+from shoal.config.fields import MISSING, Secret, Section, as_data, did_you_mean, shorthand_of
 from shoal.config.layers import DERIVED, Assignment, Key, Settings, checker_at, default_at, section_at, union_at
 from shoal.config.load import LoadedConfig
 from shoal.config.problems import ConfigError, Problem
@@ -170,9 +170,13 @@ def _takes(path: Key, settings: Settings) -> str:
     """The type of a setting and its default. The `kind` of a union takes any of the union's kinds."""
     union = union_at(path[:-1], settings.kinds) if path[-1] == "kind" else None
     if union is not None:
-        return f"one of {', '.join(f'`{kind}`' for kind in union.kinds)}; default {_quoted(default_at(path))}"
+        return f"one of {', '.join(f'`{kind}`' for kind in union.kinds)}; {_default(default_at(path))}"
     checker = checker_at(path, settings.kinds)
-    return f"{checker.expected if checker else 'a value'}; default {_quoted(default_at(path, settings.kinds))}"
+    return f"{checker.expected if checker else 'a value'}; {_default(default_at(path, settings.kinds))}"
+
+
+def _default(value: Any) -> str:
+    return "required" if value is MISSING else f"default {_quoted(value)}"
 
 
 def _quoted(value: Any) -> str:

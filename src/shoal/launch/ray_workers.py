@@ -46,16 +46,21 @@ class RayWorker:
         self.done = False
 
 
+def require_ray() -> Any:
+    """The module. Raises ShoalError where it is not installed."""
+    try:
+        return import_module("ray")
+    except ImportError:
+        raise ShoalError("launch.kind ray needs Ray: pip install 'shoal[ray]'") from None
+
+
 class RayWorkers:
     """The workers of a run on a Ray cluster."""
 
     def __init__(
         self, run: Run, folder: Path, invitation: Invitation, workers: Mapping[str, Sequence[str]], notify: Callable[[str], None]
     ) -> None:
-        try:
-            ray: Any = import_module("ray")
-        except ImportError:
-            raise ShoalError("launch.kind ray needs Ray: pip install 'shoal[ray]'") from None
+        ray = require_ray()
         self.ray, self.folder, self.notify = ray, folder, notify
         self.settings, self.gpus = run.launch.ray, run.launch.devices_per_node or 0
         if run.training.device == "cpu":

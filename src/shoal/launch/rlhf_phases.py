@@ -45,7 +45,7 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
     start: list[Override] = []
     alone = (_set("strategy.kind", STRATEGY_ALONE),) if run.strategy.gives_answers else ()  # answers are for the policy's phase
     if policy is None and run.model.kind != "huggingface":
-        _refuse_large(run, command)
+        refuse_large_base(run, command)
         yield Phase(
             "base",
             "rlhf.policy is not given, and the model is small: its base is trained first",
@@ -83,8 +83,10 @@ def _of_pairs(task: str, learned: TrainedReward | FineTune, path: str) -> Iterat
     yield _set("training.batch_size", str(learned.batch_size))
 
 
-def _refuse_large(run: Run, command: str) -> None:
-    """Raises ShoalError where the base would take long to train: the user must decide that."""
+def refuse_large_base(run: Run, command: str) -> None:
+    """Raises ShoalError where no base is given and to train one would take long: the user must decide that."""
+    if run.model.kind == "huggingface" or (run.rlhf is not None and run.rlhf.policy is not None):
+        return
     model = run.model
     width, layers = getattr(model, "hidden_size", 0), getattr(model, "num_layers", 0)
     inner = getattr(model, "intermediate_size", None) or 4 * width

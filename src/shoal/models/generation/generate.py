@@ -18,6 +18,7 @@ from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import LogitPenalties, apply_penalties, choose, row_draws, warp_of
 from shoal.models.generation.side_texts import SideTextReader, SideTexts
+from shoal.models.layers.value_head import ScoreModel
 
 
 def generate(
@@ -36,7 +37,9 @@ def generate(
     rows have. When the model's `max_seq_len` is full, generation continues from the last half of it. Longer prompts are cut at their start.
     """
     if not hasattr(model, "next_logits"):
-        raise ShoalError(f"a {type(model).__name__} does not write text; generation needs model.kind lstm, gpt or huggingface")
+        if isinstance(model, ScoreModel):
+            raise ShoalError("a reward model scores answers and does not write text; name the run of a policy or of its base")
+        raise ShoalError(f"a {type(model).__name__} does not write text; generation needs model.kind lstm, gpt, moe or huggingface")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ShoalError("the prompt is empty; give at least one token")
     _check_vocabulary(model, input_ids)

@@ -30,20 +30,24 @@ class LossProgress:
         if split == "train":
             self.newest["step"] = value
 
-    def warning(self, training: Training) -> str:
-        """What to tell the user at the end of a run whose loss has not fallen; empty: it has fallen, or the run has too few figures."""
+    def warning(self, training: Training, phase: str = "") -> str:
+        """What to tell the user at the end of a run whose loss has not fallen; empty: it has fallen, or the run has too few figures.
+
+        `phase`: the setting that has the learning rate, the epochs and the batch size of a phase of learning from feedback.
+        """
         moves = {split: (self.newest[split] / first - 1) / _MOVED[split] for split, first in self.first.items() if self._is_known(split)}
         if not moves or min(moves.values()) < -1:
             return ""
         split = next(split for split in ("eval", "train", "step") if split in moves)
         numbers = f"{self.first[split]:.4g} at first, {self.newest[split]:.4g} at the end"
-        rate, batch = f"training.optimizer.learning_rate (it is {training.optimizer.learning_rate:g})", training.batch_size
+        rate = f"{phase or 'training.optimizer'}.learning_rate (it is {training.optimizer.learning_rate:g})"
         if min(moves.values()) > 1:
             return f"warning: the loss has risen: {numbers}. Try a smaller {rate}, or a limit for the gradient: training.clipping.max_norm"
-        length = f"training.max_steps (it is {training.max_steps})" if training.max_steps else f"training.epochs (it is {training.epochs})"
+        of = phase or "training"
+        length = f"{of}.max_steps (it is {training.max_steps})" if training.max_steps else f"{of}.epochs (it is {training.epochs})"
         return (
             f"warning: the loss has hardly moved: {numbers}. Try ten times the {rate}; more steps: {length}; or a smaller "
-            f"training.batch_size (it is {batch}), which makes more steps of the same data"
+            f"{of}.batch_size (it is {training.batch_size}), which makes more steps of the same data"
         )
 
     def _is_known(self, split: str) -> bool:

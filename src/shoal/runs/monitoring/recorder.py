@@ -169,7 +169,9 @@ class Recorder:
             self.message(warning)
 
     def _loss_warning(self) -> str:
-        return "" if self.stopping == INTERRUPTED or self.step < _LEAST_STEPS else self.loss.warning(self.run.training)
+        if self.stopping == INTERRUPTED or self.step < _LEAST_STEPS:
+            return ""
+        return self.loss.warning(self.run.training, _phase_settings(self.run))
 
     def _conclude(self, summary: dict[str, Any]) -> ShoalError | None:
         """Write the summary and close the reporters. Return why the summary cannot be written; a reporter's problem is a warning."""
@@ -190,7 +192,7 @@ class Recorder:
 
     def count(self, result: StepResult, batches: int) -> None:
         if not self.batches and "loss" not in self.omitted:
-            self.loss.note("step", result.metrics)
+            self.loss.note("step", self.engine.world.total(result.metrics))  # each process has its part of the sum
         self.batches += batches
         self.samples += result.samples
         self.window.add(result.metrics, result.weight)
@@ -339,6 +341,17 @@ class Recorder:
             "resumed_from": self.resumed_from,
         }
         return result | ({"error": error} if error else {})
+
+
+def _phase_settings(run: Run) -> str:
+    """The setting whose learning rate, epochs and batch size a phase before the policy's takes; empty: the run is no such phase."""
+    if run.rlhf is None:
+        return ""
+    if run.chosen_task.kind == "language-modelling" and run.rlhf.fine_tune is not None:
+        return "rlhf.fine_tune"
+    if run.chosen_task.kind == "reward" and run.rlhf.reward.untrained:
+        return "rlhf.reward" if run.rlhf.reward.kind == "trained" else "rlhf.reward.parts.reward"
+    return ""
 
 
 def peak_memory(device: torch.device) -> int | None:
