@@ -83,3 +83,13 @@ def test_every_strategy_reports_a_loss_that_stood_still(
     said = capfd.readouterr()
     assert "warning: the loss has hardly moved: " in said.err
     assert "(the loss has not fallen: see the warning above)" in said.out
+
+
+def test_the_first_loss_of_several_processes_is_that_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("model: {kind: mlp, hidden_sizes: [4]}\ntraining: {max_steps: 3, batch_size: 48}\n")
+    still = ["--set", "training.optimizer.name=SGD", "--set", "training.optimizer.learning_rate=1e-9"]
+    assert main(["train", "config.yaml", "--run-dir", "run", "--set", "engine.kind=ddp", "--devices_per_node", "2", *still]) == 0
+    assert "warning: the loss has hardly moved: " in capfd.readouterr().err
