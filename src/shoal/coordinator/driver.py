@@ -113,8 +113,12 @@ class CoordinatorDriver:
         return True
 
     def handle(self, event: Event) -> None:
-        """Let the coordinator handle an event, and carry out its effects."""
-        self._carry_out(self.coordinator.handle(event, self.deps.clock()))
+        """Let the coordinator handle an event, and carry out its effects, with those of the results that were taken before it."""
+        effects = self.coordinator.handle(event, self.deps.clock())
+        if self.leases is not None and self.leases.has_taken and any(isinstance(effect, (Persist, Published, Issue)) for effect in effects):
+            self.leases.commit(self._carry_out, effects)
+        else:
+            self._carry_out(effects)
 
     def serve(self, requests: list[Request]) -> None:
         if self.journal_writer is not None:

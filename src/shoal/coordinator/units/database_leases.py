@@ -6,7 +6,7 @@ units are one transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.coordinator.driver_interfaces import LeaseDatabase
@@ -76,9 +76,14 @@ class DatabaseLeases:
         self._taken.append(request)
         return any(isinstance(effect, (Published, Issue)) for effect in effects)
 
-    def commit(self, carry_out: Callable[[list[Effect], Callable[[], None] | None], None]) -> None:
-        """Carry out the effects of all taken results and consume the results, in one transaction."""
-        effects, requests = self._effects, self._taken
+    @property
+    def has_taken(self) -> bool:
+        """Whether there are results whose effects are still to be carried out."""
+        return bool(self._taken)
+
+    def commit(self, carry_out: Callable[[list[Effect], Callable[[], None] | None], None], then: Sequence[Effect] = ()) -> None:
+        """Carry out the effects of all taken results and consume the results, in one transaction. `then`: effects of a later event."""
+        effects, requests = [*self._effects, *then], self._taken
         self._effects, self._taken = [], []
 
         def consume() -> None:
