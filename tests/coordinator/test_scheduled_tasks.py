@@ -124,7 +124,7 @@ def test_no_worker_waits_for_others_when_all_that_are_expected_are_here() -> Non
     assert {cluster.holder(worker) for worker in workers} == {"t0", "t1"}
 
 
-def test_a_larger_machine_that_comes_later_gets_the_task_of_this_epoch_that_fitted_no_other() -> None:
+def test_a_larger_machine_that_comes_later_gets_the_task_that_fitted_no_other() -> None:
     claims = {"pi": Host(memory_gb=1.0), "mac": Host(memory_gb=8.0)}
     tasks = (DataTask("small", 0, 4, memory_gb=1.0), DataTask("huge", 4, 6, memory_gb=8.0))
     cluster = Tasked(TaskPlan(tasks, 1, 1, KINDS["gale-shapley"], claims), total=6)

@@ -119,7 +119,7 @@ def _machines_of_run(run: Run, folder: Path) -> dict[str, MachineKind]:
     from shoal.runs.folder.run_reader import RunFolder
 
     status = RunFolder(folder).status()
-    if "members" not in status or status.get("strategy") == "local":
+    if not RunFolder(folder).is_coordinated():
         raise ShoalError(
             f"{folder} is a run without workers, so no machine was measured there: leave {folder} out, and --measure times this machine"
         )

@@ -38,16 +38,15 @@ def split(
     `before` and `after`: additional cost of the machines with the first and the last layer. `holds(machine, first, last)`: whether it can
     hold the layers [first, last), where more than their sizes decides. Each machine gets at least one layer; with `leave_out`, machines
     that would only slow the others down get none. Dynamic programming finds the exact optimum over all splits in the order of the machines;
-    of equally fast splits the one with the fewest machines. `even`: the least sum of squared times, which gives machines of equal speed
-    shares as equal as possible, and none of them nothing. Raises ShoalError where the layers do not fit.
+    of equally fast splits the one with the fewest machines. `even`: the least sum of squared times, so that equal machines get equal shares.
+    Raises ShoalError where the layers do not fit.
     """
     count = len(costs)
     if len(machines) > count and not leave_out:
         raise ShoalError(f"{len(machines)} stages need at least one layer each, and the model has {count}")
     done, taken = [before, *(before + cost for cost in accumulate(costs))], [0.0, *accumulate(sizes or [0.0] * count)]
     done[0], done[count] = 0.0, done[count] + after
-    # best[end], if the machines so far have the layers up to `end`: the time of the slowest (or the sum of squares), how many have layers,
-    # and the bounds
+    # best[end], for layers up to `end`: the time of the slowest machine (or the sum of squares), how many have layers, and the bounds
     best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
     for number, machine in enumerate(machines):
         found: dict[int, tuple[float, int, list[int]]] = {}

@@ -304,7 +304,7 @@ class TaskAssigner:
         return WorkerSpec(name) if claim is None else WorkerSpec(name, claim.flops or 1.0, claim.memory_gb, claim.bandwidth_mbps)
 
     def _speeds(self) -> dict[str, float]:
-        """Work a second of each member. A relay that was not measured yet counts as so many usual workers."""
+        """Work a second of each member. A relay that was not measured yet counts as its number of usual workers."""
         members, claims = self.members.by_name, self.tasks.claims
         claimed = {name: (claims[name].flops or 0.0) / one.workers if name in claims else None for name, one in members.items()}
         measured = {name: (self._measured(one) or 0.0) / one.workers for name, one in members.items()}

@@ -169,7 +169,7 @@ class RunFolder:
         figures = {split: {name: value for name, value in clean(one).items() if name not in _ABOUT} for split, one in latest.items()}
         events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
         known = {"samples": last.get("samples", 0), "wall_s": last.get("wall_s", 0.0), "at": _changed_at(self.path / "metrics.jsonl")}
-        strategy = self.provenance().get("strategy.kind", {}).get("value") if self._is_coordinated() else None
+        strategy = self.provenance().get("strategy.kind", {}).get("value") if self.is_coordinated() else None
         known |= {"strategy": str(strategy)} if strategy else {}
         return {"run": self.name, "version": last.get("step", 0), "figures": figures, "events": events, **known}
 
@@ -181,7 +181,7 @@ class RunFolder:
         events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
         return {**known, "figures": {**status.get("figures", {}), **last}, "events": events or status.get("events", []), "eta_s": None}
 
-    def _is_coordinated(self) -> bool:
+    def is_coordinated(self) -> bool:
         """Whether the run has a coordinator, even if it has not written a status yet."""
         return (self.path / "owner.json").exists()
 
@@ -190,7 +190,7 @@ class RunFolder:
         if self._has_ended():
             return str(self._summary().get("status", "ended"))
         written = self._written_at()
-        if not written and self._is_coordinated():
+        if not written and self.is_coordinated():
             return "starting"
         age_s = time.time() - written
         if age_s < _FRESH_S or (age_s < _LONG_S and _is_running(status.get("pid"))):

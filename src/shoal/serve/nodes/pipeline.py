@@ -161,9 +161,8 @@ class NodePipeline:
         even: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, including this one;
-        `cache_tokens`: capacity of the caches; `can_rewind`: whether the last tokens can be removed from a cache; `even`: every machine
-        gets layers, whatever its speed."""
+        """`sizes`: parameters of each layer; `expected`: machines to wait for, including this one; `cache_tokens`: capacity of the caches;
+        `can_rewind`: whether the last tokens can be removed from a cache; `even`: every machine gets layers, whatever its speed."""
         self.ends, self.can_rewind, self.clock = ends.eval(), can_rewind, clock
         self.vocab_size = ends.vocab_size
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
@@ -188,9 +187,8 @@ class NodePipeline:
         """Reported failures of batches that the machine does not hold."""
         self._batches_done, self._weight_done = 0, 0.0
         """Batches decoded since the last plan, and how many batches of one request would have taken as long."""
-        self._numbers = itertools.count(1)
+        self._numbers, self._changed = itertools.count(1), threading.Condition(threading.RLock())
         self.trials = NodeTrials(self.placement, self._embed, self.vocab_size, self._numbers, clock)
-        self._changed = threading.Condition(threading.RLock())
 
     # --- the backend interface -----------------------------------------------------------------------
 
