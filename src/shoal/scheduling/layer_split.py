@@ -38,7 +38,7 @@ def split(
     `before` and `after`: additional cost of the machines with the first and the last layer. `holds(machine, first, last)`: whether it can
     hold the layers [first, last), where more than their sizes decides. Each machine gets at least one layer; with `leave_out`, machines
     that would only slow the others down get none. Dynamic programming finds the exact optimum over all splits in the order of the machines;
-    of equally fast splits the one with the fewest machines. `even`: the least sum of squared times, so that equal machines get equal shares.
+    of equally fast splits the one with the fewest machines. `even`: the least sum of squared times, so equal machines get equal shares.
     Raises ShoalError where the layers do not fit.
     """
     count = len(costs)
@@ -57,8 +57,7 @@ def split(
                 seconds = machine.seconds(done[end] - done[start])
                 time = slowest + seconds**2 if even else max(slowest, seconds)
                 entry = (time, used + (end > start), [*bounds, end])
-                if end not in found or entry[:2] < found[end][:2]:
-                    found[end] = entry
+                found[end] = min(found.get(end, entry), entry, key=lambda one: one[:2])
         best = found
     if count not in best:
         raise ShoalError("the model does not fit the memory of these machines: take more of them, or a smaller model")
