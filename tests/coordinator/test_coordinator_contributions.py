@@ -32,6 +32,14 @@ def test_a_repeat_is_confirmed_and_not_counted() -> None:
     assert cluster.coordinator.state.contributions == {"accepted": 1}
 
 
+def test_a_worker_that_has_contributed_is_not_shown_as_joining() -> None:
+    cluster, a = alone()
+    shown = cluster.coordinator.members.by_name["a"]
+    assert shown.state == "joining"
+    cluster.contribute(a)
+    assert shown.state == "computing"
+
+
 def test_a_message_that_was_seen_before_is_not_taken_again() -> None:
     cluster, a = alone()
     cluster.contribute(a)

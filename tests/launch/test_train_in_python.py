@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def test_a_model_and_a_list_of_samples_are_enough(tmp_path: Path, capsys: pytest
     assert result.metrics["eval"]["loss"] < result.history[0]["loss"]
     assert 0 <= result.metrics["eval"]["accuracy"] <= 1
     assert "Sequential on cpu, 195 parameters" in capsys.readouterr().err
-    assert "completed after 24 steps" in repr(result)
+    assert "completed after 24 updates of the weights" in repr(result)
 
 
 def test_progress_can_be_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +121,7 @@ def test_a_run_with_live_objects_goes_on_to_the_same_numbers(tmp_path: Path, wor
     assert [(record["step"], record["loss"]) for record in rest.history] == figures
 
 
-def test_a_loss_and_metrics_of_ones_own(tmp_path: Path) -> None:
+def test_a_loss_and_metrics_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"point": point, "side": label} for point, label in samples()]
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -129,10 +130,19 @@ def test_a_loss_and_metrics_of_ones_own(tmp_path: Path) -> None:
     def hits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["point"]).argmax(1) == batch["side"]).float().mean()
 
-    result = train(small(tmp_path), model=net(), data=rows, eval_data=rows[:30], loss=loss, metrics={"hits": hits}, progress=False)
+    result = train(small(tmp_path), model=net(), data=rows, eval_data=rows[:30], loss=loss, metrics={"hits": hits})
     assert result.history[0]["spread"] == pytest.approx(1.0, abs=0.3)
     wanted = sum(int(result.model(row["point"]).argmax()) == row["side"] for row in rows[:30]) / 30  # type: ignore[misc]
     assert result.metrics["eval"]["hits"] == pytest.approx(wanted)
+    shown = capsys.readouterr().err
+    assert re.search(r"eval: loss \S+  spread \S+  hits \S+\n", shown), shown
+    assert "hits" in repr(result)
+
+
+def test_a_metric_that_gives_no_number_is_told_by_its_name(tmp_path: Path) -> None:
+    metrics = {"words": lambda model, batch: "many"}
+    with pytest.raises(ShoalError, match="`words` must give one number for a batch: it gave str"):
+        train(small(tmp_path), model=net(), data=samples(), eval_data=samples()[:30], metrics=metrics, progress=False)
 
 
 def test_a_metric_beside_the_task_of_a_configuration(tmp_path: Path) -> None:

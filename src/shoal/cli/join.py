@@ -83,7 +83,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     add_data_option(parser)
     add_ask_option(parser)
     parser.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
-    parser.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
+    parser.add_argument(
+        "--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: optimizer and partial round)"
+    )
     parser.add_argument(
         "--netem", metavar="WEATHER", help="simulate a network: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )

@@ -108,7 +108,8 @@ def place_in_engine(run: Run) -> RankPlace | None:
         return None
     if not run.engine.several_processes:
         if here.size > 1:
-            raise ShoalError(f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to one of several")
+            engines = "ddp, fsdp, deepspeed or pipeline, or strategy.kind to one with workers"
+            raise ShoalError(f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to {engines}")
         return None
     for setting, wanted, found in (
         ("launch.devices_per_node", run.launch.devices_per_node, here.local_size),

@@ -106,7 +106,7 @@ def plan_start(load: Load, options: StartOptions) -> StartPlan:
         return _plan_pipeline(load, loaded, options)
     if options.workers and loaded.run.alone:
         answers = loaded.run.chosen_task.needs == "prompts"
-        chosen, others = (STRATEGY_FOR_ANSWERS, "") if answers else (STRATEGY_FOR_WORKERS, " (edp and async are others)")
+        chosen, others = (STRATEGY_FOR_ANSWERS, "") if answers else (STRATEGY_FOR_WORKERS, " (others: edp, async, diloco)")
         note = f"strategy.kind: {chosen}, since there are workers{others}"
         more = [Override("strategy.kind", chosen, "--workers")]
         loaded = _checked(load(more), written=options.up)
@@ -217,7 +217,9 @@ def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     """A coordinator that workers of other machines join."""
     run = loaded.run
     if run.alone:
-        raise ShoalError("strategy.kind is local, so there are no workers to coordinate: --set strategy.kind=syncps (or edp, async)")
+        raise ShoalError(
+            "strategy.kind is local, so there are no workers to coordinate: --set strategy.kind=syncps (or edp, async, diloco)"
+        )
     _check_transport(run, options)
     _check_announced(run, options)
     use_passive_waiting()

@@ -39,7 +39,7 @@ class WorkerThread:
             self.joined.prepare(live=self.live)
             if self.stopping:
                 self.joined.stop()
-            self.joined.work()
+            self.joined.work(tells_end=False)  # the program itself sees it
         except BaseException as problem:  # it is raised again where the run is waited for
             self.problem = problem
 

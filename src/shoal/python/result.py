@@ -12,6 +12,7 @@ from torch import nn
 from shoal.config.derived_values import USER_KINDS
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
+from shoal.reporters.progress import figures
 from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.training.loop import TrainingLoop
@@ -44,8 +45,8 @@ class Result:
 
     def __repr__(self) -> str:
         last = self.metrics["eval"] or self.metrics["train"]
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if name in ("loss", "accuracy"))
-        return f"Result({self.status} after {self.steps} steps: {figures}; {self.run_dir})"
+        shown = figures(last, every=bool(self.metrics["eval"]))
+        return f"Result({self.status} after {self.steps} updates of the weights{': ' if shown else ''}{shown}; {self.run_dir})"
 
     def export(self, path: str | Path) -> Path:
         """Write the trained model into a new folder: a Transformers model for `from_pretrained`, another one as `model.safetensors`.

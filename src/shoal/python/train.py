@@ -73,10 +73,9 @@ def _check_main() -> None:
 def _train(plan: StartPlan, own: ProgramObjects, watching: list[Reporter], progress: bool) -> Result:
     """Train or coordinate in this process. Of an engine's processes only rank 0 reports."""
     run, speaks = plan.run, plan.here is None or plan.here.rank == 0
-    shown: list[Reporter] = (
-        [progress_for(sys.stderr, run.log_level, plan.mode is StartMode.COORDINATES, run.log_format)] if progress else []
-    )
-    with start_run(plan, [*shown, *sinks_for(run), *watching] if speaks else [], live=own.given) as ready:
+    shown = progress_for(sys.stderr, run.log_level, plan.mode is StartMode.COORDINATES, run.log_format)
+    shown.own_metrics = own.given.loss is not None or own.given.metrics is not None
+    with start_run(plan, [*([shown] if progress else []), *sinks_for(run), *watching] if speaks else [], live=own.given) as ready:
         for text in (plan.note, *(f"warning: {problem.message}" for problem in plan.loaded.problems), headline(plan, ready.loop)):
             if text:
                 ready.loop.message(text)

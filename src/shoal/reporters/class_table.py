@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shoal.transports.postgres.queries import RunView
 
 _COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
-_MEMBER_CELLS: Cells = {name: CELLS[name] for name in ("worker", "state", "steps/s", "lag", "accepted")} | {
+_MEMBER_CELLS: Cells = {name: CELLS[name] for name in ("worker", "state", "updates/s", "lag", "accepted")} | {
     "rejected": lambda row: str(row["rejected"]),
     "received": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -20,13 +21,28 @@ from shoal.runs.monitoring.recorder import Recorder, Reporter
 _LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy", "epsilon", "score", "kl")
 
 
-def figures(record: dict[str, Any]) -> str:
-    """The metrics of a record that people look at."""
-    return "  ".join(f"{name} {record[name]:.4g}" for name in _LOUD if name in record)
+_ABOUT = ("step", "split", "samples", "epoch", "wall_s")
+"""What a record of an evaluation has besides its metrics."""
+
+
+def figures(record: Mapping[str, Any], every: bool = False) -> str:
+    """The metrics of a record that people look at, as text. `every`: all of an evaluation, as a program has metrics of its own."""
+    names = [name for name in _LOUD if name in record]
+    more = [name for name in record if name not in (*names, *_ABOUT)] if every else []
+    return "  ".join(f"{name} {record[name]:.4g}" for name in (*names, *more))
+
+
+def _speed(record: Mapping[str, Any]) -> str:
+    """Samples a second: slow runs have less than one."""
+    speed = record["samples_per_s"]
+    return f"{speed:.0f}" if speed >= 9.5 else f"{speed:.2g}"
 
 
 class PlainProgress(Reporter):
     """A line for each evaluation, and one every few seconds. At level DEBUG every record, from WARNING on only warnings."""
+
+    own_metrics = False
+    """Whether evaluations have metrics of a program's own."""
 
     def __init__(self, stream: TextIO, level: str = "INFO", every_s: float = 5.0) -> None:
         self.stream = stream
@@ -45,8 +61,9 @@ class PlainProgress(Reporter):
         if record["split"] == "train" and now - self._last < self.every_s and self.recorder.completed < self.recorder.engine.total_steps:
             return
         self._last = now
-        rate = f"  {record['samples_per_s']:.0f} samples/s" if "samples_per_s" in record else ""
-        self.message(f"{self.recorder.at(record['step'])}  {record['split']}: {figures(record)}{rate}")
+        rate = f"  {_speed(record)} samples/s" if "samples_per_s" in record else ""
+        shown = figures(record, every=self.own_metrics and record["split"] == "eval")
+        self.message(f"{self.recorder.at(record['step'])}  {record['split']}: {shown}{rate}")
 
     def message(self, text: str) -> None:
         if not self.quiet or (text.startswith("warning") and not self.mute):
@@ -57,6 +74,7 @@ class PlainProgress(Reporter):
 class LiveProgress(Reporter):
     """A bar with the latest figures, the time it took and the time it will take."""
 
+    own_metrics = False
     refreshes_per_s = 10.0
 
     def __init__(self, stream: TextIO) -> None:
@@ -83,9 +101,9 @@ class LiveProgress(Reporter):
 
     def record(self, record: dict[str, Any]) -> None:
         if record["split"] == "eval":
-            self.message(f"{self.recorder.step_name} {record['step']}  eval: {figures(record)}")
+            self.message(f"{self.recorder.step_name} {record['step']}  eval: {figures(record, every=self.own_metrics)}")
         elif self.bar is not None:
-            self.progress.update(self.bar, figures=f"{figures(record)}  {record['samples_per_s']:.0f}/s")
+            self.progress.update(self.bar, figures=f"{figures(record)}  {_speed(record)}/s")
 
     def message(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)

@@ -115,7 +115,7 @@ CELLS: Cells = {
     "since": _since,
     "heard": _heard,
     "address": lambda row: str(row.get("address") or "-"),
-    "steps/s": lambda row: "-" if row.get("rate") is None else f"{row['rate']:.3g}",
+    "updates/s": lambda row: "-" if row.get("rate") is None else f"{row['rate']:.3g}",
     "lag": lambda row: str(row["lag"]),
     "accepted": lambda row: str(row["accepted"]),
     "rejected": _rejected,

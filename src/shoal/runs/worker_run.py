@@ -214,13 +214,13 @@ class JoinedWorker:
     def _is_sent_images(self) -> bool:
         return "images" in self.welcome.header and isinstance(self.connections[0], DatabaseConnection) and is_without_images(self.run)
 
-    def work(self) -> None:
-        """Work until the run is over, or `stop` is called."""
+    def work(self, tells_end: bool = True) -> None:
+        """Work until the run is over, or `stop` is called. `tells_end`: whether the user learns from this worker how the run ended."""
         assert self.worker is not None
         try:
             if not self.protocol.stopping:
                 self.worker.work()
-            if self.protocol.done:
+            if self.protocol.done and tells_end:
                 self.sender.report(how_it_ended(self.protocol.outcome, lesson=isinstance(self.connections[0], DatabaseConnection)))
             if self.island is not None:
                 self.island.leave()

@@ -121,7 +121,11 @@ class WithMetrics(Task):
 
     def _figure(self, name: str, metric: Metric, batch: Batch) -> Tensor:
         with torch.no_grad():
-            value = torch.as_tensor(metric(self.players["model"], as_given(batch)), dtype=torch.float32)
+            found = metric(self.players["model"], as_given(batch))
+        try:
+            value = torch.as_tensor(found, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ShoalError(f"metrics=: `{name}` must give one number for a batch: it gave {type(found).__name__}") from error
         if value.numel() != 1:
             raise ShoalError(f"metrics=: `{name}` must give one number for a batch: it gave a tensor of shape {tuple(value.shape)}")
         return value.squeeze()

@@ -11,6 +11,8 @@ from typing import Any
 
 MISSED_HEARTBEATS = 3
 """Heartbeat intervals without a message after which a worker counts as dead."""
+JOINING, COMPUTING = "joining", "computing"
+"""States of a worker, for the user: later it says its own."""
 MOST_NAMES = 100_000
 """Bound on remembered names, so that a client that joins under ever new names cannot fill the memory."""
 
@@ -45,7 +47,7 @@ class Member:
     """Units in a row that it failed."""
     warning: str = ""
     """Text for the reply to its next heartbeat."""
-    state: str = "joining"
+    state: str = JOINING
     numbers: dict[bool, int] = field(default_factory=lambda: {False: -1, True: -1})
     """Last message number, of heartbeats (True) and of other messages (False). A message with an older number is a replay."""
     arrived_at: float | None = None

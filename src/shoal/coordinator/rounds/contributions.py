@@ -8,7 +8,7 @@ from shoal.coordinator.durable.receipt_seal import seal
 from shoal.coordinator.effects import Reply
 from shoal.coordinator.events import RequestReceived
 from shoal.coordinator.members.lifecycle import MemberLifecycle
-from shoal.coordinator.members.table import Member
+from shoal.coordinator.members.table import COMPUTING, JOINING, Member
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, PlausibilityChecks
 from shoal.coordinator.state import HeldReply, accepted_record
 from shoal.coordinator.turn import NO_WEIGHTS, CoordinatorContext, Replies, Turn
@@ -57,6 +57,8 @@ class ContributionHandler:
         self.members.measure_rate(worker, turn.now, self.plan.telemetry_alpha)
         self.members.measure_pace(worker, asked.batches, turn.now, self.plan.telemetry_alpha)
         worker.lag = self._lag(turn, worker, asked.base)
+        if worker.state == JOINING:
+            worker.state = COMPUTING  # its first heartbeat since it has weights may come later
         return self._take_unit(turn, event, asked, worker) if asked.unit >= 0 else self._admit(turn, event, asked, worker)
 
     def _note_progress(self, turn: Turn, worker: Member, asked: Contribute) -> None:

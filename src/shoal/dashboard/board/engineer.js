@@ -6,7 +6,7 @@ import { bytes, clock, counted, duration, fill, fillRows, followScrolling, make,
 
 const COLUMNS = [
   ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "last message", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
-  ["address", "address"], ["rate", "steps/s", number], ["lag", "lag", number], ["accepted", "accepted", number], ["rejected", "rejected", number],
+  ["address", "address"], ["rate", "updates/s", number], ["lag", "lag", number], ["accepted", "accepted", number], ["rejected", "rejected", number],
   ["why", "why", counted],
   ["samples", "samples", number], ["bytes", "received", bytes], ["computing_s", "computing", duration], ["waiting_s", "waiting", duration],
   ["sending_s", "sending", duration], ["memory_bytes", "memory", bytes], ["task", "task"], ["system", "system"],

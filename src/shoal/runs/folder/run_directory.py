@@ -80,7 +80,8 @@ class RunDirectory:
             path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{number}"
         if wanted and (path / _CONFIG).exists():
             if not is_abandoned(path):
-                raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
+                help = "add --resume to continue it (in Python resume=True), or choose another --run-dir (run_dir)"
+                raise ShoalError(f"{path} holds a run already: {help}")
             _remove([path / name for name in _OF_A_BEGINNING])
             warn(f"{path} held a run that was killed before it had learned anything: it is begun anew")
         fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
