@@ -174,7 +174,16 @@ def test_a_documented_key_of_a_wrong_type_is_refused_at_its_line(path: Path, nod
 @pytest.mark.parametrize("name", DIALECTS)
 def test_every_row_is_in_the_corpus(name: str) -> None:
     """A key nobody documented has no place in a table (flags and further spellings excepted)."""
-    known = {"state_db", "ps_checkpoint", "num_gpus", "num_nodes", "rlhf.**", "port.*", "training.num_workunits_per_update"}
+    known = {
+        "state_db",
+        "ps_checkpoint",
+        "num_gpus",
+        "num_nodes",
+        "rlhf.**",
+        "port.*",
+        "training.num_workunits_per_update",
+        "training.text_file",
+    }
     known |= {f"causal_gpt2.decoding_strategies.{way}.temperature" for way in ("greedy", "sampling")}
     written = {node.user_path for path in CORPUS if DIALECT_OF[path] == name for node in leaves(path)}
 

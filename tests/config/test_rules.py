@@ -789,3 +789,10 @@ def test_accumulation_that_nobody_gave_follows_from_the_global_batch(tmp_path: P
     loaded = load(tmp_path, "training: {batch_size: 4, global_batch_size: 32}\nlaunch: {devices_per_node: 2}\nengine: {kind: ddp}\n")
     assert loaded.run.training.gradient_accumulation_steps == 4
     assert not loaded.problems
+
+
+def test_several_devices_for_an_engine_of_one_are_a_warning(tmp_path: Path) -> None:
+    (told,) = load(tmp_path, "launch: {devices_per_node: 8}\n").problems
+    assert (told.code, told.severity) == ("no-effect", "warning")
+    assert "the engine single computes on one device" in told.message
+    assert not load(tmp_path, "launch: {devices_per_node: 1}\n").problems

@@ -55,6 +55,13 @@ def batch_arithmetic(
         settings.report("batch-arithmetic", message, *paths, help=f"no number of devices fits; {fitting(whole, batch, accumulation, 1)}")
 
 
+@rule("engine.kind", "launch.devices_per_node")
+def several_devices_need_an_engine_of_several(settings: Settings, engine: str, devices: int | None) -> None:
+    if engine == "single" and devices is not None and devices > 1:
+        why = "the engine single computes on one device"
+        settings.warn_no_effect("launch.devices_per_node", why, "engine.kind", help="set engine.kind to ddp, fsdp or deepspeed")
+
+
 def fitting(whole: int, batch: int, accumulation: int, devices: int) -> str:
     """A hint with which devices and accumulation the global batch fits."""
     options = []
