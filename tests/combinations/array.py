@@ -73,9 +73,16 @@ def all_pairs() -> list[Pair]:
     return [(one, value, other, another) for one, other in rows for value in FACTORS[one] for another in FACTORS[other]]
 
 
+def kept_rows(search: Search) -> list[Row]:
+    """The present rows that are still accepted: a new value adds few rows to them."""
+    rows = [{**DEFAULTS, **row} for row in json.loads(ROWS.read_text())["rows"]] if ROWS.exists() else []
+    return [row for row in rows if all(row[factor] in FACTORS[factor] for factor in FACTORS) and search.accepts(row)]
+
+
 def covering_array(search: Search) -> tuple[list[Row], list[Pair]]:
     """The rows, and the pairs that no accepted row holds."""
-    missing, rows, refused = set(all_pairs()), [], []
+    missing, rows, refused = set(all_pairs()), kept_rows(search), list[Pair]()
+    missing.difference_update(*map(pairs_of, rows))
     for pair in all_pairs():
         if pair not in missing:
             continue

@@ -109,6 +109,12 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
     "strategy": {
         "local": {},
         "workunits": {"strategy.kind": "workunits", "strategy.units_per_update": 2, "strategy.batches_per_unit": 1},
+        "workunits-no-lag": {
+            "strategy.kind": "workunits",
+            "strategy.units_per_update": 2,
+            "strategy.batches_per_unit": 1,
+            "strategy.max_lag": 0,
+        },
         "edp": {"strategy.kind": "edp"},
         "syncps": {"strategy.kind": "syncps"},
         "async": {"strategy.kind": "async"},
