@@ -157,6 +157,9 @@ def test_errors_reach_the_openai_client_in_its_own_classes(client):
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(**ASK | {"max_tokens": 1000})
     assert long.value.code == "context_length_exceeded"
+    assert "max_tokens may be at most" in str(long.value)
+    with pytest.raises(openai.BadRequestError, match="start a new conversation, or shorten it"):
+        client.chat.completions.create(**ASK | {"messages": [{"role": "user", "content": "a" * 5000}]})
 
 
 def test_a_stop_word_ends_the_text_before_it(service):

@@ -84,6 +84,22 @@ def test_machines_show_their_layers_memory_and_speed_and_a_dead_one_is_told(page
     sync_api.expect(page.locator(".machine.dead")).to_contain_text("pi")
 
 
+def test_an_answer_that_is_cut_off_says_so(page):
+    page.locator("[name=max_tokens]").fill("3")
+    ask(page, "hello")
+    sync_api.expect(page.locator("#state")).to_have_text("the answer ends here: it has its greatest length, or the model's context is full")
+
+
+def test_a_server_that_refuses_the_key_says_where_to_type_it(browser, slow_service):
+    refused = {"error": {"message": "a key is needed: Authorization: Bearer KEY", "code": "invalid_api_key"}}
+    with browser.new_context() as context:
+        opened = context.new_page()
+        opened.route("**/v1/status", lambda route: route.fulfill(json=refused, status=401))
+        opened.goto(f"http://127.0.0.1:{slow_service.ports[0]}/")
+        sync_api.expect(opened.locator("#state")).to_have_text("a key is needed: type it into the field Key, the last of the settings")
+        sync_api.expect(opened.locator(".machine.dead")).to_contain_text("needs a key")
+
+
 def test_escape_stops_an_answer_and_frees_its_place(page, slow_service):
     page.locator("[name=max_tokens]").fill("60000")
     ask(page, "a long one")

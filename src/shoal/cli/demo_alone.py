@@ -149,12 +149,16 @@ def chat(folder: Path, seconds: float) -> None:
 
 
 def _address(log: Path, process: forkserver.ChildProcess) -> str:
-    until = time.monotonic() + _START_S
+    until, before = time.monotonic() + _START_S, ""
     while time.monotonic() < until and process.poll() is None:
-        if found := re.search(r"answers at (http://\S+)/v1", log.read_text(encoding="utf-8")):
+        printed = log.read_text(encoding="utf-8")
+        if found := re.search(r"answers at (http://\S+)/v1", printed):
             return found.group(1)
+        if printed != before:
+            until, before = time.monotonic() + _START_S, printed  # converting takes minutes on a slow machine, and prints its progress
         time.sleep(_POLL_INTERVAL_S)
-    raise ShoalError(f"the server did not start: {last_line(log)} (see {log})")
+    problem = f"it printed nothing new for {_START_S:.0f} s" if process.poll() is None else "it ended"
+    raise ShoalError(f"the server did not start, {problem}; its last line: {last_line(log)} (see {log})")
 
 
 def _answer(address: str, seconds: float) -> Iterator[str]:

@@ -17,6 +17,7 @@ from shoal.cli.options import add_public_address_option, parse_with_plugins
 from shoal.cli.output import print_log, show_nodes
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
+from shoal.transports.addresses import bracketed, to_tell
 from shoal.transports.connect import listening_hosts
 from shoal.transports.discovery import NODES, require_zeroconf
 
@@ -58,8 +59,7 @@ def _answer(served: ServedModel, arguments: argparse.Namespace, stages: Distribu
     service = ModelServer(served, arguments.host, ports, warn, stages)
     if not getattr(served.model, "joins_rows", True):
         warn("this model keeps more state than keys and values, so its requests are computed one by one")
-    shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    homes = [f"http://{shown}:{port}" for port in service.ports]
+    homes = [f"http://{bracketed(to_tell(arguments.host))}:{port}" for port in service.ports]
     if stages is not None:
         print_log(f"{served.name} waits for the other machines to load their layers; requests at {homes[0]}/v1 wait, too")
     service.run(lambda: print("".join(f"{served.name} answers at {home}/v1, and chats at {home}/\n" for home in homes), end="", flush=True))

@@ -125,4 +125,4 @@ def require_key(host: str, key: str | None) -> None:
     if key is None and not is_loopback(host):
         raise ShoalError(f"{host} can be reached from other machines, so a key is needed: export SHOAL_API_KEY=… (16 letters or more)")
     if key is not None and len(key) < 16:
-        raise ShoalError("serving.api_key must have 16 letters at least")
+        raise ShoalError("the key in SHOAL_API_KEY (or serving.api_key) must have at least 16 letters")

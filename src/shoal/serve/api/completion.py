@@ -159,7 +159,12 @@ def answer_length(request: GenerationRequest, usual: int, prompt: int, longest: 
     """Tokens that the answer may have. Raises RefusedError where the model's context is too short for them."""
     wanted = request.token_limit or 1
     if prompt + wanted > longest:
-        message = f"this model's context is {longest} tokens; the prompt has {prompt}, and the answer may have {wanted}"
+        what = "conversation" if request.is_chat else "prompt"
+        message = f"this model's context is {longest} tokens, and this {what} has {prompt}"
+        if prompt < longest:
+            message += f": max_tokens may be at most {longest - prompt}, not {wanted}"
+        else:
+            message += ": start a new conversation, or shorten it" if request.is_chat else ": shorten it"
         raise RefusedError(400, message, param="messages" if request.is_chat else "prompt", code="context_length_exceeded")
     return request.token_limit or min(usual, longest - prompt)
 

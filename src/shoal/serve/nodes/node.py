@@ -198,7 +198,8 @@ class NodeProcess:
                 handed_on = bool(command.next_hops) and self.peer_sender.hand_on(command._replace(x_BLD=found[0]), self.int8)
                 report.add(command.batch_number, *found, handed_on, self.int8)
             if command.kind == "hold":
-                self.tell(f"holds the layers {command.layers.first} to {command.layers.last - 1}")
+                first, last = command.layers.first, command.layers.last - 1
+                self.tell(f"holds layer {first}" if first == last else f"holds the layers {first} to {last}")
                 report.done.append({"kind": "held", "place": list(command.layers)})
         except Unreachable:
             raise

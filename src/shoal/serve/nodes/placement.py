@@ -379,7 +379,9 @@ class NodePlacement:
 
     def _format_route(self) -> str:
         assert self.current is not None
-        return ", ".join(f"{stage.name} {stage.layers.first}–{stage.layers.last - 1}" for stage in self.current.stages)
+        stages = self.current.stages
+        route = ", ".join(f"{stage.name} {stage.layers.first}–{stage.layers.last - 1}" for stage in stages)
+        return "; spare: ".join([route, *filter(None, [", ".join(node.name for node in spare_nodes(stages, self.alive()))])])
 
     def _load_route(self, route: Route) -> None:
         for stage in route.stages:

@@ -7,9 +7,17 @@ function headers(key) {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 
+/** The server refuses the key, or the lack of one. */
+export class KeyError extends Error {
+  constructor(message) {
+    super(`${message.split(":")[0]}: type it into the field Key, the last of the settings`);
+  }
+}
+
 async function failure(response) {
   const body = await response.json().catch(() => ({}));
-  return new Error(body.error?.message ?? `the server answered ${response.status}`);
+  const message = body.error?.message ?? `the server answered ${response.status}`;
+  return response.status === 401 ? new KeyError(message) : new Error(message);
 }
 
 export async function status(key) {
@@ -26,7 +34,7 @@ function body(model, turns, settings) {
   return JSON.stringify(asked);
 }
 
-/** The pieces of an answer as they come. `signal` ends it. */
+/** The pieces of an answer as they come: its next letters, and in the last piece why it ends. `signal` ends it. */
 export async function* answer(model, turns, settings, signal) {
   const request = { method: "POST", headers: headers(settings.key), body: body(model, turns, settings), signal };
   const response = await fetch("v1/chat/completions", request);
@@ -43,7 +51,7 @@ export async function* answer(model, turns, settings, signal) {
       if (data === "[DONE]") return;
       const message = JSON.parse(data);
       if (message.error) throw new Error(message.error.message);
-      yield message.choices[0]?.delta.content ?? "";
+      yield { text: message.choices[0]?.delta.content ?? "", reason: message.choices[0]?.finish_reason };
     }
   }
 }

@@ -19,7 +19,7 @@ function block(machine, moved) {
   node.className = `machine${machine.alive ? "" : " dead"}${moved ? " busy" : ""}`;
   const name = document.createElement("strong");
   name.textContent = machine.name;
-  node.append(name, line(machine.alive ? layers(machine) : "cannot be reached"));
+  node.append(name, line(machine.alive ? layers(machine) : machine.problem ?? "cannot be reached"));
   if (machine.alive) node.append(line(weights(machine)), line(speed(machine)));
   return node;
 }
@@ -53,8 +53,8 @@ export function show(list, status) {
   list.append(total);
 }
 
-/** The server does not answer any more. */
-export function showDead(list) {
+/** The server does not answer any more, or not without a key. */
+export function showDead(list, problem) {
   before = null;
-  list.replaceChildren(block({ name: "the server", alive: false }, false));
+  list.replaceChildren(block({ name: "the server", alive: false, problem }, false));
 }

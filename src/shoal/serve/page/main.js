@@ -1,6 +1,6 @@
 // The chat: one conversation is shown, others wait in the list.
 
-import { answer, status } from "./api.js";
+import { answer, KeyError, status } from "./api.js";
 import { show, showDead } from "./machines.js";
 import { render } from "./markdown.js";
 import { loadConversations, loadSettings, newConversation, saveConversations, saveSettings } from "./store.js";
@@ -80,12 +80,14 @@ async function write() {
   const node = turnNode(turn);
   log.append(node);
   try {
-    for await (const piece of answer(model, own.turns, settings(), controller.signal)) {
-      turn.content += piece;
+    let cut = false;
+    for await (const { text, reason } of answer(model, own.turns, settings(), controller.signal)) {
+      turn.content += text;
+      cut ||= reason === "length";
       node.lastChild.replaceChildren(...render(turn.content));
       log.scrollTop = log.scrollHeight;
     }
-    say("");
+    say(cut ? "the answer ends here: it has its greatest length, or the model's context is full" : "");
   } catch (error) {
     if (controller.signal.aborted) say("stopped");
     else say(error.message, true);
@@ -119,7 +121,7 @@ async function watch() {
     find("model").textContent = model;
     show(find("machines"), answer);
   } catch (error) {
-    showDead(find("machines"));
+    showDead(find("machines"), error instanceof KeyError ? "needs a key" : "cannot be reached");
     if (!writing) say(error.message, true);
     model = null;
   }

@@ -32,7 +32,8 @@ class XmlRpcServer(LimitedHttpServer, QueueServer):
         try:
             LimitedHttpServer.__init__(self, host, port, _XmlRpcHandler, MOST_CONNECTIONS)
         except OSError as problem:
-            raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. Is another coordinator running?") from None
+            how = "Is another coordinator running? --set transport.port=P chooses another port, 0 any free one"
+            raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. {how}") from None
         self.address = str(addresses.Address("http", addresses.to_tell(host), self.server_address[1]))
         self.start("shoal-http")
 

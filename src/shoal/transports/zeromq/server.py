@@ -181,6 +181,7 @@ def _bind(socket: Socket, hosts: Sequence[str], port: int) -> tuple[str, ...]:
         try:
             socket.bind(f"tcp://{addresses.bracketed(host)}:{port}")
         except zmq.ZMQError as problem:
-            raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. Is another coordinator running?") from None
+            how = "Is another coordinator running? --set transport.port=P chooses another port, 0 any free one"
+            raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. {how}") from None
         public.append(str(addresses.Address("tcp", addresses.to_tell(host), port)))
     return tuple(public)
