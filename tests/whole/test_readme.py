@@ -29,6 +29,7 @@ RACK = (ROOT / "docs" / "rack.md").read_text(encoding="utf-8")
 FEEDBACK = (ROOT / "docs" / "feedback.md").read_text(encoding="utf-8")
 VOLUNTEERS = (ROOT / "docs" / "volunteers.md").read_text(encoding="utf-8")
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
@@ -74,6 +75,7 @@ SCRIPTS = [
         ("feedback", FEEDBACK),
         ("volunteers", VOLUNTEERS),
         ("operations", OPERATIONS),
+        ("serving", SERVING),
     )
     for number, block in enumerate(blocks("sh", page), 1)
     if commands_in(block)
