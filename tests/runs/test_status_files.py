@@ -16,6 +16,7 @@ from shoal import train
 from shoal.cli.main import main
 from shoal.cli.top import drawn
 from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
+from shoal.coordinator.durable.lock import FolderLock
 from shoal.reporters.class_table import units_of
 from shoal.reporters.text_status import counted
 from shoal.runs.folder.run_reader import RunFolder, Tail, clean, newest_run
@@ -225,3 +226,15 @@ def test_a_run_whose_coordinator_has_just_opened_is_starting(tmp_path: Path, cap
     told = capsys.readouterr().out
     assert "syncps" in told
     assert "starting" in told
+
+
+def test_a_coordinator_that_failed_before_it_began_is_not_starting(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    (tmp_path / "owner.json").write_text("{}")
+    lock = FolderLock(tmp_path)
+    lock.take()
+    assert main(["status", str(tmp_path)]) == 0
+    assert "starting" in capsys.readouterr().out
+    lock.release()
+    assert main(["status", str(tmp_path)]) == 0
+    assert "ended before it began" in capsys.readouterr().out

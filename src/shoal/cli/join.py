@@ -323,8 +323,10 @@ def typed(arguments: argparse.Namespace) -> Invitation:
     if arguments.address and Path(arguments.address).is_file():
         return Invitation(_configured(arguments.address), "", None)
     token = _token(arguments) or (_prompt_for("the join token") if arguments.address else None)
-    if not arguments.address or not token:
+    if not arguments.address:
         raise ShoalError("joining needs an address and a token: `shoal coordinate` prints the whole command")
+    if not token:
+        raise ShoalError("the join token is missing: add --token TOKEN, --token-file FILE or SHOAL_TOKEN; `shoal coordinate` prints it")
     from shoal.transports.keys import key_from_text
 
     return Invitation(arguments.address, token, key_from_text(arguments.key) if arguments.key else None)

@@ -42,6 +42,9 @@ def download(what: str, done: int, total: int | None) -> None:
         counted = f"encoding {what}: {done:,} of {total:,}"
     else:
         counted = f"downloading {what}: " + (f"{done >> 20} of {total >> 20} MiB" if total else f"{done >> 20} MiB")
+    if total is None and not done:
+        sys.stderr.write(f"downloading {what} …\n")  # a line of its own, after which an error can stand
+        return
     sys.stderr.write(counted + ("\n" if total and done >= total else "\r"))
 
 

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from shoal.runs.training.loop import TrainingLoop
 
 
-def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions) -> StartPlan:
-    """The plan for the options of a command; prints warnings."""
+def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions, *, warns: bool = True) -> StartPlan:
+    """The plan for the options of a command; prints warnings, if wanted."""
     resolved = _continued(arguments)
     if asked.watch:
         check_dashboard()
     plan = plan_start(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
-    if _speaks_for_all():
+    if warns and _speaks_for_all():
         if plan.note:
             sys.stderr.write(f"{plan.note}\n")
         if plan.loaded.problems:

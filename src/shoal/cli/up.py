@@ -33,7 +33,8 @@ _OPEN_S = 600.0
 
 
 def run(argv: list[str]) -> int:
-    if argv == [_STDIN]:
+    warns = argv != [_STDIN]  # else the process that started this one has printed the warnings
+    if not warns:
         argv = json.loads(sys.stdin.readline())
         set_title([sys.executable, "-m", "shoal", "up", *argv])
     parser = make_parser("up", _WHAT)
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
     if arguments.resume and not arguments.run_dir:
         raise ShoalError("--resume: say which run goes on, with --run-dir DIR")
     overrides += _counts(arguments, overrides)
-    plan = _planned(arguments, overrides)
+    plan = _planned(arguments, overrides, warns=warns)
     folder = Path(arguments.run_dir or Path(plan.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.run.name or 'up'}")
     if plan.run.launch.written:
         return _write(plan, folder, arguments)
@@ -71,7 +72,7 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
     return [*given, Override("launch.nodes", str(arguments.num_nodes), f"--num_nodes {arguments.num_nodes}")]
 
 
-def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartPlan:
+def _planned(arguments: argparse.Namespace, overrides: list[Override], *, warns: bool) -> StartPlan:
     from shoal.cli.run_command import planned
     from shoal.launch.start_mode import StartOptions
 
@@ -84,7 +85,7 @@ def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> StartP
         public_address=arguments.public_address,
         up=True,
     )
-    return planned(arguments, overrides, asked)
+    return planned(arguments, overrides, asked, warns=warns)
 
 
 # --- for other schedulers ------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path
     from shoal.launch.up_file import written_while_up
 
     arguments.run_dir = str(folder)
-    plan = _planned(arguments, overrides)
+    plan = _planned(arguments, overrides, warns=False)  # they are printed already
     with written_while_up(folder):
         return carry_out(plan, argv)
 

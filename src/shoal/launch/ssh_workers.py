@@ -78,7 +78,11 @@ class SshWorkers(LocalWorkers):
         python = self.settings.python
         done = self._run(worker.name, f"{_word(python)} -c {shlex.quote(_LOOK)}", _CHECK_S)
         if done.returncode == _LOST:
-            return f"ssh {self.target(worker.name)} does not work: {last_line(done.stderr)}"
+            target, entry = self.target(worker.name), f"cluster.hosts.{worker.name}"
+            return (
+                f"`ssh {target}` does not work: {last_line(done.stderr)}. It must log in from here without asking anything; "
+                f"{entry}.host and .user name another address and user"
+            )
         found = done.stdout.split()
         if done.returncode == 0 and len(found) == 3 and found[2] == __version__:
             self.pythons[worker.name] = python

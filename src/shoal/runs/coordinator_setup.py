@@ -129,7 +129,9 @@ def agree(
 ) -> RunAgreement:
     """The parts of the run and what its workers must agree on. `known`: the data, if loaded."""
     if run.engine.experts is not None:
-        raise ShoalError("engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set engine.experts=[0,1]")
+        raise ShoalError(
+            "engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set 'engine.experts=[0,1]'"
+        )
     policies, lengths = strategies.policies_for(run, expected), list[RunLength]()
 
     def steps(samples: data.Data) -> int:

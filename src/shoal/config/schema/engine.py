@@ -16,7 +16,7 @@ class Engine(Part, noun="engine"):
     """Whether every process reads whole batches; otherwise each reads its part."""
 
     experts: tuple[NonNegativeInt, ...] | None = None
-    """Experts of a mixture that this worker holds, if not all fit its memory: `shoal join … --set engine.experts=[0,1,2,3]`.
+    """Experts of a mixture that this worker holds, if not all fit its memory: `shoal join … --set 'engine.experts=[0,1,2,3]'`.
 
     The worker computes and exchanges only these and the layers that all workers share. null: all experts.
     """

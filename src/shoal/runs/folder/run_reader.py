@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shoal.coordinator.durable.lock import was_held
 from shoal.errors import ShoalError
 from shoal.files import DamagedFileError, JsonFormat, open_to_read, parse_json, read_file
 
@@ -191,7 +192,7 @@ class RunFolder:
             return str(self._summary().get("status", "ended"))
         written = self._written_at()
         if not written and self.is_coordinated():
-            return "starting"
+            return "ended before it began" if was_held(self.path) else "starting"
         age_s = time.time() - written
         if age_s < _FRESH_S or (age_s < _LONG_S and _is_running(status.get("pid"))):
             return str(status.get("state") or "running")
