@@ -238,3 +238,13 @@ def test_a_coordinator_that_failed_before_it_began_is_not_starting(tmp_path: Pat
     lock.release()
     assert main(["status", str(tmp_path)]) == 0
     assert "ended before it began" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_missing_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", "nosuch"]) == 2
+    assert "`shoal runs`" in capsys.readouterr().err
+
+
+def test_what_came_when_the_run_had_finished_came_after_the_end() -> None:
+    assert counted({"accepted": 84, "finished": 5}) == "84 accepted, 5 after the end"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.db import connected, database_location
 from shoal.cli.options import load, make_parser, parse
 from shoal.config.load import Override
+from shoal.config.presets import find as find_preset
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.files import writing
@@ -89,6 +90,8 @@ def folder_of(files: list[str]) -> RunFolder | None:
     if not files:
         return newest_run(Path("runs")) if Path("runs").is_dir() else None
     path = Path(files[0])
+    if len(files) == 1 and not path.suffix and not path.exists() and not is_address(files[0]) and find_preset(files[0]) is None:
+        raise ShoalError(f"there is no folder {path}: `shoal runs` lists the runs that there are")
     return RunFolder(path) if len(files) == 1 and path.is_dir() else None
 
 

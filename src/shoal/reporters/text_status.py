@@ -89,10 +89,11 @@ def _heard(row: Mapping[str, Any]) -> str:
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """Counts by outcome, as text. A unit is late if its time was over, and cancelled if its round was: people read that it was too late."""
+    """Counts by outcome, as text. A unit is late if its time was over, and cancelled if its round was: people read that it was too late.
+    What came when the run had finished is shown as `after the end`."""
     shown = dict[str, int]()
     for outcome, count in counts.items():
-        name = "too late" if outcome in ("late", "cancelled") else outcome
+        name = {"late": "too late", "cancelled": "too late", "finished": "after the end"}.get(outcome, outcome)
         shown[name] = shown.get(name, 0) + count
     return ", ".join(f"{count} {name}" for name, count in shown.items())
 
