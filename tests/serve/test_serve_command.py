@@ -50,11 +50,12 @@ def complete(port: int, name: str, prompt: str, **fields) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def test_a_run_is_served_as_a_process_and_writes_what_generate_writes(folder):
+@pytest.mark.parametrize("more", [[], ["--nodes", "2", "--set", "serving.spread=even"]], ids=["alone", "two local processes"])
+def test_a_run_is_served_as_a_process_and_writes_what_generate_writes(folder, more):
     trained = open_run(str(folder / "run"), lambda text: None)
     expected = "".join(generate_text(trained, "the ", max_new_tokens=8, seed=4))
     with processes_in(folder) as processes:
-        process = processes.start("serve", "run", "--port", "0")
+        process = processes.start("serve", "run", "--port", "0", *more)
         port = int(wait_for_line(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
         assert complete(port, "run", "the ") == expected
 

@@ -133,6 +133,8 @@ class LocalWorkers:
     def command(self, worker: LocalWorker, kept: str) -> list[str]:
         """The command line of a worker's process; `kept`: the folder for its receipts and state."""
         keeps = ["--receipts", f"{kept}/{worker.name}.jsonl", "--state", f"{kept}/{worker.name}"]
+        if "--node" in worker.arguments:  # it holds layers of `shoal serve`, and has nothing to keep
+            keeps = []
         plugins = as_arguments()  # those of this process
         return ["join", "--stdin", "--name", worker.name, *keeps, *worker.arguments, *plugins]
 
