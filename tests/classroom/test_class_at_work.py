@@ -461,4 +461,4 @@ def test_a_students_plain_log_says_how_it_goes(school: School, monkeypatch: pyte
     school.worker("ann", listen)
     train(coordinating)
     school.finish()
-    assert [line for line in told if "units of work taken" in line and "at version" in line]
+    assert [line for line in told if "of work accepted" in line and "at version" in line]

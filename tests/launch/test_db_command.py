@@ -102,7 +102,7 @@ def test_grant_prints_the_line_that_a_student_needs(shoal: Shoal, address: str) 
     with connect(theirs):
         pass
     shoal("db", "grant", "student", "ana", address, "--password", "new one")
-    with pytest.raises(ShoalError, match=r"the password is wrong: PostgreSQL at .* asks for that of `ana`"):
+    with pytest.raises(ShoalError, match=r"the password is wrong: PostgreSQL at .* needs the password of `ana`"):
         connect(theirs)
     assert json.loads(shoal("db", "status", address, "--json")[1])["roles"] == {"ana": "student"}
 
@@ -191,7 +191,7 @@ def test_a_coordinators_and_a_readers_way_in_is_told(shoal: Shoal, address: str)
     shoal("db", "init", address)
     out = shoal("db", "grant", "reader", "projector", address, "--password", "p w")[1]
     where, _, password = (line.strip() for line in out.splitlines()[-3:])
-    with connect(parse(where.strip("'"), password)._replace(host="127.0.0.1")) as connection:
+    with connect(parse(where.removeprefix("shoal status ").strip("'"), password)._replace(host="127.0.0.1")) as connection:
         assert connection.execute("SELECT * FROM shoal.worker_list").fetchall() == []
     out = shoal("db", "grant", "coordinator", "second", address)[1]
     assert re.search(r"user: second\}\nin its environment:\n  DB_PASSWORD=\S{16}$", out.strip())

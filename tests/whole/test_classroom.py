@@ -135,5 +135,5 @@ def test_the_notebook_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
         exec(compile("\n".join(cells), "worker.ipynb", "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
-    assert "units of work taken" in said
+    assert "of work accepted" in said
     assert "completed after" in said

@@ -121,7 +121,7 @@ def test_a_worker_may_bring_more_devices_than_others(processes: Processes) -> No
     assert coordinator.returncode == 0, output
     said, _ = volunteer.communicate(timeout=HANG_S)
     assert volunteer.returncode == 0, said
-    assert "mia: 12 contributions taken" in said
+    assert "mia: 12 contributions accepted" in said
     summary = json.loads((processes.folder / "run" / "summary.json").read_text())
     assert summary["samples"] == 12 * 6 * 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from shoal.reporters.class_table import units_of
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
 from shoal.transports.database_address import Access, access_of, is_address
 from shoal.transports.database_address import parse as parse_address
+from shoal.transports.keys import new_typed_token
 
 if TYPE_CHECKING:
     from shoal.transports.postgres.access import Connection
@@ -125,7 +125,7 @@ def grant(argv: list[str]) -> int:
         from shoal.transports.postgres import schema
 
         known = arguments.name in schema.describe(connection)["roles"]
-        password = arguments.password or (None if known else secrets.token_urlsafe(12))
+        password = arguments.password or (None if known else new_typed_token())
         schema.grant(connection, arguments.name, password, arguments.kind)
     _print_granted(arguments, place, password)
     return 0
@@ -140,7 +140,7 @@ def revoke(argv: list[str]) -> int:
         from shoal.transports.postgres import schema
 
         schema.revoke(connection, arguments.name)
-    print(f"`{arguments.name}` is shut out (`shoal db grant … --password NEW` lets it in again)")
+    print(f"`{arguments.name}` is shut out (`shoal db grant` lets it in again)")
     return 0
 
 
@@ -152,10 +152,11 @@ def _print_granted(arguments: argparse.Namespace, place: DatabaseLocation, passw
         print(f"in its configuration:\n  transport: {{host: {theirs.host}, port: {theirs.port}, user: {theirs.user}}}")
         print_secret(f"in its environment:\n  DB_PASSWORD={password or '…'}")
     else:
-        start = "at:\n  " if arguments.kind == "reader" else "with:\n  shoal join "
+        start = f"with:\n  shoal {'status' if arguments.kind == 'reader' else 'join'} "
         print(f"{start}{quoted(theirs._replace(password=None).address)}")
         if password:
-            print_secret(f"password (it is asked for, or in DB_PASSWORD):\n  {password}")
+            asked = "set DB_PASSWORD to it" if arguments.kind == "reader" else "it is asked for, or in DB_PASSWORD"
+            print_secret(f"password ({asked}):\n  {password}")
     if is_loopback(theirs.host):
         sys.stderr.write("note: this server listens for this machine only; `shoal coordinate` lets others in\n")
 

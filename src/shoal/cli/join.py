@@ -101,6 +101,10 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--node", action="store_true", help="hold layers of a model of `shoal serve` instead of training")
     parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.address:
+        arguments.address = arguments.address.strip("'\"")  # the Windows command prompt keeps the quotes of the command
+    if arguments.name is not None and not arguments.stdin:
+        chosen_name(arguments.name)
     if arguments.ask and arguments.stdin:
         raise ShoalError("--ask: a worker that another program starts cannot be asked; leave it out")
     if arguments.node:
@@ -401,7 +405,7 @@ def _leave_when_asked(with_parent: bool, stops: list[Callable[[], None]]) -> Non
             os._exit(130)
         # From another thread: this one may be inside a write to the same stream, which Python does not allow to nest
         threading.Thread(
-            target=print_log, args=("leaving after this step; once more to leave at once",), name="leaving", daemon=True
+            target=print_log, args=("leaving after this step; Ctrl-C once more leaves at once",), name="leaving", daemon=True
         ).start()
         for stop_work in stops:
             stop_work()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import to_tell
 from shoal.transports.database_address import CLASS_ROLE
+from shoal.transports.keys import new_typed_token
 
 _CHECK_S = 0.5
 Report = Callable[[str], None]
@@ -87,7 +87,7 @@ def _create_class_role(server: EmbeddedPostgres) -> str:
     from shoal.transports.postgres import schema
     from shoal.transports.postgres.access import connect
 
-    token = secret_in(server.folder / _TOKEN_FILE, lambda: secrets.token_urlsafe(12))
+    token = secret_in(server.folder / _TOKEN_FILE, new_typed_token)
     with connect(server.access) as connection:
         schema.init(connection)
         schema.close_other_databases(connection)

@@ -12,7 +12,7 @@ from shoal.reporters.text_status import CELLS, Cells, in_columns
 if TYPE_CHECKING:
     from shoal.transports.postgres.queries import RunView
 
-_COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
+_COLUMNS = ("worker", "state", "images/s", "idle", "accepted", "late", "images", "share")
 _MEMBER_CELLS: Cells = {name: CELLS[name] for name in ("worker", "state", "updates/s", "lag", "accepted")} | {
     "rejected": lambda row: str(row["rejected"]),
     "received": lambda row: f"{row['bytes'] / 1e6:.1f} MB",

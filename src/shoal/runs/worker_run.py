@@ -106,9 +106,11 @@ class JoinedWorker:
         return f"{self._outcomes(self.worker)}; {self.worker.doing}, at version {self.worker.weights.version}"
 
     def _outcomes(self, worker: Worker) -> str:
-        counts, what = worker.counts, "units of work" if worker.policies.feed.leased else "contributions"
-        late = counts["rejected"] + counts["abandoned"]
-        return f"{counts['accepted']} {what} taken ({worker.samples:,} samples)" + (f", {late} came too late" if late else "")
+        counts, what = worker.counts, "unit{} of work" if worker.policies.feed.leased else "contribution{}"
+        late, accepted = counts["rejected"] + counts["abandoned"], counts["accepted"]
+        return f"{accepted} {what.format('s' * (accepted != 1))} accepted ({worker.samples:,} samples)" + (
+            f", {late} came too late" if late else ""
+        )
 
     def _join(self) -> Message:
         self.sender.exchange()

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from shoal.errors import ShoalError
 
+_TYPED = "abcdefghjkmnpqrstuvwxyz23456789"
+
 
 class Keys(NamedTuple):
     """A key pair for CURVE, each half as 40 characters of Z85."""
@@ -26,6 +28,11 @@ class Keys(NamedTuple):
 def new_token() -> str:
     """A random join token that is safe in an address, and in a command line, where a dash would begin an option."""
     return next(token for token in iter(lambda: secrets.token_urlsafe(24), "") if not token.startswith("-"))
+
+
+def new_typed_token() -> str:
+    """A random token that people copy from a screen: without characters that look alike (79 bits)."""
+    return "".join(secrets.choice(_TYPED) for _ in range(16))
 
 
 def new_keys() -> Keys:

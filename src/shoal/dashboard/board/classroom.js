@@ -138,6 +138,6 @@ export function eventRow(event) {
 
 function sentence(text) {
   const plain = text.replace(/^warning: /, "");
-  const first = /^[a-z]+ /.test(plain) && !/^\S+ (joined|left|is |came|has |cannot)/.test(plain) ? plain.charAt(0).toUpperCase() + plain.slice(1) : plain;
+  const first = /^[a-z]+ /.test(plain) && !/^\S+ (joined|left|is |came|has |cannot)| (joined|left)$/.test(plain) ? plain.charAt(0).toUpperCase() + plain.slice(1) : plain;
   return /[.!?:…]$/.test(first) ? first : `${first}.`;
 }

@@ -52,7 +52,8 @@ def _find(source: Images, request: DataRequest) -> Path:
         return _download(request._replace(name=source.download, streaming=True), path)
     except (ShoalError, OSError) as error:
         raise ShoalError(
-            f"there are no images at {path}, and {source.download} cannot be downloaded: {remedy}, or set data.source.path\n({error})"
+            f"there are no images at {path}, and {source.download} cannot be downloaded: {remedy}, or set data.source.path; "
+            f"to try without images: --set data.source.kind=builtin --set data.source.name=digits\n({error})"
         ) from error
 
 

@@ -59,10 +59,13 @@ def explained(error: Exception, access: Access) -> ShoalError:
         return NoDatabase(f"there is no database `{access.database}` at {server}: `shoal db init` creates it")
     if "password authentication failed" in text or "no password supplied" in text:
         of_class, missing = access.user == CLASS_ROLE, "no password" in text
-        wrong = "the token is wrong" if of_class else "the password is wrong"
-        needed = "a token is needed" if of_class else "a password is needed"
-        where = "type it, or set SHOAL_TOKEN" if of_class else "set DB_PASSWORD"
-        return ShoalError(f"{needed if missing else wrong}: PostgreSQL at {server} asks for that of `{access.user}` ({where})")
+        if of_class:
+            what = "a token is needed" if missing else "the token is wrong"
+            return ShoalError(f"{what}: {server} needs the class's token, which the teacher's screen shows (type it, or set SHOAL_TOKEN)")
+        what = "a password is needed" if missing else "the password is wrong"
+        return ShoalError(f"{what}: PostgreSQL at {server} needs the password of `{access.user}` (set DB_PASSWORD)")
+    if "not yet accepting connections" in text or "is starting up" in text or "in recovery mode" in text:
+        return ShoalError(f"PostgreSQL at {server} is starting, and does not answer yet: try again in a few seconds")
     if "pg_hba.conf" in text:
         return ShoalError(f"PostgreSQL at {server} does not let `{access.user}` in from this machine (its pg_hba.conf): {said}")
     if "not permitted to log in" in text:
