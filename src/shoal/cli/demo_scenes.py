@@ -141,7 +141,7 @@ SCENES = {
         shows="poem",
         seconds=45.0,
         page="docs/volunteers.md",
-        next="shoal init --preset dist-llm-train/wan-conservative && shoal train config.yaml",
+        next="shoal init --preset dist-llm-train/first-run && shoal train config.yaml",
     ),
     "islands": Scene(
         title="Two islands of two processes each (DiLoCo over FSDP) meet every 10 steps, over 50 Mbit/s.",
