@@ -48,6 +48,19 @@ def test_a_run_that_did_everything_is_complete(tmp_path: Path) -> None:
     assert "units     48 learned from, 0 given up, 0 passed over and not done yet" in report.checked
 
 
+def test_units_after_the_last_epoch_of_a_run_that_was_made_shorter_are_told(tmp_path: Path) -> None:
+    world, found = Units(tmp_path, None), list[str]()
+    world.live()
+    evidence = gather(world.folder / "coordinator", [], found)
+    assert evidence.snapshot is not None
+    assert evidence.snapshot.cut is not None
+    per_epoch, per_unit, epochs = evidence.snapshot.cut
+    evidence.snapshot = evidence.snapshot._replace(cut=(per_epoch, per_unit, epochs - 1))
+    report = audit(evidence, found, units=True, lags=LagRule(None))
+    assert report.violations == []
+    assert "units     6 learned from are of epochs after the last: the run was made shorter" in report.checked
+
+
 def test_units_that_were_offered_ahead_are_no_gap_when_the_run_ends_early(tmp_path: Path) -> None:
     """Two of five workers make a version; what the others had when the run ended is done by nobody."""
     undone: list[str] = []

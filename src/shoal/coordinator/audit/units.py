@@ -42,7 +42,9 @@ class UnitAudit:
         self.per_epoch, self.per_unit, self.epochs = _cut_of(evidence, [*spans, *(one[:3] for one in failed)])
         self.total = self.epochs * self._in_epoch
         """Units of all epochs; 0: unknown."""
-        self.odd = [span for span in [*spans, *(one[:3] for one in failed)] if not self._is_unit(span)]
+        self.later = [span for span in spans if self._fits(span) and 0 < self.total <= self._number(*span[:2])]
+        """Units after the last epoch: the owner made the run shorter when it was resumed."""
+        self.odd = [span for span in [*spans, *(one[:3] for one in failed)] if not self._fits(span)]
         self.learned = {self._number(*span[:2]) for span in spans if self._is_unit(span)}
         self.given_up = {self._number(*one[:2]): one[3] for one in failed if self._is_unit(one[:3])}
         self.settled = self._settled()
@@ -59,9 +61,13 @@ class UnitAudit:
         start = place * self.per_unit
         return epoch, start, min(self.per_unit, self.per_epoch - start)
 
-    def _is_unit(self, span: tuple[int, int, int]) -> bool:
+    def _fits(self, span: tuple[int, int, int]) -> bool:
+        """Whether the data has such a unit, in whatever epoch."""
         number = self._number(*span[:2])
-        return 0 <= number < (self.total or _MOST_UNITS) and span == self._span(number)
+        return 0 <= number < _MOST_UNITS and span == self._span(number)
+
+    def _is_unit(self, span: tuple[int, int, int]) -> bool:
+        return self._fits(span) and self._number(*span[:2]) < (self.total or _MOST_UNITS)
 
     def _settled(self) -> set[int]:
         """Units that the coordinator would not offer again, by the newest snapshot and the records since."""
@@ -96,6 +102,8 @@ class UnitAudit:
         lines = [
             f"units     {len(self.learned):,} learned from, {len(self.given_up):,} given up, {len(undone):,} passed over and not done yet"
         ]
+        if self.later:
+            lines.append(f"units     {len(self.later):,} learned from are of epochs after the last: the run was made shorter")
         for reason, numbers in groupby(sorted(self.given_up, key=lambda number: (self.given_up[number], number)), key=self.given_up.get):
             lines += [f"given up  {name}: {printable(reason or '')}" for name in self._names({*numbers})]
         return lines + [f"not done  {name}" for name in self._names({*undone})]
