@@ -56,7 +56,7 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize("change", STRANGE, ids=str)
+@pytest.mark.parametrize("change", STRANGE, ids=lambda change: " ".join(change))
 def test_an_announcement_that_no_server_makes_is_not_read(change: dict[str, object]) -> None:
     assert checked(HONEST._replace(**change)) is None
 
