@@ -14,6 +14,7 @@ from shoal.config.fields import Section, SectionType, TaggedType
 from shoal.config.load import Override, resolve_data
 from shoal.config.received import Permissions, Redactor, Sent, arguments_for, permissions_for, read_received
 from shoal.config.received.limits import TABLE, innermost, sections
+from shoal.config.received.settings import local_paths
 from shoal.config.show import to_yaml
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_directory import settings_text
@@ -226,6 +227,13 @@ def test_a_reward_that_is_built_on_this_machine_contacts_and_reads_nothing(start
     made = received(model={"kind": "gpt"}, task="ppo", strategy={"kind": "rollouts"}, data={"source": source}, rlhf=feedback)
     assert made.rlhf is not None
     assert (made.rlhf.reward.kind, made.rlhf.prompts) == ("sentiment", None)
+
+
+def test_a_base_that_is_not_on_this_machine_is_not_among_what_is_read(start: Path) -> None:
+    run = received(rlhf={"policy": "base"}, task={"kind": "ppo"}, model={"kind": "gpt"}, strategy={"kind": "rollouts"})
+    assert local_paths(run) == []
+    (start / "base").mkdir()
+    assert local_paths(run) == ["base"]
 
 
 def test_no_more_processes_than_cores_are_started_for_a_coordinator() -> None:

@@ -217,9 +217,8 @@ def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     """A coordinator that workers of other machines join."""
     run = loaded.run
     if run.alone:
-        raise ShoalError(
-            "strategy.kind is local, so there are no workers to coordinate: --set strategy.kind=syncps (or edp, async, diloco)"
-        )
+        kinds = "rollouts" if run.chosen_task.kind == "ppo" else "syncps (or edp, async, diloco)"
+        raise ShoalError(f"strategy.kind is local, so there are no workers to coordinate: --set strategy.kind={kinds}")
     _check_transport(run, options)
     _check_announced(run, options)
     use_passive_waiting()

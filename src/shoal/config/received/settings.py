@@ -51,8 +51,12 @@ def hub_names(run: Run) -> set[str]:
 
 
 def local_paths(run: Run) -> list[str]:
-    """The files and folders that a run reads on this machine."""
-    read = (one for one in named_places(run) if one.limit is not Limit.WRITES)
+    """The files and folders that a run reads on this machine; what is read only where it is allowed must be there."""
+    read = (
+        one
+        for one in named_places(run)
+        if one.limit is not Limit.WRITES and (one.limit is not Limit.READS_IF_ALLOWED or Path(one.value).expanduser().exists())
+    )
     return list(dict.fromkeys(one.value for one in read if one.limit not in _ON_HUB or is_local(one.value)))
 
 

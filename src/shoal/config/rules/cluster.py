@@ -91,8 +91,10 @@ def fragments_take_equal_turns(settings: Settings, fragments: int, inner: int) -
 @rule("strategy.overlap_steps", "strategy.inner_steps", "strategy.fragments")
 def overlap_ends_within_the_round(settings: Settings, overlap: int, inner: int, fragments: int) -> None:
     if overlap and overlap >= inner // fragments:
-        message = f"an answer is waited for {overlap} steps after it was asked for, and the next is due after {inner // fragments}"
-        settings.report("overlap", message, "strategy.overlap_steps", "strategy.inner_steps")
+        turn = inner // fragments
+        message = f"an answer is waited for {overlap} steps after it was asked for, and the next is due after {turn}"
+        advice = f"set strategy.overlap_steps to {turn - 1} at most"
+        settings.report("overlap", message, "strategy.overlap_steps", "strategy.inner_steps", help=advice)
 
 
 @rule("strategy.expert_weight_cap", "model.kind")

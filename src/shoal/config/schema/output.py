@@ -27,7 +27,7 @@ class Checkpoint(Section):
     strategy: Cadence | None = None
     """Every `every_steps` steps, after each epoch (or outer round), or only at the end; null: as for evaluation."""
     every_steps: PositiveInt | None = None
-    """Steps between checkpoints; null: 1000."""
+    """Steps between checkpoints; null: once a round of diloco, else 1000."""
     keep_last: PositiveInt = 3
     """Checkpoints kept."""
     resume_from: str | None = None

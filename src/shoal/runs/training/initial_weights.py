@@ -64,8 +64,10 @@ def _load(network: nn.Module, plain: Mapping[str, Tensor], policy: str) -> None:
             if name.startswith(_HEAD):
                 continue
             if name not in plain or plain[name].shape != own.shape:
+                settings = run_folder_of(policy) / "config.yaml"
                 raise ShoalError(
                     f"rlhf.policy: the model at {policy} is another one: `{name}` does not fit; take the settings that it was trained with"
+                    + (f" ({settings})" if settings.exists() else "")
                 )
             own.copy_(plain[name])
 
