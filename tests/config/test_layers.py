@@ -163,6 +163,12 @@ def test_an_unknown_flag_is_refused_with_a_suggestion() -> None:
     assert "batch_size" in loaded.problems[0].help
 
 
+@pytest.mark.parametrize("file", ["starter", "gpu/base", "smolcluster/gpt_config"])
+@pytest.mark.parametrize("option", ["num_gpus", "num-gpus"])
+def test_the_number_of_gpus_is_an_option_with_files_of_any_dialect(file: str, option: str) -> None:
+    assert resolve([ConfigFile(file)], [flag(option, "3")], environ={}).run.launch.devices_per_node == 3
+
+
 def test_overrides_speak_the_dialect_or_shoal() -> None:
     for path in ("training.learning_rate", "training.optimizer.learning_rate"):
         run = resolve([ConfigFile("smolcluster/gpt_config")], [parse_override(f"{path}=3e-4")], environ={}).run

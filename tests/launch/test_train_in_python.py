@@ -298,6 +298,17 @@ def test_a_reporter_overrides_what_it_wants(tmp_path: Path) -> None:
     assert notes.steps == [record["step"] for record in result.history]
 
 
+def test_an_interrupted_call_says_how_to_resume_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Interrupting(Reporter):
+        def step(self, recorder: Any) -> None:
+            raise KeyboardInterrupt
+
+    folder = str(tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt):
+        train(small(tmp_path), model=net(), data=samples(), reporters=[Interrupting()], run_dir=folder)
+    assert f"interrupted: the same call with run_dir={folder!r} and resume=True continues" in capfd.readouterr().err
+
+
 # --- wrong arguments -------------------------------------------------------------------------------------
 
 
@@ -311,6 +322,7 @@ def test_a_reporter_overrides_what_it_wants(tmp_path: Path) -> None:
         ({"data": 5}, "data= takes a data set.*this is int 5"),
         ({"data": []}, "data= takes at least one sample"),
         ({"data": DataLoader([1])}, r"data= takes samples.*give loader\.dataset"),
+        ({"data": (torch.zeros(9, 8), torch.zeros(9))}, r"data= takes samples.*give list\(zip\(inputs, targets\)\)"),
         ({"data": iter([1])}, "data= takes something that can be read again"),
         ({"eval_data": "rows"}, "eval_data= takes a data set"),
         ({"collate": 3}, "collate= takes a function"),
@@ -338,9 +350,10 @@ def test_a_wrong_argument_is_told_by_its_name(tmp_path: Path, arguments: dict[st
         ({"model": None}, "a model of kind mlp is made for data that settings"),
         ({"model": "nowhere:net"}, "there is no `nowhere:net`"),
         ({"overrides": ["transport.kind=zmq"], "workers": 2}, r'other processes, and transport\.kind is zmq.*model="module:function"'),
-        ({"overrides": ["engine.kind=ddp"]}, 'other processes, and the engine ddp is several.*model="module:function"'),
+        ({"overrides": ["engine.kind=ddp"]}, "the engine ddp is several processes: start this program with torchrun"),
         ({"data": [{"x": torch.zeros(8), "text": "hi"}] * 9}, "`text` of the samples .str. cannot be stacked to a batch.*collate="),
         ({"loss": lambda model, batch: 3}, "loss= must give a tensor with one number.*it gave int"),
+        ({"loss": lambda model, batch: {"cost": batch[0].sum()}}, r"loss= must.*a dict without `loss` \(it has cost\)"),
         ({"loss": lambda model, batch: batch[0]}, r"loss= must give a tensor with one number.*shape \(8, 8\)"),
         ({"model": nn.Linear(8, 3).requires_grad_(False)}, "no parameter to train"),
     ],

@@ -82,7 +82,7 @@ def test_every_strategy_reports_a_loss_that_stood_still(
     assert main(["train", "config.yaml", "--run-dir", "run"]) == 0
     said = capfd.readouterr()
     assert "warning: the loss has hardly moved: " in said.err
-    assert "(the loss has not fallen: see the warning above)" in said.out
+    assert "(the loss has hardly moved: see the warning above)" in said.out
 
 
 def test_the_first_loss_of_several_processes_is_that_of_all(

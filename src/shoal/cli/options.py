@@ -128,7 +128,7 @@ def _split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str],
             flags.append(Override(option[2:], value, f"{word} {value}", exact=False))
         else:
             source = SourceText("command line", word, kind="command line")
-            help = f"write {word} VALUE, for a switch {word} true"
+            help = f"write {word} VALUE if it is a setting, {word} true for a switch; --help lists the options"
             raise ConfigError([Problem("bad-override", f"`{word}` needs a value", (Label(source.whole()),), help=help)])
     return known, flags
 

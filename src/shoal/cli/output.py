@@ -55,7 +55,7 @@ def show_outcome(loop: TrainingLoop | CoordinatorLoop, outcome: RunOutcome, comm
     summary = outcome.summary
     last = summary["metrics"]["eval"] or summary["metrics"]["train"]
     took = f"after {summary['steps']} {loop.recorder.step_name}s, {summary['samples']} samples, {summary['wall_s']:.1f} s"
-    hint = "" if summary["loss_fell"] else " (the loss has not fallen: see the warning above)"
+    hint = "" if summary["loss_fell"] else " (the loss has hardly moved: see the warning above)"
     print(f"{summary['status']} {took}" + (f": {figures(last)}" if figures(last) else "") + hint)
     if summary.get("contributions"):
         print(f"contributions: {contributions(summary['contributions'])}")

@@ -325,6 +325,7 @@ def global_batch(settings: Settings) -> None:
     if fits or not newer:
         return
     product = f"{batch} × {accumulation}" + (f" × {devices * (nodes or 1)} devices" if devices else " × the number of devices")
-    message = f"a global batch of {whole} does not fit {product}; the later layer counts, and the global batch follows from it"
+    message = f"a global batch of {whole} does not fit {product} (batch × gradient accumulation × devices); the later layer counts, and "
+    message += f"the global batch becomes {step}" if devices else "the global batch follows from it"
     settings.report("batch-arithmetic", message, newer[-1], "training.global_batch_size", severity="warning")
     settings.derive("training.global_batch_size", step if devices else None, "batch_size × gradient_accumulation_steps × devices")

@@ -30,6 +30,9 @@ LOG_VARIABLES = ("LOG_LEVEL", "LOG_FORMAT")
 """Variables that say what this machine prints, whatever run it takes part in."""
 DEFAULT_FILE = "config.yaml"
 
+_OPTIONS_OF_EVERY_DIALECT = {"num_gpus": "launch.devices_per_node"}
+"""Options that files of every dialect know, as those of `shoal up`, and the settings of a resumed run."""
+
 
 class Override(NamedTuple):
     """A setting from the command line: `--set a.b=c`, or a flag with the name of a setting."""
@@ -268,6 +271,9 @@ class _Loader:
             if full:
                 return self.assign(full, name, override, span, key, layer)
         if full is None:
+            usual = None if override.exact else _OPTIONS_OF_EVERY_DIALECT.get(override.path.replace("-", "_"))
+            if usual is not None:
+                return self.assign(usual, NATIVE, override, span, key, layer)
             self.report(self.unknown_override(override, used, key))
         return []
 

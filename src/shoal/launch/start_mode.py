@@ -169,15 +169,13 @@ def _refuse_other_processes(loaded: LoadedConfig, live: tuple[str, ...]) -> None
     if reason:
         raise ShoalError(
             f"{' and '.join(f'{name}=' for name in live)} cannot be handed to other processes, and {reason}. For worker processes name "
-            f'functions that make them ({live[0]}="module:function"); workers that are threads of this process need no transport'
+            f'functions that make them ({live[0]}="module:function"); workers that are threads of this program do not need these settings'
         )
 
 
 def _plan_alone(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     here = place_in_engine(loaded.run)
     if here is None and loaded.run.engine.several_processes:
-        if options.live:
-            _refuse_other_processes(loaded, options.live)
         return StartPlan(StartMode.RANKS, loaded, options)
     return StartPlan(StartMode.ALONE, loaded, options, here)
 

@@ -140,10 +140,18 @@ def _check_data(name: str, data: Any) -> None:
         raise ArgumentError(name, "samples, and makes the batches itself: give loader.dataset, and collate=loader.collate_fn", data)
     if isinstance(data, (str, bytes, Mapping)) or (not hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
         raise ArgumentError(name, "a data set, a list of samples, something to iterate over, or 'module:function'", data)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and _are_inputs_and_targets(*data):
+        raise ArgumentError(name, "samples, each an input with its target: give list(zip(inputs, targets))", data)
     if isinstance(data, Iterator):
         raise ArgumentError(name, "something that can be read again, such as a list or a data set, and not an iterator", data)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not len(data):
         raise ArgumentError(name, "at least one sample", data)
+
+
+def _are_inputs_and_targets(inputs: Any, targets: Any) -> bool:
+    """Whether two tensors or arrays are all inputs and all targets, and not two samples, which have the same shape."""
+    first, second = (tuple(getattr(each, "shape", ())) for each in (inputs, targets))
+    return first != second and first[:1] == second[:1] != ()
 
 
 def check_workers(workers: object) -> None:

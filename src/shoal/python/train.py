@@ -79,7 +79,16 @@ def _train(plan: StartPlan, own: ProgramObjects, watching: list[Reporter], progr
         for text in (plan.note, *(f"warning: {problem.message}" for problem in plan.loaded.problems), headline(plan, ready.loop)):
             if text:
                 ready.loop.message(text)
-        return result_of(ready.loop, ready.train().summary)
+        try:
+            return result_of(ready.loop, ready.train().summary)
+        except KeyboardInterrupt:
+            if progress and speaks:
+                sys.stderr.write(_how_to_resume(str(ready.loop.directory.path)))
+            raise
+
+
+def _how_to_resume(folder: str) -> str:
+    return f"interrupted: the same call with run_dir={folder!r} and resume=True continues from the last checkpoint\n"
 
 
 def _check_fit(plan: StartPlan, own: ProgramObjects) -> None:
@@ -87,7 +96,9 @@ def _check_fit(plan: StartPlan, own: ProgramObjects) -> None:
     run, settings = plan.run, plan.loaded.settings
     source = run.data.source.kind if run.data.source is not None else ""
     if plan.mode is StartMode.RANKS:
-        raise ShoalError(f"the engine {run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`")
+        raise ShoalError(
+            f"the engine {run.engine.kind} is several processes: start this program with torchrun --nproc-per-node N, or use `shoal train`"
+        )
     if source in USER_KINDS and run.model.kind not in USER_KINDS:
         raise ShoalError(
             f"data= is your own, and a model of kind {run.model.kind} is made for data that settings describe: give model=, too"

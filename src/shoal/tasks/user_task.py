@@ -78,6 +78,8 @@ class UserTask(Task):
         value = figures.get("loss")
         if not isinstance(value, Tensor) or value.numel() != 1:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            if "loss" not in figures:
+                found = f"a dict without `loss` (it has {', '.join(map(str, figures)) or 'nothing'})"
             raise ShoalError(f"loss= must give a tensor with one number, or a dict that has one as `loss`: it gave {found}")
         return {name: torch.as_tensor(figure, device=value.device).squeeze() for name, figure in figures.items()}
 

@@ -26,7 +26,9 @@ def schedule_falls(settings: Settings, kind: str, end: float, start: float) -> N
     if kind != "constant" and end > start:
         paths = ("training.schedule.end_learning_rate", "training.optimizer.learning_rate")
         message = f"the learning rate would rise from {start:g} to {end:g} over the run"
-        settings.report("schedule", message, *paths, severity=across(settings, *paths))
+        end_rate, rate = map(settings.spelling, paths)
+        help = f"set {end_rate} to less than {start:g}, or {rate} to more than {end:g}"
+        settings.report("schedule", message, *paths, help=help, severity=across(settings, *paths))
 
 
 @rule(
