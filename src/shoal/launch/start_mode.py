@@ -215,8 +215,9 @@ def _plan_invited(loaded: LoadedConfig, options: StartOptions) -> StartPlan:
     """A coordinator that workers of other machines join."""
     run = loaded.run
     if run.alone:
-        kinds = "rollouts" if run.chosen_task.kind == "ppo" else "syncps (or edp, async, diloco)"
-        raise ShoalError(f"strategy.kind is local, so there are no workers to coordinate: --set strategy.kind={kinds}")
+        answers = run.chosen_task.kind == "ppo"
+        advice = "--set strategy.kind=rollouts" if answers else "--set strategy.kind=syncps (or edp, async, diloco)"
+        raise ShoalError(f"strategy.kind is local, so there are no workers to coordinate: {advice}")
     _check_transport(run, options)
     _check_announced(run, options)
     use_passive_waiting()
