@@ -16,7 +16,8 @@ ADDRESS = "postgresql://class@192.168.1.10:40233/shoal?pin=acaefe20e847802e27656
 
 
 def asked(**given: str) -> argparse.Namespace:
-    return argparse.Namespace(**{"address": ADDRESS, "token": None, "token_file": None, "key": None, **given})
+    options = {"address": ADDRESS, "token": None, "token_file": None, "key": None, "key_was_announced": False}
+    return argparse.Namespace(**{**options, **given})
 
 
 def test_a_token_needs_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

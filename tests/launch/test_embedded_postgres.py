@@ -68,8 +68,8 @@ def test_a_server_starts_with_no_set_up_and_takes_a_password_only(server: Embedd
     assert one(server.access, "SHOW synchronous_commit") == one(server.access, "SHOW fsync") == "on"
     assert one(server.access, "SELECT pg_encoding_to_char(encoding) FROM pg_database WHERE datname = 'shoal'") == "UTF8"
     assert stat.S_IMODE((server.folder / "postgres.json").stat().st_mode) == 0o600
-    for password in ("wrong", ""):
-        with pytest.raises(ShoalError, match=r"the password is wrong: .*DB_PASSWORD"):
+    for password, what in (("wrong", "the password is wrong"), ("", "a password is needed")):
+        with pytest.raises(ShoalError, match=rf"{what}: .*DB_PASSWORD"):
             connect(server.access._replace(password=password))
 
 

@@ -20,7 +20,8 @@ from shoal.runs.monitoring.status import added
 
 def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:
     run = resolve_data({}, name="test", dialect="shoal", environ={}).run
-    engine: Any = SimpleNamespace(step_count=0, total_steps=total_steps, task=SimpleNamespace(headline="loss", higher_is_better=False))
+    task, world = SimpleNamespace(headline="loss", higher_is_better=False), SimpleNamespace(total=lambda figures: figures)
+    engine: Any = SimpleNamespace(step_count=0, total_steps=total_steps, task=task, world=world)
     return Recorder(run, engine, SharedDataProgress(4, tuple), RunDirectory(folder), [])
 
 

@@ -185,6 +185,7 @@ def test_the_commands_of_the_page_run_and_write_a_file_that_passes(
     commands = re.findall(r"^    shoal (plan .*|config check .*)$", page, re.MULTILINE)
     Path("runs/my-run").mkdir(parents=True)
     Path("runs/my-run/config.yaml").write_text("dialect: shoal\n")
+    Path("runs/my-run/owner.json").write_text("{}")
     Path("runs/my-run/status.json").write_text(
         json.dumps({"schema": 2, "members": [JOINED | {"worker": "desk", "computing_s": 10.0, "samples": 6400}]})
     )
@@ -256,6 +257,7 @@ def test_a_plan_is_made_for_those_who_joined_a_run_as_fast_as_they_were_seen_the
         JOINED | {"worker": "new", "computing_s": 0.0, "samples": 0, "latency_ms": -3.0},
     ]
     (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    (tmp_path / "owner.json").write_text("{}")
     (tmp_path / "status.json").write_text(json.dumps({"schema": 2, "members": []}))
     words = ["plan", "starter", "--set", "training.batch_size=32", "--measure", str(tmp_path)]
     assert main(words) == 2

@@ -22,7 +22,9 @@ RUN = resolve_data({"strategy": {"kind": "async"}}, name="test", dialect="shoal"
 def shown(capsys: pytest.CaptureFixture[str], host: str, hosts: tuple[str, ...] = ()) -> str:
     with tempfile.TemporaryDirectory() as folder:
         loop = SimpleNamespace(run=RUN, directory=SimpleNamespace(path=Path(folder)))
-        started: Any = SimpleNamespace(invitation=Invitation(f"tcp://{host}:7000", "token", None), loop=loop, role="")
+        started: Any = SimpleNamespace(
+            invitation=Invitation(f"tcp://{host}:7000", "token", None), loop=loop, role="", public_address=None, hosts=hosts or [host]
+        )
         show_invitation(started, hosts)
     return capsys.readouterr().out
 

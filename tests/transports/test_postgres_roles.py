@@ -32,7 +32,20 @@ TABLES = (
         "workers",
         "iterations",
     ),
-    *("units", "unit_totals", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),
+    *(
+        "units",
+        "unit_totals",
+        "contributions",
+        "weights",
+        "journals",
+        "records",
+        "ledger",
+        "snapshots",
+        "metrics",
+        "picture",
+        "migrations",
+        "last_commit",
+    ),
     *("student_functions", "standings", "failures", "notes", "uploads", "pieces", "note_times"),
 )
 VIEWS = ("worker_list", "unit_counts", "progress", "active_roles", "current_iteration")

@@ -38,7 +38,7 @@ def stand_ins(run: Run) -> dict[str, str]:
     text = run.chosen_task.needs != "images" and run.model.kind not in ("mlp", "dcgan")
     found = HERE | {"data.source.name": "python-source" if text else "digits"}
     if text:
-        found |= SMALL_GPT | {"data.sequence_length": "16", "model.max_seq_len": "16", "data.streaming": "false"}
+        found |= SMALL_GPT | {"data.sequence_length": "16", "model.max_seq_len": "32", "data.streaming": "false"}
     if run.model.kind == "mlp":
         found |= {"model.input_dim": "64"}
     if run.model.kind == "dcgan":

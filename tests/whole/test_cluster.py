@@ -246,7 +246,7 @@ def test_what_cannot_be_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (("train", "config.yaml", "--workers", "2", "--slowdown", "nobody=2", "--run-dir", "slow"), "no worker `nobody`"),
         (("coordinate", "config.yaml", "--set", "transport.kind=in-process"), "other machines do not reach"),
         (("train", "config.yaml", "--workers", "2", "--set", "coordinator.state_path=taken", "--run-dir", "other"), "state of another run"),
-        (("join",), "address and a token"),
+        (("join",), "no address was given"),
         (("join", "tcp://127.0.0.1:1", "--token", "x", "--key", "short"), "--key"),
         (("join", "tcp://127.0.0.1:1", "--token", "x", "--patience", "1"), "has not answered"),
     ):

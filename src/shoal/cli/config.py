@@ -56,6 +56,8 @@ def check(argv: list[str]) -> int:
 
 def _missing_base(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[Problem]:
     """A warning where `shoal train` would refuse to train the base that a policy starts from, since it is large."""
+    if loaded.run.rlhf is None:
+        return []
     from shoal.cli.rlhf_phases import base_command
     from shoal.launch.rlhf_phases import in_phases, refuse_large_base
 

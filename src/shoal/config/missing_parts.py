@@ -135,8 +135,6 @@ def missing_workers(loaded: LoadedConfig) -> list[Problem]:
     named = run.cluster.num_workers or run.strategy.default_workers
     if run.alone or run.engine.kind == "collectives" or (named and named >= needed):
         return []
-    if not named and needed == 1 and run.transport.kind == "postgres":  # a class takes any number of students
-        return []
     message = waits_for(loaded, named) if named else "the number of workers is not given"
     number = needed if needed > 1 else "N"
     help = f"`shoal train FILE --workers {number}` starts {number} workers here; `shoal coordinate FILE` waits for those of other machines"
