@@ -48,7 +48,7 @@ DCGAN = {
     "task": "gan",
     "data": {"source": {"kind": "builtin", "name": "digits"}},
     "training": {"batch_size": 16, "epochs": 1000, "optimizer": {"name": "Adam", "learning_rate": 0.0002}},
-    "strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": WORKERS},
+    "strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": WORKERS, "max_lag": 0},
     "evaluation": {"strategy": "never"},
     "checkpoint": {"strategy": "never"},
 }
