@@ -65,6 +65,12 @@ def add_public_address_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--public-address", metavar="HOST[:PORT]", help=help)
 
 
+def add_listening_options(parser: argparse.ArgumentParser) -> None:
+    """Options of coordinators: where they listen, and how others reach them."""
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
+    add_public_address_option(parser)
+
+
 def load_plugins(arguments: argparse.Namespace) -> None:
     """Import the plugins that were named, before any configuration is read."""
     if arguments.plugins:

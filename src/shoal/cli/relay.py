@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.discovery import add_announce_option
 from shoal.cli.join import add_ask_option, add_data_option, add_token_options, agreed, check_trust, chosen_name, typed
 from shoal.cli.main import parser_of
-from shoal.cli.options import add_plugin_option, add_public_address_option, load_plugins
+from shoal.cli.options import add_listening_options, add_plugin_option, load_plugins
 from shoal.cli.output import print_log
 from shoal.config.environment import keep_hub_token_back
 from shoal.config.load import Override, parse_override
@@ -79,9 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="start N of them on this machine (default: 0)")
     parser.add_argument("--run-dir", metavar="DIR", help="the relay's folder (default: a new one in output_dir)")
     parser.add_argument("--resume", action="store_true", help="resume the relay in --run-dir")
-    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
     add_announce_option(parser)
-    add_public_address_option(parser)
+    add_listening_options(parser)
     parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     add_plugin_option(parser)
     add_data_option(parser)
@@ -92,22 +91,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _relay(joined: JoinedWorker, arguments: argparse.Namespace, argv: list[str]) -> int:
-    from shoal.cli.run_command import carry_out
-    from shoal.launch.start_mode import StartOptions, plan_start
+    from shoal.cli.run_command import carry_out, coordinator_options
+    from shoal.launch.start_mode import plan_start
     from shoal.runs.welcome import settings_of
 
     given = {"cluster.num_workers": str(arguments.expect)} | _NOT_FROM_ABOVE
     own = [*(Override(path, value, "shoal relay") for path, value in given.items()), *_settings(arguments.settings)]
-    asked = StartOptions(
-        arguments.run_dir,
-        arguments.resume,
-        arguments.workers,
-        invite=True,
-        hosts=tuple(arguments.host),
-        public_address=arguments.public_address,
-        announce=arguments.announce,
-        above=joined,
-    )
+    asked = coordinator_options(arguments, announce=arguments.announce, above=joined)
     plan = plan_start(lambda more: settings_of(joined.welcome.header, [*own, *more], joined.options.permissions), asked)
     if plan.run.transport.kind == "postgres":
         raise ShoalError("transport.kind postgres: a relay has no database of its own; add --set transport.kind=zmq")

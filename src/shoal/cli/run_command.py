@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.discovery import announced
 from shoal.cli.engine_processes import as_rank, as_stage, gather, ignore_signals, start_ranks
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from shoal.engines import World
     from shoal.runs.coordinator_run import CoordinatorLoop
     from shoal.runs.training.loop import TrainingLoop
+
+
+def coordinator_options(arguments: argparse.Namespace, **more: Any) -> StartOptions:
+    """How a command starts a coordinator that workers of other machines may join; `more`: options of this command alone."""
+    hosts = tuple(arguments.host)
+    return StartOptions(
+        arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=hosts, public_address=arguments.public_address, **more
+    )
 
 
 def planned(arguments: argparse.Namespace, overrides: list[Override], asked: StartOptions, *, warns: bool = True) -> StartPlan:

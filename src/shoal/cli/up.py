@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import add_public_address_option, load, make_parser, parse, require
+from shoal.cli.options import add_listening_options, load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file, write_file
@@ -45,8 +45,7 @@ def run(argv: list[str]) -> int:
         "--num_nodes", "--num-nodes", type=int, metavar="N", help="number of machines: one worker each, or one engine over all"
     )
     parser.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
-    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen on this address only (default: all)")
-    add_public_address_option(parser)
+    add_listening_options(parser)
     parser.add_argument("--foreground", action="store_true", help="stay in the terminal; Ctrl-C ends everything")
     arguments, overrides = parse(parser, argv)
     if arguments.resume and not arguments.run_dir:
@@ -73,19 +72,9 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
 
 
 def _planned(arguments: argparse.Namespace, overrides: list[Override], *, warns: bool) -> StartPlan:
-    from shoal.cli.run_command import planned
-    from shoal.launch.start_mode import StartOptions
+    from shoal.cli.run_command import coordinator_options, planned
 
-    asked = StartOptions(
-        arguments.run_dir,
-        arguments.resume,
-        arguments.workers,
-        invite=True,
-        hosts=tuple(arguments.host),
-        public_address=arguments.public_address,
-        up=True,
-    )
-    return planned(arguments, overrides, asked, warns=warns)
+    return planned(arguments, overrides, coordinator_options(arguments, up=True), warns=warns)
 
 
 # --- for other schedulers ------------------------------------------------------------------------------

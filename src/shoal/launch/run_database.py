@@ -99,7 +99,7 @@ class _DatabaseWatch:
     """Restarts a database that was killed, and ends students' connections that use too much memory. The run waits for the database."""
 
     def __init__(self, server: EmbeddedPostgres) -> None:
-        self._server, self._reported = server, ""
+        self._server, self._reported = server, set[str]()
         self._report: Report = lambda text: None
 
     def report_to(self, report: Report) -> None:
@@ -114,14 +114,14 @@ class _DatabaseWatch:
             except ShoalError as error:
                 self._tell(f"warning: {error}; trying again")
                 return
-        self._reported = ""
+        self._reported.clear()
         with suppress(ShoalError):  # the run reports a database that does not answer
             _end_greedy(server)
 
     def _tell(self, text: str) -> None:
         """Report a text, once for each time that the server ends."""
         if text not in self._reported:
-            self._reported += text
+            self._reported.add(text)
             self._report(text)
 
 
