@@ -15,22 +15,25 @@ from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.layers.rotary import rotate, turns_in_one_pass
-from shoal.models.transformer import BlockPart, LayerInputs, SideOutputs, Trunk
+from shoal.models.transformer import PLAIN, BlockPart, LayerInputs, RmsNorm, SideOutputs, Trunk, Variant
 
 
 class Attention(BlockPart):
     """Causal self-attention, with grouped queries where `num_kv_heads` is set."""
 
-    def __init__(self, settings: schema.Transformer, weights_dropout: float) -> None:
+    def __init__(self, settings: schema.Transformer, weights_dropout: float, variant: Variant = PLAIN) -> None:
         """`weights_dropout`: the share of attention weights that are dropped while training."""
         super().__init__()
         self.dropout, self.weights_dropout = settings.dropout, weights_dropout
         self.query_heads = settings.num_heads
         self.kv_heads = settings.num_kv_heads or settings.num_heads
-        self.head_size = settings.hidden_size // settings.num_heads
+        self.head_size = variant.head_size or settings.hidden_size // settings.num_heads
         all_heads = self.query_heads + 2 * self.kv_heads
-        self.query_key_value = nn.Linear(settings.hidden_size, all_heads * self.head_size, bias=settings.bias)
-        self.output = nn.Linear(settings.hidden_size, settings.hidden_size, bias=settings.bias)
+        biased = settings.bias or variant.biased_heads
+        self.query_key_value = nn.Linear(settings.hidden_size, all_heads * self.head_size, bias=biased)
+        self.output = nn.Linear(self.query_heads * self.head_size, settings.hidden_size, bias=settings.bias)
+        self.query_norm = RmsNorm(self.head_size, eps=settings.norm_eps) if variant.normed_heads else None
+        self.key_norm = RmsNorm(self.head_size, eps=settings.norm_eps) if variant.normed_heads else None
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
         query_BHLE, key_BKSE, value_BKSE = self._heads(x_BLD, inputs.turns)
@@ -59,7 +62,12 @@ class Attention(BlockPart):
     def _heads(self, x_BLD: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, heads before tokens. Without rotary positions they are views, not copies."""
         all_BLNE = self.query_key_value(x_BLD).view(*x_BLD.shape[:2], -1, self.head_size)
-        if turns is not None and turns_in_one_pass(all_BLNE, turns):
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key, value = torch.split(all_BLNE, [self.query_heads, self.kv_heads, self.kv_heads], dim=2)
+            query, key = self.query_norm(query), self.key_norm(key)
+            if turns is not None:
+                query, key = rotate(query, turns), rotate(key, turns)
+        elif turns is not None and turns_in_one_pass(all_BLNE, turns):
             from shoal.models.kernels.rotary import turned_heads
 
             query, key, value = turned_heads(all_BLNE, turns, self.query_heads, self.kv_heads)
@@ -74,10 +82,10 @@ class Attention(BlockPart):
 class FeedForward(BlockPart):
     """Two matrices with GELU between them, or SwiGLU with gate and content in one product."""
 
-    def __init__(self, settings: schema.Transformer) -> None:
+    def __init__(self, settings: schema.Transformer, variant: Variant = PLAIN) -> None:
         super().__init__()
         self.dropout = settings.dropout
-        self.gated = settings.feed_forward == "swiglu"
+        self.gated, self.gelu_gate = settings.feed_forward == "swiglu", variant.gelu_gate
         inner = settings.intermediate_size or 4 * settings.hidden_size
         self.up = nn.Linear(settings.hidden_size, 2 * inner if self.gated else inner, bias=settings.bias)
         self.down = nn.Linear(inner, settings.hidden_size, bias=settings.bias)
@@ -86,7 +94,7 @@ class FeedForward(BlockPart):
         inner = self.up(x_BLD)
         if self.gated:
             gate, content = inner.chunk(2, dim=-1)
-            inner = F.silu(gate) * content
+            inner = (F.gelu(gate, approximate="tanh") if self.gelu_gate else F.silu(gate)) * content
         else:
             inner = F.gelu(inner, approximate="tanh")
         return F.dropout(self.down(inner), self.dropout, self.training), {}
@@ -98,8 +106,11 @@ class FeedForward(BlockPart):
 class Gpt(Trunk):
     """GPT: the same attention and feed-forward in every layer."""
 
-    def __init__(self, settings: schema.Gpt, vocab_size: int) -> None:
-        super().__init__(settings, vocab_size, lambda layer: (Attention(settings, settings.dropout), FeedForward(settings)))
+    def __init__(self, settings: schema.Gpt, vocab_size: int, variant: Variant = PLAIN) -> None:
+        def parts(layer: int) -> tuple[BlockPart, BlockPart]:
+            return Attention(settings, settings.dropout, variant), FeedForward(settings, variant)
+
+        super().__init__(settings, vocab_size, parts, variant=variant)
 
 
 def players(model: schema.Gpt, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:

@@ -106,6 +106,26 @@ class LayerInputs(NamedTuple):
     """False at padding; None: no row is padded on the left."""
 
 
+class Variant(NamedTuple):
+    """What other families of models compute differently; see `huggingface/as_gpt.py`."""
+
+    head_size: int | None = None
+    """Width of a head; None: hidden_size / num_heads."""
+    biased_heads: bool = False
+    """The projection to queries, keys and values has a bias, whatever `settings.bias` says."""
+    normed_heads: bool = False
+    """RMS normalisation of each head of queries and keys, before the rotary positions."""
+    gelu_gate: bool = False
+    """The gate of SwiGLU is GELU (tanh) instead of SiLU."""
+    one_plus_norms: bool = False
+    """Normalisations multiply by 1 + weight."""
+    embedding_scale: float = 1.0
+    """Factor of the token embeddings, but not of the output matrix."""
+
+
+PLAIN = Variant()
+
+
 class BlockPart(nn.Module):
     """An attention or a feed-forward. Its first output is added to the residual stream."""
 
@@ -127,11 +147,11 @@ Parts = Callable[[int], tuple[BlockPart, BlockPart]]
 class Block(nn.Module):
     """Pre-norm transformer block: attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, settings: schema.Transformer, attention: BlockPart, feed_forward: BlockPart) -> None:
+    def __init__(self, settings: schema.Transformer, attention: BlockPart, feed_forward: BlockPart, variant: Variant = PLAIN) -> None:
         super().__init__()
-        self.attention_norm = norm(settings)
+        self.attention_norm = norm(settings, variant)
         self.attention = attention
-        self.feed_forward_norm = norm(settings)
+        self.feed_forward_norm = norm(settings, variant)
         self.feed_forward = feed_forward
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs, cache: LayerCache | None = None) -> tuple[Tensor, SideOutputs]:
@@ -150,7 +170,13 @@ class Trunk(nn.Module):
     """Makes a value for the argument `beside` of `forward` and `hidden`."""
 
     def __init__(
-        self, settings: schema.Transformer, vocab_size: int, parts: Parts, initial_std: float = INITIAL_STD, reader: Any = None
+        self,
+        settings: schema.Transformer,
+        vocab_size: int,
+        parts: Parts,
+        initial_std: float = INITIAL_STD,
+        reader: Any = None,
+        variant: Variant = PLAIN,
     ) -> None:
         """`reader` encodes the texts that cross-attention layers attend to: see `cross_attention.py`."""
         super().__init__()
@@ -166,12 +192,12 @@ class Trunk(nn.Module):
         """The layers [first, last) that this object has, and their share of all layers: see `only`."""
         self.loss_weights: dict[str, float] = {}
         """Weights of the side outputs that are losses; all others are figures."""
-        self.token_embedding = TokenEmbedding(vocab_size, width)
+        self.token_embedding, self.embedding_scale = TokenEmbedding(vocab_size, width), variant.embedding_scale
         learned = settings.positions == "learned"
         self.position_embedding = nn.Embedding(settings.max_seq_len, width) if learned else None
-        self.rotary = None if learned else Rotary(settings.max_seq_len, _rotary_head_size(settings))
-        self.blocks: Any = nn.ModuleList(Block(settings, *parts(layer)) for layer in range(settings.num_layers))
-        self.norm = norm(settings)
+        self.rotary = None if learned else Rotary(settings.max_seq_len, variant.head_size or _rotary_head_size(settings))
+        self.blocks: Any = nn.ModuleList(Block(settings, *parts(layer), variant) for layer in range(settings.num_layers))
+        self.norm = norm(settings, variant)
         self.output = None if settings.tied_embeddings else nn.Linear(width, vocab_size, bias=False)
         self._initialise(initial_std)
 
@@ -284,6 +310,8 @@ class Trunk(nn.Module):
             x_BLD, beside.output_weight = self.token_embedding(input_ids_BL, lends=True)
         else:
             x_BLD = self.token_embedding(input_ids_BL)
+        if self.embedding_scale != 1:
+            x_BLD = x_BLD * self.embedding_scale
         if self.position_embedding is not None:
             # With padding on the left, positions count from the first real token. The module is called in both cases: processes that shard
             # its weights must gather them in the same order, whether or not their rows are padded
@@ -351,14 +379,23 @@ class RmsNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class OnePlusRmsNorm(nn.RMSNorm):
+    """RMS normalisation that multiplies by 1 + weight, in float32: half precision has few numbers near 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
 class FullPrecisionLinear(nn.Linear):
     """A linear layer of a router or gate: its weights are not rounded, whatever the precision of other layers."""
 
     full_precision = True
 
 
-def norm(settings: schema.Transformer) -> nn.Module:
+def norm(settings: schema.Transformer, variant: Variant = PLAIN) -> nn.Module:
     """RMSNorm has no bias to begin with."""
+    if variant.one_plus_norms:
+        return OnePlusRmsNorm(settings.hidden_size, eps=settings.norm_eps)
     if settings.norm == "rms":
         return RmsNorm(settings.hidden_size, eps=settings.norm_eps)
     return nn.LayerNorm(settings.hidden_size, eps=settings.norm_eps, bias=settings.bias)

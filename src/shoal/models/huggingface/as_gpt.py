@@ -1,8 +1,9 @@
 """Conversion of Hugging Face models to Shoal's own GPT, which has fewer kernels per layer and a KV cache that is written in place.
 
-Llama, Mistral and Qwen 2 without sliding-window attention, and GPT-2, have the layers of `Gpt` if their matrices are concatenated: queries,
-keys and values; gate and content. Whether a model can be converted is tested with a small random copy. Tensors keep their names in the
-model's own files, so files, digests and other machines are not affected.
+Llama, Mistral, Qwen 2, Qwen 3 and Gemma without sliding-window attention, and GPT-2, have the layers of `Gpt` (with the differences that
+`Variant` lists) if their matrices are concatenated: queries, keys and values; gate and content. Gemma 2 and 3 keep their own layers: they
+have windows, capped logits, and norms after the layers. Whether a model can be converted is tested with a small random copy. Tensors keep
+their names in the model's own files, so files, digests and other machines are not affected.
 
 Shapes: N rows of a matrix, D width.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
@@ -22,6 +23,7 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.stages import narrowed, small_copy
 from shoal.models.layers.rotary import Rotary
 from shoal.models.stages import load_tensors, required_tensors, without_weights
+from shoal.models.transformer import PLAIN, Variant
 
 Get = Callable[[str], Tensor]
 """Gives a tensor by its name."""
@@ -33,6 +35,8 @@ _LLAMA = {
     "output": ("inner.lm_head",),
     "attention_norm": ("input_layernorm",),
     "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.query_norm": ("self_attn.q_norm",),
+    "attention.key_norm": ("self_attn.k_norm",),
     "attention.output": ("self_attn.o_proj",),
     "feed_forward_norm": ("post_attention_layernorm",),
     "feed_forward.up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -51,6 +55,7 @@ _GPT2 = {
     "feed_forward.up": ("mlp.c_fc",),
     "feed_forward.down": ("mlp.c_proj",),
 }
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2")
 _ROTARY_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary positions whose frequencies do not depend on the length of the text."""
 _TOLERANCE = 1e-4
@@ -70,22 +75,18 @@ class GptConversion:
         if self.settings.max_seq_len > _MOST_POSITIONS:
             raise ShoalError("its table of positions would fill the memory")
         self.frequencies: Tensor | None = None
-        self.biased = False
+        self.variant = PLAIN
         if not self.gpt2:
             decoder = inner.get_decoder()
             if decoder.rotary_emb.rope_type not in _ROTARY_TYPES or any(kind != "full_attention" for kind in _kinds(config)):
                 raise ShoalError("its attention has a window, or positions that depend on the length of the text")
             self.frequencies = decoder.rotary_emb.inv_freq
-            self.biased = decoder.layers[0].self_attn.q_proj.bias is not None
+            self.variant = _variant(config, decoder.layers[0].self_attn.q_proj.bias is not None)
 
     def make(self) -> Gpt:
         """The model without weights."""
         with without_weights():
-            made = Gpt(self.settings, self.vocab_size)
-            if self.biased:
-                for block in made.blocks:
-                    matrix = block.attention.query_key_value
-                    block.attention.query_key_value = nn.Linear(matrix.in_features, matrix.out_features)
+            made = Gpt(self.settings, self.vocab_size, self.variant)
         if self.frequencies is not None:
             made.rotary = Rotary(self.settings.max_seq_len, self._head_size, self.frequencies)
         return made.eval()
@@ -106,6 +107,8 @@ class GptConversion:
             return parts[0].t().contiguous() if parts[0].dim() == 2 and name.startswith("blocks.") else parts[0]
         if "query_key_value" in name:
             parts[:2] = [_pairs(part, self._head_size) for part in parts[:2]]
+        if name.endswith(("query_norm.weight", "key_norm.weight")):
+            parts = [_pairs(parts[0], self._head_size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def convert(self, get: Get) -> Gpt:
@@ -116,13 +119,24 @@ class GptConversion:
 
     @property
     def _head_size(self) -> int:
-        return self.settings.hidden_size // self.settings.num_heads
+        return self.variant.head_size or self.settings.hidden_size // self.settings.num_heads
+
+
+def _variant(config: Any, biased: bool) -> Variant:
+    gemma = config.model_type == "gemma"
+    return Variant(
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        biased_heads=biased,
+        normed_heads=config.model_type == "qwen3",
+        gelu_gate=gemma,
+        one_plus_norms=gemma,
+        embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
+    )
 
 
 def _of_llama(config: Any) -> schema.Gpt:
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if config.hidden_act != "silu" or head_size * config.num_attention_heads != config.hidden_size:
-        raise ShoalError("its activation or its heads are of another kind")
+    if config.hidden_act != ("gelu_pytorch_tanh" if config.model_type == "gemma" else "silu"):
+        raise ShoalError("its activation is of another kind")
     return schema.Gpt(
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -171,7 +185,7 @@ _KNOWN: dict[str, GptConversion | None] = {}
 def gpt_conversion(model: HuggingFace) -> GptConversion | None:
     """The conversion of this model, or None where it cannot be converted. The model may be on the meta device."""
     inner = model.inner
-    if model.has_adapters or inner.config.model_type not in ("llama", "mistral", "qwen2", "gpt2"):
+    if model.has_adapters or inner.config.model_type not in FAMILIES:
         return None
     key = f"{type(inner).__name__} {inner.config.to_json_string()}"
     if key not in _KNOWN:
