@@ -120,6 +120,11 @@ BROKEN = [
         ["model.episodic_memory.chunk_size", "model.max_seq_len", "model.episodic_memory.enabled"],
     ),
     (
+        "model",
+        "model: {kind: moe, episodic_memory: {enabled: true}}\ndata: {packing: documents}\n",
+        ["data.packing", "model.episodic_memory.enabled"],
+    ),
+    (
         "retrieval",
         "model: {kind: moe, retrieval: {enabled: true}}\ndata: {sequence_length: 64}\n",
         ["data.sequence_length", "model.retrieval.enabled"],

@@ -18,6 +18,8 @@ class DataShapes(NamedTuple):
     """Tokens of the tokenizer."""
     eos_id: int | None = None
     """End-of-text token of the tokenizer."""
+    packs_documents: bool = False
+    """Whether rows hold several documents that do not attend to each other."""
 
 
 def vocab_size_for(setting: int | None, shapes: DataShapes) -> int:

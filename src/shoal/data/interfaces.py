@@ -13,6 +13,8 @@ import torch
 Batch = dict[str, torch.Tensor]
 """Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).
 Text: `input_ids` and `labels` (int64 [B, T]), `attention_mask` (bool [B, T], where there is padding).
+Rows of several whole documents: `document_lengths` (int64 [B, M], the tokens of each document, 0 where there are no more; the rest of a
+row is padding).
 `labels[b, t]` is the token that follows `input_ids[b, t]`, or IGNORED where there is none or it must not count.
 For cross-attention: `context_ids` (int64 [B, 1, C]), `passage_ids` (int64 [B, P, M]) and `passage_from` (int64 [B, P], the first token
 that may attend to each passage); −1 where there is no token."""

@@ -22,6 +22,8 @@ class Info(NamedTuple):
     tokenizer: Tokenizer | None = None
     finder: PassageFinder | None = None
     """Finds passages for texts, where the model retrieves."""
+    packs_documents: bool = False
+    """Whether rows hold several documents that do not attend to each other."""
 
     @property
     def eos_id(self) -> int | None:
@@ -31,7 +33,7 @@ class Info(NamedTuple):
     @property
     def shapes(self) -> DataShapes:
         """What the networks and the task are built for."""
-        return DataShapes(self.image_shape, self.num_classes, self.vocab_size, self.eos_id)
+        return DataShapes(self.image_shape, self.num_classes, self.vocab_size, self.eos_id, self.packs_documents)
 
 
 class Data(NamedTuple):

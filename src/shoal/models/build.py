@@ -22,7 +22,20 @@ def build(run: Run, shapes: DataShapes, device: str = "cpu") -> Players:
         # torch.manual_seed would also seed the GPUs, whose state fork_rng does not restore here
         torch.default_generator.manual_seed(run.seed)
         players: Players = builder(run.model, run, shapes)
+        if shapes.packs_documents:
+            _expect_documents_apart(run, players)
         return _with_heads(run, players)
+
+
+def _expect_documents_apart(run: Run, players: Players) -> None:
+    """Raises ShoalError if a network cannot keep the documents of packed rows apart."""
+    check = getattr(players["model"], "expect_documents_apart", None)
+    if check is None:
+        raise ShoalError(
+            f"data.packing: a model of kind {run.model.kind} does not say that it keeps the documents of a packed row apart "
+            "(expect_documents_apart): set data.packing to stream, or data.batching to dynamic"
+        )
+    check()
 
 
 def _with_heads(run: Run, players: Players) -> Players:

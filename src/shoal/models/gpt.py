@@ -14,6 +14,7 @@ from shoal.config import Run
 from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
 from shoal.models.generation.kv_cache import LayerCache
+from shoal.models.layers.documents import attend_inside
 from shoal.models.layers.rotary import rotate, turns_in_one_pass
 from shoal.models.transformer import PLAIN, BlockPart, LayerInputs, RmsNorm, SideOutputs, Trunk, Variant
 
@@ -39,15 +40,19 @@ class Attention(BlockPart):
         query_BHLE, key_BKSE, value_BKSE = self._heads(x_BLD, inputs.turns)
         if cache is not None:
             key_BKSE, value_BKSE = cache.append(key_BKSE, value_BKSE)
-        attended_BHLE = F.scaled_dot_product_attention(
-            query_BHLE,
-            key_BKSE,
-            value_BKSE,
-            attn_mask=inputs.mask,
-            is_causal=inputs.causal,
-            dropout_p=self.weights_dropout if self.training else 0.0,
-            enable_gqa=self.kv_heads != self.query_heads,
-        )
+        dropout = self.weights_dropout if self.training else 0.0
+        if inputs.documents is not None:
+            attended_BHLE = attend_inside(query_BHLE, key_BKSE, value_BKSE, inputs.documents, dropout)
+        else:
+            attended_BHLE = F.scaled_dot_product_attention(
+                query_BHLE,
+                key_BKSE,
+                value_BKSE,
+                attn_mask=inputs.mask,
+                is_causal=inputs.causal,
+                dropout_p=dropout,
+                enable_gqa=self.kv_heads != self.query_heads,
+            )
         attended_BHLE, outputs = self.weigh(attended_BHLE, x_BLD, inputs)
         output_BLD: Tensor = self.output(attended_BHLE.transpose(1, 2).flatten(2))
         return F.dropout(output_BLD, self.dropout, self.training), outputs

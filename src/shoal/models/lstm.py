@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes, vocab_size_for
 from shoal.config.schema import model as schema
+from shoal.models.layers.documents import packed_documents
 
 
 class LstmCache:
@@ -53,12 +55,22 @@ class Lstm(nn.Module):
         self.recurrent = nn.LSTM(width, width, layers, batch_first=True, dropout=settings.dropout if layers > 1 else 0.0)
         self.output = nn.Linear(width, vocab_size, bias=False)
 
-    def forward(self, input_ids_BL: Tensor, *, cache: LstmCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, L, V]. `attention_mask` [B, L] is 0 at padding, on either side."""
-        return self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask))
+    def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
+        """Logits [B, L, V]. `given`: see `hidden`."""
+        return self.output(self.hidden(input_ids_BL, **given))
 
-    def hidden(self, input_ids_BL: Tensor, *, cache: LstmCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """Input of the output layer: logits = hidden @ output_weight.T."""
+    def hidden(
+        self,
+        input_ids_BL: Tensor,
+        *,
+        cache: LstmCache | None = None,
+        attention_mask: Tensor | None = None,
+        document_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Input of the output layer: logits = hidden @ output_weight.T. `attention_mask` [B, L] is 0 at padding, on either side.
+        `document_lengths` [B, M]: tokens of each document of packed rows; each begins with an empty state."""
+        if document_lengths is not None:
+            return self._recur_in_documents(input_ids_BL, document_lengths)
         if attention_mask is None:
             return self._recur(input_ids_BL, cache)
         if cache is not None:
@@ -76,6 +88,17 @@ class Lstm(nn.Module):
         if cache is not None:
             cache.state = state
         return F.dropout(x_BLD, self.dropout, self.training)
+
+    def _recur_in_documents(self, input_ids_BL: Tensor, lengths_BM: Tensor) -> Tensor:
+        sizes = [size for size in packed_documents(lengths_BM, input_ids_BL.shape[1]).lengths_N.tolist() if size]
+        x_BLD = F.dropout(self.token_embedding(input_ids_BL), self.dropout, self.training)
+        with _no_fp16_on_cpu(x_BLD):
+            outputs, _ = self.recurrent(pack_sequence(x_BLD.flatten(0, 1).split(sizes), enforce_sorted=False))
+        hidden_BLD = torch.cat(unpack_sequence(outputs)).view(*input_ids_BL.shape, -1)
+        return F.dropout(hidden_BLD, self.dropout, self.training)
+
+    def expect_documents_apart(self) -> None:
+        """Each document of a packed row begins with an empty state."""
 
     @property
     def output_weight(self) -> Tensor:

@@ -91,16 +91,18 @@ class PartialModel(nn.Module):
         cache: PartialCache | None = None,
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
+        document_lengths: Tensor | None = None,
     ) -> Tensor:
         """The residual stream after the layers of this process."""
         past = cache.length if cache is not None else 0
         if self.before is not None:
             self.before_layer(-1)
-            x_BLD = self.before.embed(input_ids_BL, past, attention_mask)
+            x_BLD = self.before.embed(input_ids_BL, past, attention_mask, document_lengths=document_lengths)
         else:
             x_BLD = self.travel.receive()
         own = cache.own if cache is not None else None
-        x_BLD = self.stage.through(x_BLD, input_ids_BL, cache=own, attention_mask=attention_mask, beside=beside)
+        given: dict[str, Any] = {"cache": own, "attention_mask": attention_mask, "beside": beside, "document_lengths": document_lengths}
+        x_BLD = self.stage.through(x_BLD, input_ids_BL, **given)
         if cache is not None:
             cache.length += input_ids_BL.shape[1]
         return x_BLD

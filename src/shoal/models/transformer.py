@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import KeyValueCache, LayerCache
+from shoal.models.layers.documents import PackedDocuments, needs_mask, packed_documents
 from shoal.models.layers.embedding import TokenEmbedding
 from shoal.models.layers.recompute import recomputed
 from shoal.models.layers.rotary import Rotary
@@ -104,6 +105,8 @@ class LayerInputs(NamedTuple):
     """Tokens in the cache."""
     real_BS: Tensor | None = None
     """False at padding; None: no row is padded on the left."""
+    documents: PackedDocuments | None = None
+    """The documents of packed rows, where attention is computed without a mask."""
 
 
 class Variant(NamedTuple):
@@ -212,11 +215,14 @@ class Trunk(nn.Module):
         cache: KeyValueCache | None = None,
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
+        document_lengths: Tensor | None = None,
     ) -> Tensor:
         """Input of the output matrix: logits = hidden @ output_weight.T. `attention_mask` [B, S] is 0 at padding, on either side, the
-        tokens in the cache counted. `beside` has further inputs, and collects the side outputs."""
-        x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask, beside)
-        return self.norm(self.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
+        tokens in the cache counted. `beside` has further inputs, and collects the side outputs. `document_lengths` [B, M]: tokens of each
+        document of packed rows, which do not attend to each other."""
+        x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask, beside, document_lengths)
+        given: dict[str, Any] = {"cache": cache, "attention_mask": attention_mask, "beside": beside, "document_lengths": document_lengths}
+        return self.norm(self.through(x_BLD, input_ids_BL, **given))
 
     def through(
         self,
@@ -226,11 +232,14 @@ class Trunk(nn.Module):
         cache: KeyValueCache | None = None,
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
+        document_lengths: Tensor | None = None,
     ) -> Tensor:
         """The residual stream after these layers. Losses of a part of the layers are scaled by its share of all layers."""
         past, length = cache.length if cache else 0, input_ids_BL.shape[1]
-        turns = self._turns(past, length, attention_mask if cache else None)
-        inputs = _layer_inputs(input_ids_BL, turns, past, attention_mask)
+        if document_lengths is None:
+            inputs = _layer_inputs(input_ids_BL, self._turns(past, length, attention_mask if cache else None), past, attention_mask)
+        else:
+            inputs = self._packed_inputs(x_BLD, input_ids_BL, packed_documents(document_lengths, length))
         context = self._context(input_ids_BL, beside, cache)
         inputs = inputs._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past, real_BS=attention_mask)
         outputs: list[SideOutputs] = []
@@ -245,6 +254,23 @@ class Trunk(nn.Module):
         if beside is not None:
             self.record_outputs(outputs, beside)
         return x_BLD
+
+    def expect_documents_apart(self) -> None:
+        """Raises ShoalError if the model cannot keep the documents of packed rows apart."""
+        if self.reader is not None or self.memory is not None:
+            raise ShoalError(
+                "data.packing: a model with cross-attention, retrieval or an episodic memory reads for a row as a whole, and a packed row "
+                "holds several documents: set data.packing to stream, or data.batching to dynamic"
+            )
+
+    def _packed_inputs(self, x_BLD: Tensor, input_ids_BL: Tensor, documents: PackedDocuments) -> LayerInputs:
+        """The inputs of the layers for packed rows."""
+        turns = self.rotary.turns_SP2[documents.positions_BL] if self.rotary is not None else None
+        dropout = max(getattr(part, "weights_dropout", 0.0) for part in self.modules()) if self.training else 0.0
+        autocast = torch.get_autocast_dtype(x_BLD.device.type) if torch.is_autocast_enabled(x_BLD.device.type) else x_BLD.dtype
+        if needs_mask(documents, autocast, dropout):
+            return LayerInputs(turns, documents.mask(), False, input_ids_BL)
+        return LayerInputs(turns, None, True, input_ids_BL, documents=documents)
 
     def only(self, first: int, last: int) -> Self:
         """The layers [first, last) alone, without what stands before and after them. Parameters are shared, and keep their names."""
@@ -300,7 +326,14 @@ class Trunk(nn.Module):
         for layer, own in enumerate(outputs, self.first):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
-    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None, beside: SideChannel | None = None) -> Tensor:
+    def embed(
+        self,
+        input_ids_BL: Tensor,
+        past: int = 0,
+        attention_mask: Tensor | None = None,
+        beside: SideChannel | None = None,
+        document_lengths: Tensor | None = None,
+    ) -> Tensor:
         """Embed the tokens: the residual stream before the first layer."""
         length = past + input_ids_BL.shape[1]
         if length > self.max_seq_len:
@@ -315,7 +348,12 @@ class Trunk(nn.Module):
         if self.position_embedding is not None:
             # With padding on the left, positions count from the first real token. The module is called in both cases: processes that shard
             # its weights must gather them in the same order, whether or not their rows are padded
-            positions = torch.arange(past, length, device=x_BLD.device) if attention_mask is None else _positions(attention_mask)[:, past:]
+            if document_lengths is not None:
+                positions = packed_documents(document_lengths, length).positions_BL
+            elif attention_mask is not None:
+                positions = _positions(attention_mask)[:, past:]
+            else:
+                positions = torch.arange(past, length, device=x_BLD.device)
             x_BLD = x_BLD + self.position_embedding(positions)
         if torch.is_autocast_enabled(x_BLD.device.type):
             # The residual stream is read and written more than anything else: half the bytes

@@ -83,7 +83,7 @@ def _loss_and_gradient(logits, labels, losses, scale, columns, size, ignored, WR
 @triton.jit
 def _punished_loss_and_gradient(
     logits, labels, figures, scale, columns, size, ignored,
-    seen, again, early, repeated, immediate, ending, eos, length, window,
+    seen, again, early, behind, repeated, immediate, ending, eos, length, window,
     CERTAIN: tl.constexpr, WINDOW: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same with penalties for the tokens of the window before (`seen`, each at the last of its places) and for an early end."""
@@ -93,7 +93,7 @@ def _punished_loss_and_gradient(
     counted = label != ignored
     right = tl.load(start_of_row + tl.where(counted, label, 0)).to(tl.float32)
     back, position = tl.arange(0, WINDOW), row % length
-    mask = (back < window) & (back <= position)
+    mask = (back < window) & (back <= tl.load(behind + row))
     token = tl.where(counted, tl.load(seen + row - back, mask=mask, other=-1), -1)
     wrong = (token >= 0) & (token != label) & (tl.load(again + row - back, mask=mask, other=0) > position)
     too_early = (tl.load(early + row) != 0) & counted & (label != eos)
@@ -163,7 +163,18 @@ def _arguments(punished: Punished) -> tuple[Any, ...]:
     marks, length = punished.marks, punished.marks.seen_BL.shape[1]
     window = min(punished.window, length) if punished.weights[0] else 1
     seen, again, early = marks.seen_BL.flatten(), marks.again_BL.flatten(), marks.early_BL.flatten().to(torch.uint8)
-    return seen, again, early, *punished.weights, punished.eos_id or 0, length, window, CERTAIN, triton.next_power_of_2(window)
+    return (
+        seen,
+        again,
+        early,
+        marks.behind_BL.flatten(),
+        *punished.weights,
+        punished.eos_id or 0,
+        length,
+        window,
+        CERTAIN,
+        triton.next_power_of_2(window),
+    )
 
 
 def cross_entropy(logits_NV: Tensor, labels_N: Tensor, size: int, ignored: int, punished: Punished | None = None) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,8 @@ from shoal.tasks.base import IGNORED, Batch, Loss, Task
 
 READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
 """Columns of a batch with texts that a model reads beside its input."""
+DOCUMENT_LENGTHS = "document_lengths"
+"""Column of a batch of packed rows: the tokens of each document."""
 _LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval": ("passage_ids", "passage_from")}
 """Losses that measure the benefit of side texts, and the columns that are left out for each."""
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
@@ -124,7 +126,8 @@ class LanguageModelling(Task):
     def marks(self, batch: Batch) -> penalties.Marks:
         labels_BL = batch["labels"]
         early_BL = self.places(batch) < self.penalties.min_sequence_length
-        return penalties.marks(batch["input_ids"], labels_BL, labels_BL != IGNORED, batch.get("attention_mask"), early_BL)
+        real_BL, lengths_BM = batch.get("attention_mask"), batch.get(DOCUMENT_LENGTHS)
+        return penalties.marks(batch["input_ids"], labels_BL, labels_BL != IGNORED, real_BL, early_BL, lengths_BM)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Any]:
         """Logits, and what the model gives beside them (None: nothing).
@@ -148,6 +151,8 @@ class LanguageModelling(Task):
             keywords["beside"] = model.new_beside(counted_BL=batch["labels"] != IGNORED, **columns)
         if self.left_padding and "attention_mask" in batch:
             keywords["attention_mask"] = batch["attention_mask"]
+        if DOCUMENT_LENGTHS in batch:
+            keywords[DOCUMENT_LENGTHS] = batch[DOCUMENT_LENGTHS]
         return keywords
 
     @property
@@ -159,13 +164,16 @@ class LanguageModelling(Task):
         return any(penalties.weights(self.penalties))
 
     def places(self, batch: Batch) -> Tensor:
-        """How many tokens of its document stand before each: counted from the first real token, and anew after an end of text."""
+        """How many tokens of its document stand before each: counted from the first real token, and anew after an end of text and at each
+        document of a packed row."""
         ids_BL = batch["input_ids"]
         index_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
         starts_BL = ids_BL.eq(-1 if self.eos_id is None else self.eos_id).roll(1, 1)
         starts_BL[:, 0] = True
         if "attention_mask" in batch:
             starts_BL |= batch["attention_mask"] & ~batch["attention_mask"].roll(1, 1)
+        if DOCUMENT_LENGTHS in batch:
+            starts_BL |= penalties.document_starts(batch[DOCUMENT_LENGTHS], ids_BL.shape[1])
         return index_L - (index_L * starts_BL).cummax(1).values
 
     def _held_out_loss(self, batch: Batch) -> Tensor:

@@ -35,6 +35,8 @@ class Marks(NamedTuple):
     """Where in the sequence the same token stands next; its length if it does not. So each token of a window is punished once."""
     early_BL: Tensor
     """Whether an end here would be too early."""
+    behind_BL: Tensor
+    """How many tokens before it belong to the same row, or to the same document of a packed row."""
 
 
 def weights(settings: Penalties) -> tuple[float, float, float]:
@@ -42,9 +44,27 @@ def weights(settings: Penalties) -> tuple[float, float, float]:
     return settings.repetition_weight, settings.immediate_repetition_weight, settings.eos_weight
 
 
-def marks(input_ids_BL: Tensor, labels_BL: Tensor, counted_BL: Tensor, real_BL: Tensor | None, early_BL: Tensor) -> Marks:
+def marks(
+    input_ids_BL: Tensor,
+    labels_BL: Tensor,
+    counted_BL: Tensor,
+    real_BL: Tensor | None,
+    early_BL: Tensor,
+    lengths_BM: Tensor | None = None,
+) -> Marks:
+    """`real_BL`: False at padding. `lengths_BM`: tokens of each document of packed rows."""
     seen_BL = input_ids_BL if real_BL is None else input_ids_BL.masked_fill(~real_BL.bool(), NOTHING)
-    return Marks(labels_BL, counted_BL, seen_BL, _next_places(seen_BL), early_BL & counted_BL)
+    behind_BL = torch.arange(input_ids_BL.shape[1], device=input_ids_BL.device).expand_as(input_ids_BL)
+    if lengths_BM is not None:
+        behind_BL = behind_BL - (behind_BL * document_starts(lengths_BM, input_ids_BL.shape[1])).cummax(1).values
+    return Marks(labels_BL, counted_BL, seen_BL, _next_places(seen_BL), early_BL & counted_BL, behind_BL)
+
+
+def document_starts(lengths_BM: Tensor, length: int) -> Tensor:
+    """True at the first token of each document of packed rows, and of the padding behind them."""
+    starts_BL = torch.zeros(len(lengths_BM), length + 1, dtype=torch.bool, device=lengths_BM.device)
+    starts_BL[:, 0] = True
+    return starts_BL.scatter_(1, lengths_BM.cumsum(1), True)[:, :length]
 
 
 def _next_places(ids_BL: Tensor) -> Tensor:
@@ -75,7 +95,9 @@ def repetition(log_p_BLV: Tensor, marked: Marks, window: int) -> Tensor:
     seen_BLW = F.pad(marked.seen_BL, (window - 1, 0), value=NOTHING).unfold(1, window, 1)
     again_BLW = F.pad(marked.again_BL, (window - 1, 0)).unfold(1, window, 1)
     place_L1 = torch.arange(length, device=seen_BLW.device).unsqueeze(-1)
+    back_W = torch.arange(window - 1, -1, -1, device=seen_BLW.device)
     wrong_BLW = (seen_BLW != NOTHING) & (again_BLW > place_L1) & (seen_BLW != marked.labels_BL.unsqueeze(-1))
+    wrong_BLW &= back_W <= marked.behind_BL.unsqueeze(-1)
     unlikely_BLW = _Unlikelihood.apply(log_p_BLV.gather(-1, seen_BLW.clamp(min=0)))  # type: ignore[no-untyped-call]
     return (unlikely_BLW * (wrong_BLW & marked.counted_BL.unsqueeze(-1))).sum()
 

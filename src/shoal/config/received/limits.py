@@ -82,7 +82,9 @@ TABLE: tuple[LimitedSettings, ...] = (
     # --- data
     LimitedSettings("data", Limit.TOKENIZER, "tokenizer"),
     LimitedSettings(
-        "data", Limit.ANY, "sequence_length batching padding_side truncation streaming shuffle_buffer shuffle_seed reshuffle_each_epoch"
+        "data",
+        Limit.ANY,
+        "sequence_length batching packing padding_side truncation streaming shuffle_buffer shuffle_seed reshuffle_each_epoch",
     ),
     LimitedSettings("data", Limit.ANY, "max_samples max_train_samples max_eval_samples"),
     LimitedSettings("data.source[builtin]", Limit.ANY, "name"),

@@ -94,6 +94,14 @@ def contexts_belong_to_one_text(settings: Settings, attends: bool, retrieves: bo
         settings.report("model", message, *paths, help="set data.batching to dynamic or padded, or set model.retrieval.enabled")
 
 
+@rule("data.packing", "data.batching", "model.retrieval.enabled", "model.episodic_memory.enabled")
+def side_texts_belong_to_a_row(settings: Settings, packing: str | None, batching: str, retrieves: bool, remembers: bool) -> None:
+    if packing == "documents" and batching == "packed" and (retrieves or remembers):
+        what, path = ("passages", "model.retrieval.enabled") if retrieves else ("episodes", "model.episodic_memory.enabled")
+        message = f"the model reads {what} for a row as a whole, and a packed row holds several documents"
+        settings.report("model", message, "data.packing", path, help="set data.packing to stream, or data.batching to dynamic")
+
+
 @rule("data.source.context_field", "model.kind")
 def contexts_are_attended_to(settings: Settings, field: str | None, model: str) -> None:
     if field is not None and not (model == "moe" and settings.get("model.cross_attention.enabled")):

@@ -10,6 +10,7 @@ from shoal.config.rules.rule import changed, rule
 from shoal.config.schema.cluster import Kubernetes, Ray, Slurm, Ssh
 from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import EpisodicMemory, MixtureOfHeads, Retrieval
+from shoal.config.schema.task import Task
 from shoal.config.schema.training import EMULATED, PlayerOptimizer
 
 _NEVER, _NOT_STEPS = ("never",), ("never", "epoch")
@@ -41,8 +42,10 @@ def _all_have_rates(players: Mapping[str, PlayerOptimizer]) -> bool:
 
 
 NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
-    ("data.padding_side", "data.batching", lambda batching: batching == "packed", "texts are packed, so nothing is padded"),
-    ("data.truncation", "data.batching", lambda batching: batching == "packed", "texts are packed, so none is too long"),
+    ("data.padding_side", "data.batching", lambda batching: batching == "packed", "packed sequences are padded on the right"),
+    ("data.truncation", "data.packing", lambda packing: packing == "stream", "texts are joined, so none is too long"),
+    ("data.packing", "data.batching", lambda batching: batching != "packed", "each text is a sample of its own"),
+    ("data.packing", "task.kind", lambda kind: Task.kinds[kind].needs not in ("tokens", "prompts"), "this task packs nothing"),
     ("data.loader.prefetch_factor", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),
     ("data.loader.persistent_workers", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),
     ("data.shuffle_buffer", "data.streaming", lambda streams: not streams, "the data is no stream, so all of it is shuffled"),

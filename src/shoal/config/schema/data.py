@@ -180,11 +180,15 @@ class Data(Section):
     sequence_length: PositiveInt | None = None
     """Tokens in a training sequence; null: as many as the model takes."""
     batching: Literal["packed", "dynamic", "padded"] = "packed"
-    """`packed`: texts joined and cut to length; `dynamic`: padded to the longest of the batch; `padded`: padded to the full length."""
+    """`packed`: several texts in a sequence, see packing; `dynamic`: padded to the longest of the batch; `padded`: to the full length."""
+    packing: Literal["documents", "stream"] | None = None
+    """What fills packed sequences. `documents`: whole texts, each with positions of its own and attention inside it only; none is cut but
+    one that is longer than a sequence (see truncation). `stream`: all texts joined and cut to length; a token attends to the texts before
+    its own. null: `documents` for conversations, otherwise `stream`."""
     padding_side: Literal["right", "left"] = "right"
     """Where padding goes."""
     truncation: bool = True
-    """Cut a text that is too long; otherwise it is split into several samples."""
+    """Cut a text that is too long; otherwise it is split into several samples. Texts that are packed as a stream are all split."""
     streaming: bool = False
     """Read as a stream instead of loading all of it."""
     shuffle_buffer: PositiveInt = 10_000

@@ -10,7 +10,7 @@ import torch
 
 from shoal.config import Run
 from shoal.data.interfaces import SampleStream
-from shoal.data.loaded_data import Data, Info
+from shoal.data.loaded_data import Data
 from shoal.data.splits import HELD_OUT_SHARE, share_out
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import NOTHING_HELD_OUT, HeldOut, TextStream
@@ -18,7 +18,7 @@ from shoal.data.text.documents import FEW, ChainedDocuments, Document, DocumentF
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.load_text import LoadedText, expect_contexts
 from shoal.data.text.mixture import probabilities
-from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
+from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun, text_info
 from shoal.data.text.samples import TextSamples, joined, text_samples
 from shoal.errors import ShoalError
 
@@ -43,7 +43,7 @@ def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, tok
     held = [_hold_out(part, encoding, -(-eval_count // len(parts)), run.seed) for part in parts]
     parts = [part._replace(train=documents) for part, (documents, _, _) in zip(parts, held, strict=True)]
     stream = _stream(parts, [out for _, out, _ in held], encoding, train_count, run)
-    info = Info("text", f"{name}: a stream of {noun(encoding)}", vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
+    info = text_info(f"{name}: a stream of {noun(encoding)}", encoding)
     data = Data(stream, _held_out_samples([documents for _, _, documents in held], encoding, eval_count), info)
 
     def training_text() -> Iterable[Document]:

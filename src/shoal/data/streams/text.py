@@ -19,9 +19,12 @@ from shoal.data.interfaces import IGNORED, Batch, SampleStream, State, StreamRea
 from shoal.data.text.context_text import contexts_of
 from shoal.data.text.documents import Document, Documents, Position
 from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
+from shoal.data.text.packing import packed_rows
 from shoal.data.text.samples import refuse_contexts
 
 _GROUP = 64
+_WINDOW = 64
+"""Rows of tokens of which whole documents are packed together. Larger windows pad less and are read again in more time on resuming."""
 
 
 class HeldOut(NamedTuple):
@@ -66,7 +69,8 @@ class TextStream(SampleStream):
 
     def in_order(self, shard: tuple[int, int], state: State | None = None) -> SampleReader:
         """Read without shuffling."""
-        return (PackedReader if self.encoding.packed else DocumentReader)(self, shard, state)
+        reader = PackedDocumentsReader if self.encoding.packs_documents else PackedReader if self.encoding.packed else DocumentReader
+        return reader(self, shard, state)
 
 
 class SampleReader(StreamReader):
@@ -203,6 +207,37 @@ class DocumentReader(SampleReader):
                 raise StopIteration
         self._used += 1
         return self._queue[0][1][self._used - 1]
+
+
+class PackedDocumentsReader(DocumentReader):
+    """Rows of whole documents. Each window of documents is packed by itself. `used` counts rows of the window."""
+
+    _window: list[Sample] | None = None
+    _start: DocumentPosition
+
+    def state_dict(self) -> State:
+        start = self._position if self._window is None else self._start
+        return {"place": list(start), "used": self._used, "taken": self._taken}
+
+    def _next(self) -> Sample:
+        while self._window is None or self._used >= len(self._window):
+            if self._window is not None:
+                self._used, self._window = 0, None
+            if not self._queue and not self._fill():
+                raise StopIteration
+            self._start = self._queue[0][0]
+            self._window = self._read_window()
+        self._used += 1
+        return self._window[self._used - 1]
+
+    def _read_window(self) -> list[Sample]:
+        samples: list[Sample] = []
+        missing = _WINDOW * self._encoding.sequence_length
+        while missing > 0 and (self._queue or self._fill()):
+            own: list[Sample] = self._queue.popleft()[1]
+            samples += own
+            missing -= sum(len(sample.inputs) for sample in own)
+        return packed_rows(samples, self._encoding)
 
 
 class ShuffledReader(StreamReader):

@@ -13,7 +13,7 @@ Position = Any
 """A position in documents; JSON-able."""
 
 Unit = Literal["whole", "piece", "line"]
-"""The documents of a plain text file: the whole file, pieces of some kilobytes (streams), or lines (samples that are not packed)."""
+"""The documents of a plain text file: the whole file, pieces of some kilobytes (streams), or lines (each line is a text)."""
 
 FEW = 20
 

@@ -45,6 +45,8 @@ class Sample(NamedTuple):
     origins: tuple[str, ...] = ()
     """The documents that they are from."""
     context: Ids | None = None
+    lengths: tuple[int, ...] = ()
+    """Of a row of several whole documents: the tokens of each."""
 
 
 class Encoding(NamedTuple):
@@ -55,10 +57,16 @@ class Encoding(NamedTuple):
     batching: Literal["packed", "dynamic", "padded"] = "packed"
     padding_side: Literal["right", "left"] = "right"
     truncation: bool = True
+    packing: Literal["documents", "stream"] = "stream"
 
     @property
     def packed(self) -> bool:
         return self.batching == "packed"
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows hold several whole documents."""
+        return self.packed and self.packing == "documents"
 
 
 def encode(documents: Sequence[Document], tokenizer: Tokenizer, end: Sequence[Sequence[int]]) -> list[Tokens]:
@@ -113,15 +121,26 @@ def full(sample: Sample, length: int, pad: int) -> Sample:
 def collate(samples: Sequence[Sample], encoding: Encoding) -> Batch:
     """Samples of a stream as a batch."""
     if encoding.packed:
-        return {
+        batch = {
             "input_ids": torch.from_numpy(np.stack([sample.inputs for sample in samples])).long(),
             "labels": torch.from_numpy(np.stack([sample.labels for sample in samples])).long(),
         }
+        return batch | {"document_lengths": document_lengths(samples)} if encoding.packs_documents else batch
     lengths = torch.tensor([len(sample.inputs) for sample in samples])
     starts = lengths.cumsum(0) - lengths
     inputs = torch.from_numpy(np.concatenate([sample.inputs for sample in samples]))
     labels = torch.from_numpy(np.concatenate([sample.labels for sample in samples]))
     return gather(inputs, labels, starts, lengths, encoding)
+
+
+def document_lengths(rows: Sequence[Sample]) -> torch.Tensor:
+    """The lengths of each row's documents [rows, M], filled up with 0. M is a power of two: batches have few different shapes, and what
+    is compiled or recorded for one shape is used again."""
+    most = max((len(row.lengths) for row in rows), default=1)
+    lengths = torch.zeros(len(rows), 1 << (most - 1).bit_length(), dtype=torch.int64)
+    for row, own in enumerate(rows):
+        lengths[row, : len(own.lengths)] = torch.tensor(own.lengths)
+    return lengths
 
 
 def gather(inputs: torch.Tensor, labels: torch.Tensor, starts_B: torch.Tensor, lengths_B: torch.Tensor, encoding: Encoding) -> Batch:

@@ -12,13 +12,13 @@ from shoal.config import Run
 from shoal.config.schema.data import Preferences
 from shoal.data.hub.dataset import DataRequest
 from shoal.data.interfaces import Samples
-from shoal.data.loaded_data import Data, Info
+from shoal.data.loaded_data import Data
 from shoal.data.splits import counts, share_out, some_of, split_and_limit
 from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import PreferencePairs, read_preferences
-from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
-from shoal.data.text.samples import TextSamples, expect_one_sequence, joined, text_samples
+from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun, text_info
+from shoal.data.text.samples import TextSamples, expect_one_sequence, joined, padding_note, text_samples
 from shoal.data.text.sources import expect_reader, reads_context
 from shoal.errors import ShoalError
 
@@ -44,9 +44,9 @@ def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token
     held_out = joined([text_samples(part, encoding) for _, part in documents])
     expect_one_sequence(name, joined(train), encoding)
     train_count, eval_count = counts(run.data, sum(map(len, train)), len(held_out))
-    samples = _mix(_limit(train, train_count, run.seed), parts, run)
-    described = f"{name}: {noun(encoding, len(samples))}"
-    info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
+    kept = _limit(train, train_count, run.seed)
+    samples = _mix(kept, parts, run)
+    info = text_info(f"{name}: {noun(encoding, len(samples))}{padding_note(kept)}", encoding)
     expect_contexts(run, (document for train, _ in documents for document in train))
     data = Data(samples, some_of(held_out, eval_count, run.seed) if eval_count else None, info)
     return LoadedText(data, lambda: (document for train, _ in documents for document in train))
@@ -99,6 +99,6 @@ def load_preferences(source: Preferences, run: Run, request: DataRequest) -> Loa
     train, held_out = split_and_limit(run.data, run.seed, train, held_out)
     note = f" ({left_out} rows that prefer nothing left out)" if left_out else ""
     described = f"{Path(source.path).name}: {len(train):,} pairs of answers{note}"
-    info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
+    info = text_info(described, encoding)
     expect_contexts(run, (pair.document() for pair in train.pairs))
     return LoadedText(Data(train, held_out, info), lambda: (pair.document() for pair in train.pairs))

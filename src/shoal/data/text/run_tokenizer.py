@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shoal.config import Run
+from shoal.data.loaded_data import Info
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
@@ -20,7 +21,7 @@ def find_encoding(run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path 
     if length is None:
         raise ShoalError(f"data.sequence_length: a text needs one, and a model of kind {run.model.kind} does not define one")
     data = run.data
-    return Encoding(tokenizer, length, data.batching, data.padding_side, data.truncation)
+    return Encoding(tokenizer, length, data.batching, data.padding_side, data.truncation, data.packing or "stream")
 
 
 def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
@@ -39,7 +40,14 @@ def contents(documents: Iterable[Document]) -> Iterable[str]:
 def noun(encoding: Encoding, count: int | None = None) -> str:
     """A description of the samples: `4,096 training sequences of 128 tokens`."""
     number = "" if count is None else f"{count:,} training "
-    return f"{number}{'sequences of' if encoding.packed else 'texts of up to'} {encoding.sequence_length} tokens"
+    packed = "sequences of whole documents," if encoding.packs_documents else "sequences of"
+    return f"{number}{packed if encoding.packed else 'texts of up to'} {encoding.sequence_length} tokens"
+
+
+def text_info(described: str, encoding: Encoding) -> Info:
+    """What a run must know about samples of this encoding."""
+    tokenizer = encoding.tokenizer
+    return Info("text", described, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, packs_documents=encoding.packs_documents)
 
 
 def joined_name(names: Sequence[str]) -> str:

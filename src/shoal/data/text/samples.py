@@ -11,11 +11,13 @@ from typing import Self
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from shoal.data.interfaces import IGNORED, Batch, Indices, SelectableSamples, as_index
 from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
 from shoal.data.text.documents import Document
-from shoal.data.text.encoding import Encoding, cut, encode, full, gather, join, to_sample
+from shoal.data.text.encoding import Encoding, Sample, cut, document_lengths, encode, full, gather, join, to_sample
+from shoal.data.text.packing import packed_rows
 from shoal.errors import ShoalError
 
 _LONG_TOKENS = 32 * 2**20
@@ -28,6 +30,8 @@ class PackedText(DocumentSamples, SelectableSamples):
     inputs_NT: torch.Tensor
     labels_NT: torch.Tensor
     origins: Origins
+    documents_NM: torch.Tensor | None = None
+    """Tokens of each document of a sequence of whole documents, filled up with 0; None: sequences are cut from all texts joined."""
 
     def __len__(self) -> int:
         return len(self.inputs_NT)
@@ -35,13 +39,15 @@ class PackedText(DocumentSamples, SelectableSamples):
     def batch(self, indices: Indices) -> Batch:
         index = as_index(indices)
         # .long() does nothing where the tokens are int64 already.
-        return {
+        batch = {
             "input_ids": self.inputs_NT.index_select(0, index).long(),
             "labels": self.labels_NT.index_select(0, index).long(),
         }
+        return batch if self.documents_NM is None else batch | {"document_lengths": self.documents_NM.index_select(0, index)}
 
     def select(self, indices: torch.Tensor) -> Self:
-        return type(self)(self.inputs_NT[indices], self.labels_NT[indices], self.origins.select(indices))
+        documents = None if self.documents_NM is None else self.documents_NM[indices]
+        return type(self)(self.inputs_NT[indices], self.labels_NT[indices], self.origins.select(indices), documents)
 
 
 @dataclass(eq=False)
@@ -76,6 +82,8 @@ TextSamples = PackedText | PaddedText
 
 def text_samples(documents: Sequence[Document], encoding: Encoding) -> TextSamples:
     """Tokenise documents and make samples of them. There may be none."""
+    if encoding.packs_documents:
+        return _pack_documents(documents, encoding)
     return _pack(documents, encoding) if encoding.packed else _pad(documents, encoding)
 
 
@@ -99,6 +107,19 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     return packed if bool(useful.all()) else packed.select(useful)
 
 
+def _pack_documents(documents: Sequence[Document], encoding: Encoding) -> PackedText:
+    """Sequences of whole documents, each sequence padded at its end."""
+    refuse_contexts(documents)
+    rows = packed_rows([sample for some in _cut_each(documents, encoding) for sample in some], encoding)
+    names = [origin for row in rows for origin in row.origins]
+    ends = torch.tensor([len(row.lengths) for row in rows], dtype=torch.int64).cumsum(0)
+    spans = torch.stack([ends - torch.tensor([len(row.lengths) for row in rows], dtype=torch.int64), ends - 1], dim=1)
+    none: np.typing.NDArray[np.int32] = np.zeros(0, np.int32)
+    inputs, labels = (_tensor(np.concatenate([none, *tokens])) for tokens in ([row.inputs for row in rows], [row.labels for row in rows]))
+    shape = len(rows), encoding.sequence_length
+    return PackedText(inputs.view(shape), labels.view(shape), Origins(names, spans), document_lengths(rows))
+
+
 def refuse_contexts(documents: Sequence[Document]) -> None:
     """Raises ShoalError if documents have contexts: a packed sequence may hold several documents, each with its own context."""
     if any(document.context for document in documents):
@@ -109,9 +130,7 @@ def refuse_contexts(documents: Sequence[Document]) -> None:
 
 
 def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
-    end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
-    encoded = encode(documents, encoding.tokenizer, [end] * len(documents))
-    cuts = [list(cut(tokens, encoding.sequence_length, encoding.truncation)) for tokens in encoded]
+    cuts = _cut_each(documents, encoding)
     samples = [sample for some in cuts for sample in some]
     numbers = torch.tensor([number for number, some in enumerate(cuts) for _ in some], dtype=torch.int64)
     origins = Origins([document.origin for document in documents], torch.stack([numbers, numbers], dim=1))
@@ -120,6 +139,13 @@ def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
     labels = np.concatenate([sample.labels for sample in samples]) if samples else np.zeros(0, np.int32)
     contexts = contexts_of(samples, encoding.sequence_length)
     return PaddedText(_tensor(inputs), _tensor(labels), lengths.cumsum(0) - lengths, lengths, encoding, origins, contexts)
+
+
+def _cut_each(documents: Sequence[Document], encoding: Encoding) -> list[list[Sample]]:
+    """The samples of each document by itself, its end-of-text token included."""
+    end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
+    encoded = encode(documents, encoding.tokenizer, [end] * len(documents))
+    return [list(cut(tokens, encoding.sequence_length, encoding.truncation)) for tokens in encoded]
 
 
 def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:
@@ -135,7 +161,8 @@ def joined(parts: Sequence[TextSamples]) -> TextSamples:
     if isinstance(parts[0], PackedText):
         packed = [part for part in parts if isinstance(part, PackedText)]
         origins = joined_origins([part.origins for part in packed])
-        return PackedText(torch.cat([part.inputs_NT for part in packed]), torch.cat([part.labels_NT for part in packed]), origins)
+        inputs, labels = torch.cat([part.inputs_NT for part in packed]), torch.cat([part.labels_NT for part in packed])
+        return PackedText(inputs, labels, origins, _joined_lengths([part.documents_NM for part in packed]))
     padded = [part for part in parts if isinstance(part, PaddedText)]
     before = np.cumsum([0] + [len(part.inputs) for part in padded]).tolist()
     return PaddedText(
@@ -149,9 +176,27 @@ def joined(parts: Sequence[TextSamples]) -> TextSamples:
     )
 
 
+def _joined_lengths(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The document lengths of several parts, as wide as the widest."""
+    known = [part for part in parts if part is not None]
+    widest = max((part.shape[1] for part in known), default=0)
+    return torch.cat([F.pad(part, (0, widest - part.shape[1])) for part in known]) if known else None
+
+
+def padding_note(parts: Sequence[TextSamples]) -> str:
+    """How many documents are in sequences of whole documents, and how much is padded; empty: there are no such sequences."""
+    packed = [(part.inputs_NT, part.documents_NM) for part in parts if isinstance(part, PackedText) and part.documents_NM is not None]
+    if not packed:
+        return ""
+    room = sum(inputs_NT.numel() for inputs_NT, _ in packed)
+    tokens = sum(int(lengths_NM.sum()) for _, lengths_NM in packed)
+    documents = sum(int((lengths_NM > 0).sum()) for _, lengths_NM in packed)
+    return f" ({documents:,} texts, {1 - tokens / max(1, room):.1%} padding)"
+
+
 def expect_one_sequence(name: str, samples: TextSamples, encoding: Encoding) -> None:
     """Raises ShoalError if the text does not fill one sequence."""
-    if encoding.packed and len(samples) <= 1:
+    if encoding.packed and not encoding.packs_documents and len(samples) <= 1:
         tokens = int((samples.labels_NT != IGNORED).sum()) + 1 if isinstance(samples, PackedText) and len(samples) else 0
         if tokens <= encoding.sequence_length:
             raise ShoalError(

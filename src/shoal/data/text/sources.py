@@ -17,7 +17,9 @@ from shoal.errors import ShoalError
 
 def unit_of(run: Run) -> Unit:
     """The unit that plain text files are cut into."""
-    return "line" if run.data.batching != "packed" else "piece" if run.data.streaming else "whole"
+    if run.data.batching != "packed" or run.data.packing == "documents":
+        return "line"
+    return "piece" if run.data.streaming else "whole"
 
 
 def reads_context(run: Run) -> bool:

@@ -20,7 +20,7 @@ from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.model import HuggingFace
-from shoal.models.huggingface.stages import narrowed, small_copy
+from shoal.models.huggingface.small_copy import narrowed, small_copy
 from shoal.models.layers.rotary import Rotary
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 from shoal.models.transformer import PLAIN, Variant

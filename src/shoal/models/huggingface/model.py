@@ -20,6 +20,7 @@ from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import padded_rows
 from shoal.models.huggingface import pretrained
+from shoal.models.huggingface.packing import check_documents_apart, document_arguments
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The cache argument of attention models and of state-space models."""
@@ -73,12 +74,29 @@ class HuggingFace(nn.Module):
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self.cache_name = next((name for name in CACHE_NAMES if name in self.accepts), None)
 
-    def forward(self, input_ids_BL: Tensor, *, cache: HuggingFaceCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, L, V]. `attention_mask` [B, S] is 0 at padding, the tokens in the cache counted."""
-        return self._logits(input_ids_BL, cache, attention_mask)
+    def forward(
+        self,
+        input_ids_BL: Tensor,
+        *,
+        cache: HuggingFaceCache | None = None,
+        attention_mask: Tensor | None = None,
+        document_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, L, V]. `attention_mask` [B, S] is 0 at padding, the tokens in the cache counted. `document_lengths` [B, M]: tokens of
+        each document of packed rows, which do not attend to each other."""
+        return self._logits(input_ids_BL, cache, **self._layout(input_ids_BL, attention_mask, document_lengths))
 
-    def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None, **arguments: Any) -> Tensor:
-        arguments |= mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
+    def _layout(self, input_ids_BL: Tensor, attention_mask: Tensor | None, document_lengths: Tensor | None) -> dict[str, Any]:
+        """The arguments that say which tokens attend to which."""
+        if document_lengths is None:
+            return mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
+        return document_arguments(document_lengths, input_ids_BL.shape[1])
+
+    def expect_documents_apart(self) -> None:
+        """Raises ShoalError if the model cannot keep the documents of packed rows apart."""
+        check_documents_apart(self.inner.get_base_model() if self.has_adapters else self.inner)
+
+    def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, **arguments: Any) -> Tensor:
         if "use_cache" in self.accepts:
             arguments["use_cache"] = cache is not None
         if cache is not None and self.cache_name is not None:
@@ -99,9 +117,9 @@ class HuggingFace(nn.Module):
             type(layer) is DynamicLayer for layer in DynamicCache(config=self.inner.config).layers
         )
 
-    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
+    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, document_lengths: Tensor | None = None) -> Tensor:
         """The last hidden states [B, L, D], which the output matrix reads."""
-        arguments = mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask)
+        arguments = self._layout(input_ids_BL, attention_mask, document_lengths)
         if "use_cache" in self.accepts:
             arguments["use_cache"] = False
         # Without the wrapper of peft; LoRA matrices are in the layers
@@ -124,7 +142,7 @@ class HuggingFace(nn.Module):
     def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the next token; these tokens are appended to the cache."""
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in self.accepts else {}
-        return self._logits(input_ids_BL, cache, attention_mask, **last_only)[:, -1]
+        return self._logits(input_ids_BL, cache, **mask_arguments(self.accepts, input_ids_BL.shape[1], attention_mask), **last_only)[:, -1]
 
     def gradient_checkpointing(self, enabled: bool) -> None:
         """Whether the backward pass computes activations again instead of keeping them."""

@@ -9,9 +9,8 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V 
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,24 +19,12 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache, mask_arguments
+from shoal.models.huggingface.packing import document_arguments
+from shoal.models.huggingface.small_copy import narrowed, small_copy
 from shoal.models.layers.recompute import recomputed
 from shoal.models.stages import without_weights
 from shoal.models.transformer import SideChannel
 from shoal.untrusted.huggingface import causal_model_of
-
-_WIDTHS = {
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "ffn_dim": 24,
-    "n_inner": 24,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "word_embed_proj_dim": 32,
-    "vocab_size": 40,
-}
-"""Sizes of the small copy that is compared whole and in stages. Depth and per-layer settings stay as they are."""
 
 
 class HuggingFaceStage(nn.Module):
@@ -73,15 +60,16 @@ class HuggingFaceStage(nn.Module):
         cache: HuggingFaceCache | None = None,
         attention_mask: Tensor | None = None,
         beside: SideChannel | None = None,
+        document_lengths: Tensor | None = None,
     ) -> Tensor:
         """The residual stream after these layers, as `Trunk.through`."""
+        arguments = _arguments(self.accepts, x_BLD.shape[1], attention_mask, document_lengths)
         if self.checkpointing and cache is None and torch.is_grad_enabled():
-            return recomputed(self, self._through, x_BLD, None, attention_mask)
-        return self._through(x_BLD, cache, attention_mask)
+            return recomputed(self, self._through, x_BLD, None, arguments)
+        return self._through(x_BLD, cache, arguments)
 
-    def _through(self, x_BLD: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None) -> Tensor:
-        arguments = mask_arguments(self.accepts, x_BLD.shape[1], attention_mask)
-        arguments["use_cache"] = cache is not None
+    def _through(self, x_BLD: Tensor, cache: HuggingFaceCache | None, arguments: dict[str, Any]) -> Tensor:
+        arguments = {**arguments, "use_cache": cache is not None}
         if cache is not None:
             arguments[CACHE_NAMES[0]] = cache.past
         layers, taken = layers_of(self.body), list[Tensor]()
@@ -135,10 +123,12 @@ class HuggingFaceEnds(nn.Module):
         _empty_outside(self.inner, layers_name, (seen.before if entry else frozenset()) | (seen.after if after else frozenset()))
         self.train(whole.training)
 
-    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+    def embed(
+        self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None, *, document_lengths: Tensor | None = None
+    ) -> Tensor:
         decoder = self.inner.get_decoder()
         accepts = inspect.signature(decoder.forward).parameters
-        arguments = mask_arguments(accepts, input_ids_BL.shape[1], attention_mask)
+        arguments = _arguments(accepts, input_ids_BL.shape[1], attention_mask, document_lengths)
         if past and attention_mask is None and "position_ids" in accepts:
             arguments["position_ids"] = torch.arange(past, past + input_ids_BL.shape[1], device=input_ids_BL.device).expand_as(input_ids_BL)
         self._stub.stops = True
@@ -157,6 +147,12 @@ class HuggingFaceEnds(nn.Module):
         finally:
             self._stub.puts = None
         return logits_BLV
+
+
+def _arguments(accepts: Container[str], length: int, attention_mask: Tensor | None, document_lengths: Tensor | None) -> dict[str, Any]:
+    if document_lengths is not None:
+        return document_arguments(document_lengths, length)
+    return mask_arguments(accepts, length, attention_mask)
 
 
 class _ReachedError(Exception):
@@ -215,18 +211,6 @@ def _body(config: Any, first: int, last: int) -> Any:
     """The model's class with the layers [first, last), without weights."""
     with without_weights():
         return causal_model_of(narrowed(config, first, last)).eval()
-
-
-def narrowed(config: Any, first: int, last: int) -> Any:
-    """The config of these layers; per-layer lists are sliced."""
-    made = copy.deepcopy(config)
-    text = made.get_text_config()
-    count = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == count:
-            setattr(text, name, value[first:last])
-    text.num_hidden_layers = last - first
-    return made
 
 
 def _adopt(target: nn.Module, source: nn.Module, but: str = "\0") -> None:
@@ -304,25 +288,6 @@ def check_anatomy(inner: Any) -> Anatomy:
             ) from failure
         _KNOWN[key] = seen
     return _KNOWN[key]
-
-
-def small_copy(config: Any) -> Any:
-    """A small random model of the same architecture and depth."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
-    for name, size in _WIDTHS.items():
-        if getattr(text, name, None) is not None:
-            setattr(text, name, size)
-    if getattr(text, "num_key_value_heads", None) is not None:
-        text.num_key_value_heads = 2 if grouped else 4
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
-    small = causal_model_of(config).eval()
-    with torch.no_grad():
-        for parameter in small.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return small
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def _turned_heads(all_BLNE: Tensor, turns_LP2: Tensor, queries: int, keys: int) 
     query, key, value = (all_BLNE.new_empty(B, L, heads, E) for heads in (queries, keys, keys))
     block, count = _blocks(N, E)
     given = (all_BLNE.contiguous(), turns_LP2.contiguous(), query, key, value)
-    _cut[(B * L, count)](*given, L, queries, keys, block, E, num_warps=_WARPS)
+    _cut[(B * L, count)](*given, len(turns_LP2), queries, keys, block, E, num_warps=_WARPS)
     return query, key, value
 
 
@@ -76,7 +76,7 @@ def _turned_heads_backward(query_BLHE: Tensor, key_BLKE: Tensor, value_BLKE: Ten
     for_all = query_BLHE.new_empty(B, L, queries + 2 * keys, E)
     block, count = _blocks(queries + 2 * keys, E)
     given = (one.contiguous() for one in (query_BLHE, key_BLKE, value_BLKE, turns_LP2))
-    _join[(B * L, count)](*given, for_all, L, queries, keys, block, E, num_warps=_WARPS)
+    _join[(B * L, count)](*given, for_all, len(turns_LP2), queries, keys, block, E, num_warps=_WARPS)
     return for_all
 
 
@@ -101,5 +101,5 @@ _turned_heads.register_autograd(_slopes, setup_context=lambda ctx, inputs, outpu
 
 
 def turned_heads(all_BLNE: Tensor, turns_LP2: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated by their positions, and values: [B, L, H or K, E]."""
-    return _turned_heads(all_BLNE, turns_LP2, queries, keys)
+    """Queries and keys, rotated by their positions, and values: [B, L, H or K, E]. Turns are shared by all rows, or [B, L, P, 2]."""
+    return _turned_heads(all_BLNE, turns_LP2.flatten(0, -3), queries, keys)

@@ -58,10 +58,10 @@ def rotate(x_BLNE: Tensor, turns_LP2: Tensor) -> Tensor:
 
 
 def turns_in_one_pass(all_BLNE: Tensor, turns_LP2: Tensor) -> bool:
-    """Whether `kernels/rotary` splits and rotates these heads: on a GPU in half precision, at positions that all rows share."""
+    """Whether `kernels/rotary` splits and rotates these heads: on a GPU in half precision."""
     size = all_BLNE.shape[-1]
     half = all_BLNE.is_cuda and all_BLNE.dtype in (torch.bfloat16, torch.float16) and turns_LP2.dtype == torch.float32
-    return HAS_TRITON and half and turns_LP2.dim() == 3 and size & (size - 1) == 0
+    return HAS_TRITON and half and size & (size - 1) == 0
 
 
 def _has_complex(x: Tensor) -> bool:

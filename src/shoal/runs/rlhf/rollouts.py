@@ -103,6 +103,8 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, run: Run) -> list[Rollo
     found = []
     for row, own in enumerate(origins):
         row_L = batch["input_ids"][row]
+        if "document_lengths" in batch:
+            row_L = row_L[: int(batch["document_lengths"][row, 0])]
         ids = (row_L[batch["attention_mask"][row]] if "attention_mask" in batch else row_L)[:longest].tolist()
         context_ids = [token for token in batch["context_ids"][row, 0].tolist() if token >= 0] if "context_ids" in batch else []
         found.append(RolloutPrompt(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
