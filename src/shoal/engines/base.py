@@ -33,6 +33,8 @@ class Engine(ABC):
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         self.settings: Training = run.training
         self.task = task
+        if world.size > 1:
+            task.join_processes(world.add_up)
         self.device = device
         self.total_steps = total_steps
         self.world = world

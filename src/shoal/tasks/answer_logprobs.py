@@ -137,15 +137,15 @@ def as_used(*models: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class PairwiseTask(Task):
-    """A task that learns from pairs of answers, a chosen and a rejected one. A pair counts as one sample."""
+class PreferenceTask(Task):
+    """A task that learns from answers that people compared or labelled. A row, such as a pair of answers, counts as one sample."""
 
     @abstractmethod
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
         """The loss, the metrics, and for each pass the arguments beside the tokens, which also hold what came back beside the output."""
 
     def count(self, batch: Batch) -> int:
-        return len(batch["chosen_input_ids"])
+        return len(next(iter(batch.values())))
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         with as_used(self.players["model"]):

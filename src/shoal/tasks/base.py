@@ -44,6 +44,9 @@ class Task(ABC):
     draws_images: bool = False
     """Whether `images` can be called."""
 
+    add_up: Callable[[Tensor], Tensor] = staticmethod(lambda values: values)
+    """The sum over all processes that step together, each of which must call this."""
+
     @abstractmethod
     def count(self, batch: Batch) -> int:
         """The weight of a batch against others: samples, or tokens that count."""
@@ -73,6 +76,10 @@ class Task(ABC):
         """Called when the engine holds the networks: `hold` places networks that do not learn beside them."""
         return
 
+    def join_processes(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Called by an engine of several processes: `add_up` sums over them."""
+        self.add_up = add_up
+
     def answer_only(self, finder: Any) -> None:
         """Called in a worker that answers prompts while the coordinator learns. `finder` finds passages to read; None: there are none."""
         return
@@ -83,7 +90,11 @@ class Task(ABC):
 
 
 class MetricMeans:
-    """Weighted means of several metrics, summed on the device until they are read."""
+    """Weighted means of several metrics, summed on the device until they are read.
+
+    A metric that some rows of a batch do not have is named `metric/share`, and holds the mean over all rows with 0 for the others; the
+    metric `share` is the share of the rows that have it. It is read as `metric`: the mean over the rows that have it, if there were any.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -95,11 +106,26 @@ class MetricMeans:
             self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled
         self.weight += weight
 
+    def means(self) -> dict[str, Tensor]:
+        """The metrics with their names as they were added."""
+        return {name: value / self.weight for name, value in self.sums.items()} if self.weight else {}
+
     def result(self) -> dict[str, float]:
-        return {name: float(value) / self.weight for name, value in self.sums.items()} if self.weight else {}
+        return _of_those_that_have_it({name: float(value) for name, value in self.means().items()})
 
     def take(self, add_up: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, float]:
         """The means over all processes; from here on anew. `add_up` sums the metrics of all processes, of which each knows the weight."""
         means = {name: float(value) / self.weight for name, value in add_up(self.sums).items()}
         self.sums, self.weight = {}, 0
-        return means
+        return _of_those_that_have_it(means)
+
+
+def _of_those_that_have_it(means: dict[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in means.items():
+        metric, _, share = name.partition("/")
+        if share not in means:
+            found[name] = value
+        elif means[share]:
+            found[metric] = value / means[share]
+    return found

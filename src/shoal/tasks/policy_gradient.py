@@ -157,7 +157,7 @@ class OnlineDpo(PolicyGradient):
     def losses(self, batch: Batch) -> Iterator[Loss]:
         model, references = self.players["model"], [batch[f"{side}reference"] for side in SIDES]
         with as_used(model):
-            loss, metrics, givens = preference_loss(model, batch, references, self.settings.beta, temperature=self.ppo.temperature)
+            loss, metrics, givens = preference_loss(model, batch, references, schema.Dpo(beta=self.settings.beta), self.ppo.temperature)
         yield Loss("model", with_auxiliary(loss, metrics, givens), metrics)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
 from shoal.config.schema import task as schema
-from shoal.tasks.answer_logprobs import PairwiseTask, PromptAnswers, at_the_end, given_to, share_won
+from shoal.tasks.answer_logprobs import PreferenceTask, PromptAnswers, at_the_end, given_to, share_won
 from shoal.tasks.base import Batch
 
 
@@ -21,7 +21,7 @@ def build(task: schema.RewardTask, run: Run, players: dict[str, nn.Module], shap
     return RewardModelTask(players)
 
 
-class RewardModelTask(PairwiseTask):
+class RewardModelTask(PreferenceTask):
     """−log σ(score of the chosen answer − score of the rejected one), each read at its last real token."""
 
     headline = "accuracy"

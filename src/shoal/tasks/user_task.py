@@ -95,6 +95,7 @@ class WithMetrics(Task):
         self.players, self.headline, self.higher_is_better = task.players, task.headline, task.higher_is_better
         self.draws_images = task.draws_images
         self.compile, self.place_frozen, self.images = task.compile, task.place_frozen, task.images  # type: ignore[method-assign]
+        self.join_processes = task.join_processes  # type: ignore[method-assign]
 
     def count(self, batch: Batch) -> int:
         return self.task.count(batch)

@@ -156,7 +156,7 @@ class PseudoGradientProducer(Producer):
         samples = self._take_inner_steps(means)
         if samples is None:
             return None
-        metrics = {name: torch.tensor(value) for name, value in means.result().items()}
+        metrics = means.means()
         metrics |= {f"inner_{name}": torch.tensor(value) for name, value in worker.engine.learning_rates().items()}
         metrics["inner_steps"] = torch.tensor(float(self.steps_done))
         span = slice(*self.spans[worker.round % len(self.spans)]) if self.spans else _ALL
@@ -284,8 +284,7 @@ class UnitGradientProducer(Producer):
         if not worker.encoder.limit(self._mean_gradient):
             self.failure = "the gradient is not finite"
             return None
-        metrics = {name: value / means.weight for name, value in means.sums.items()}
-        return ProducedContribution(self._mean_gradient, metrics, means.weight, samples, worker.weights.version, unit.batches)
+        return ProducedContribution(self._mean_gradient, means.means(), means.weight, samples, worker.weights.version, unit.batches)
 
     def _take_gradients(self, unit: LeasedUnit, means: MetricMeans) -> int | None:
         """The samples of the unit, whose mean gradient is left in `_mean_gradient`; None: the unit is not wanted any more."""

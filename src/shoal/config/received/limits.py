@@ -61,7 +61,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("", Limit.WRITES, "output_dir"),
     LimitedSettings("", Limit.OWN, "hub serving simulation"),
     LimitedSettings("task[reward]", Limit.ANY, "head_only"),
-    LimitedSettings("task[dpo]", Limit.ANY, "beta label_smoothing"),
+    LimitedSettings("task[dpo]", Limit.ANY, "loss beta label_smoothing desirable_weight undesirable_weight gamma"),
     # --- models
     LimitedSettings("model[mlp]", Limit.ANY, "input_dim hidden_sizes output_dim"),
     LimitedSettings("model[lstm]", Limit.ANY, "vocab_size hidden_size num_layers dropout"),

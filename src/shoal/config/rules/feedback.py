@@ -153,6 +153,34 @@ def smoothing_keeps_the_better_answer(settings: Settings, smoothing: float) -> N
         settings.report("task", message, "task.label_smoothing")
 
 
+@rule("task", "training.batch_size")
+def answers_are_paired_with_other_prompts(settings: Settings, task: Task | None, size: int | None) -> None:
+    if task is not None and task.unpaired and size == 1:
+        message = "kto estimates how far the model has moved from prompts with the answers of other prompts of their batch, and it has one row"
+        settings.report("task", message, "training.batch_size", "task.loss", help="set training.batch_size to 2 or more")
+
+
+@rule("task", "model.retrieval.enabled")
+def other_answers_have_no_passages(settings: Settings, task: Task | None, retrieves: bool) -> None:
+    if task is not None and task.unpaired and retrieves:
+        message = "kto also reads prompts with the answers of other prompts, for which no passages are found"
+        settings.report("model", message, "model.retrieval.enabled", "task.loss", help="choose another task.loss")
+
+
+@rule("task", "updates.privacy.enabled", "updates.privacy.unit")
+def samples_are_learned_apart(settings: Settings, task: Task | None, private: bool, unit: str) -> None:
+    if task is not None and task.unpaired and private and unit == "sample":
+        message = "the gradient of one sample is limited, and in kto it depends on the other samples of its batch"
+        help = "set updates.privacy.unit to contribution, or choose another task.loss"
+        settings.report("privacy", message, "updates.privacy.unit", "task.loss", help=help)
+
+
+@rule("task.desirable_weight", "task.undesirable_weight", "task.loss")
+def labels_have_a_weight(settings: Settings, desirable: float, undesirable: float, loss: str) -> None:
+    if loss == "kto" and not desirable and not undesirable:
+        settings.report("task", "with both weights 0 there is nothing to learn", "task.desirable_weight", "task.undesirable_weight")
+
+
 @rule("task", "model.dropout")
 def dropout_in_use(settings: Settings, task: Task | None, dropout: float) -> None:
     if dropout and task is not None and not task.drops:

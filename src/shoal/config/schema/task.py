@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from shoal.config.fields import PositiveFloat, Share
+from shoal.config.fields import NonNegativeFloat, PositiveFloat, Share
 from shoal.config.parts import Part
 
 Need = Literal["labels", "images", "tokens", "pairs", "prompts", "samples"]
@@ -25,6 +25,11 @@ class Task(Part, noun="task", shorthand=True):
     """Whether the network gives one score per text instead of logits."""
     drops: ClassVar[bool] = True
     """Whether dropout and the routers' training mode are used."""
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether it learns from single answers with a label, where `needs` is `pairs`."""
+        return False
 
 
 class Classification(Task, built_by="shoal.tasks.classification:build"):
@@ -75,15 +80,34 @@ class RewardTask(Task, built_by="shoal.tasks.reward:build"):
 
 
 class Dpo(TextTask, built_by="shoal.tasks.dpo:build"):
-    """Direct preference optimization: chosen answers become more probable than rejected ones, relative to the initial model."""
+    """Preference optimization: chosen answers become more probable than rejected ones, or good ones than bad ones."""
 
     kind: Literal["dpo"] = "dpo"
     needs = "pairs"
     drops = False
+    loss: Literal["sigmoid", "ipo", "hinge", "robust", "kto", "orpo", "simpo"] = "sigmoid"
+    """`sigmoid` (DPO), `ipo`, `hinge` and `robust` compare pairs, relative to the initial model. `kto` learns from single answers that are
+    labelled good or bad, relative to the initial model. `orpo` and `simpo` compare pairs and use no initial model."""
     beta: PositiveFloat = 0.1
-    """How strongly the model is held to the initial one; higher is stronger."""
+    """How strongly the model is held to the initial one; higher is stronger. For orpo the weight of the odds ratio (λ in the paper), for
+    simpo the scale of the margin (2 to 2.5 in the paper)."""
     label_smoothing: Share = 0.0
-    """Assumed probability that a pair is labelled the wrong way round; below 0.5."""
+    """Assumed probability that a pair is labelled the wrong way round; below 0.5. For sigmoid, robust and simpo."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of good answers, for kto."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of bad answers, for kto."""
+    gamma: NonNegativeFloat = 0.5
+    """Margin by which a chosen answer should win, for simpo."""
+
+    @property
+    def unpaired(self) -> bool:
+        return self.loss == "kto"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the initial one."""
+        return self.loss not in ("orpo", "simpo")
 
 
 class PpoTask(TextTask, built_by="shoal.tasks.policy_gradient:build"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from shoal.data.loaded_data import Data
 from shoal.data.splits import counts, share_out, some_of, split_and_limit
 from shoal.data.text.documents import Document, InMemoryDocuments, TextPart, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
-from shoal.data.text.preferences import PreferencePairs, read_preferences
+from shoal.data.text.preferences import LabelledAnswers, PreferencePairs, read_preferences
 from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun, text_info
 from shoal.data.text.samples import TextSamples, expect_one_sequence, joined, padding_note, text_samples
 from shoal.data.text.sources import expect_reader, reads_context
@@ -88,17 +88,37 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
 
 
 def load_preferences(source: Preferences, run: Run, request: DataRequest) -> LoadedText | list[TextPart]:
-    """Pairs of answers for a task that compares; for a language model, the chosen answers, each after its prompt."""
+    """Pairs of answers, or answers with a label, for a task that learns from them; for a language model, the chosen or good answers, each
+    after its prompt."""
     expect_reader(source, run)
-    pairs, held_pairs, left_out = read_preferences(source, reads_context(run))
-    if run.chosen_task.needs == "tokens":
-        chosen, held = (InMemoryDocuments([pair.document() for pair in some]) for some in (pairs, held_pairs))
-        return [TextPart(f"{Path(source.path).name}: chosen answers", chosen, held if held_pairs else None)]
-    encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], request.folder, request.token)
-    train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(held_pairs, encoding) if held_pairs else None
+    rows, task, name = read_preferences(source, reads_context(run)), run.chosen_task, Path(source.path).name
+    if task.needs == "tokens":
+        chosen, held = (InMemoryDocuments(rows.documents(some)) for some in (rows.train, rows.held_out))
+        return [TextPart(f"{name}: chosen answers", chosen, held if rows.held_out else None)]
+    if not rows.are_pairs and not task.unpaired:
+        raise ShoalError(
+            f"data.source.path: {source.path} holds single answers with a label, and the task {task.kind} compares pairs: set task to "
+            "{kind: dpo, loss: kto}"
+        )
+    encoding = find_encoding(run, lambda: [text for row in rows.train for text in row if isinstance(text, str) and text], request.folder, request.token)
+    samples_of: Any = PreferencePairs if rows.are_pairs else LabelledAnswers
+    train, held_out = samples_of(rows.train, encoding), samples_of(rows.held_out, encoding) if rows.held_out else None
     train, held_out = split_and_limit(run.data, run.seed, train, held_out)
-    note = f" ({left_out} rows that prefer nothing left out)" if left_out else ""
-    described = f"{Path(source.path).name}: {len(train):,} pairs of answers{note}"
+    if task.unpaired and rows.are_pairs:  # not before, since both answers to a prompt belong to the same part
+        train, held_out = train.unpaired(), held_out.unpaired() if held_out else None
+    note = f" ({rows.left_out} rows that prefer nothing left out)" if rows.left_out else ""
+    described = f"{name}: {_answers(train)}{note}"
     info = text_info(described, encoding)
-    expect_contexts(run, (pair.document() for pair in train.pairs))
-    return LoadedText(Data(train, held_out, info), lambda: (pair.document() for pair in train.pairs))
+    expect_contexts(run, _documents(train))
+    return LoadedText(Data(train, held_out, info), lambda: _documents(train))
+
+
+def _answers(samples: PreferencePairs | LabelledAnswers) -> str:
+    """What the samples are, for people."""
+    if isinstance(samples, PreferencePairs):
+        return f"{len(samples):,} pairs of answers"
+    return f"{len(samples):,} answers, {samples.desirable:,} of them good"
+
+
+def _documents(samples: PreferencePairs | LabelledAnswers) -> Iterable[Document]:
+    return (row.document() for row in (samples.pairs if isinstance(samples, PreferencePairs) else samples.answers))

@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer, and prompts: read from files, checked, and made into batches."""
+"""Pairs of a chosen and a rejected answer, answers with a label, and prompts: read from files, checked, and made into batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shoal.config.schema.data import Preferences
 from shoal.data.interfaces import Batch, Indices, SelectableSamples, as_index
 from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of
 from shoal.data.text.documents import Document, origin_of
-from shoal.data.text.encoding import Encoding, Sample, collate, encode, to_sample
+from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, encode, join, to_sample
 from shoal.data.text.files import by_split, decode, find_files, is_rows, open_file, read_rows
 from shoal.data.text.rows import CONTEXT
 from shoal.errors import ShoalError
 
 _TURN = "\n\nAssistant:"
 _ROLES = {"system": "", "user": "\n\nHuman: ", "assistant": f"{_TURN} "}
-_PROMPT = "prompt"
+_PROMPT, _COMPLETION, _LABEL = "prompt", "completion", "label"
 
 
 class Pair(NamedTuple):
@@ -39,6 +39,23 @@ class Pair(NamedTuple):
     def document(self) -> Document:
         """The chosen answer, to learn to write."""
         return Document(self.chosen, self.prompt, origin=self.origin, context=self.context)
+
+
+class LabelledAnswer(NamedTuple):
+    """An answer to a prompt, good or bad."""
+
+    prompt: str
+    answer: str
+    desirable: bool
+    context: str = ""
+
+    @property
+    def origin(self) -> str:
+        return origin_of(self.prompt + self.answer)
+
+    def document(self) -> Document:
+        """The answer, to learn to write."""
+        return Document(self.answer, self.prompt, origin=self.origin, context=self.context)
 
 
 class PreferencePairs(DocumentSamples, SelectableSamples):
@@ -72,17 +89,67 @@ class PreferencePairs(DocumentSamples, SelectableSamples):
     def select(self, indices: torch.Tensor) -> Self:
         return type(self)([self.pairs[number] for number in indices.tolist()], self._encoding)
 
+    def unpaired(self) -> LabelledAnswers:
+        """The chosen answers as good ones, and the rejected answers as bad ones."""
+        answers = [LabelledAnswer(pair.prompt, pair.chosen, True, pair.context) for pair in self.pairs]
+        answers += [LabelledAnswer(pair.prompt, pair.rejected, False, pair.context) for pair in self.pairs]
+        return LabelledAnswers(answers, self._encoding)
+
+
+class LabelledAnswers(SelectableSamples):
+    """Answers with a label as samples. Beside prompt and answer and the label `desirable`, each row of a batch has its prompt with the
+    answer of the row before, `kl_…`: from these KTO estimates how far a model has moved."""
+
+    def __init__(self, answers: Sequence[LabelledAnswer], encoding: Encoding) -> None:
+        self.answers = list(answers)
+        self._encoding = encoding._replace(batching="padded" if encoding.batching == "padded" else "dynamic")
+        self._tokens = _answer_tokens([(one.prompt, one.answer) for one in answers], encoding)
+        self._contexts = _contexts([one.context for one in answers], encoding)
+        self._desirable_N = torch.tensor([one.desirable for one in answers], dtype=torch.bool)
+
+    @property
+    def desirable(self) -> int:
+        """The number of good answers."""
+        return int(self._desirable_N.sum())
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def batch(self, indices: Indices) -> Batch:
+        index = as_index(indices)
+        own = [self._tokens[number] for number in index.tolist()]
+        others = [_with_answer_of(one, before) for one, before in zip(own, own[-1:] + own[:-1], strict=True)]
+        batch: Batch = {"desirable": self._desirable_N[index]}
+        for side, texts in (("", own), ("kl_", others)):
+            columns = collate([_answer_sample(tokens, self._encoding.sequence_length) for tokens in texts], self._encoding)
+            if self._contexts is not None:
+                columns["context_ids"] = self._contexts.batch(index)
+            batch |= {f"{side}{name}": tensor for name, tensor in columns.items()}
+        return batch
+
+    def select(self, indices: torch.Tensor) -> Self:
+        return type(self)([self.answers[number] for number in indices.tolist()], self._encoding)
+
 
 def answer_samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Sample]:
     """Prompt and answer. Of a long prompt the end is kept; of a long answer the beginning."""
+    return [_answer_sample(tokens, encoding.sequence_length) for tokens in _answer_tokens(texts, encoding)]
+
+
+def _answer_tokens(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Tokens]:
     end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
-    documents = [Document(answer, prompt=prompt) for prompt, answer in texts]
-    samples = []
-    for tokens in encode(documents, encoding.tokenizer, [end] * len(documents)):
-        prompt = int((~tokens.learned).sum())
-        start = max(0, min(len(tokens) - encoding.sequence_length - 1, prompt - 1))
-        samples.append(to_sample(tokens.slice(start, start + encoding.sequence_length + 1)))
-    return samples
+    return encode([Document(answer, prompt=prompt) for prompt, answer in texts], encoding.tokenizer, [end] * len(texts))
+
+
+def _answer_sample(tokens: Tokens, length: int) -> Sample:
+    prompt = int((~tokens.learned).sum())
+    start = max(0, min(len(tokens) - length - 1, prompt - 1))
+    return to_sample(tokens.slice(start, start + length + 1))
+
+
+def _with_answer_of(one: Tokens, other: Tokens) -> Tokens:
+    """The prompt of one text with the answer of another."""
+    return join([one.slice(0, int((~one.learned).sum())), other.slice(int((~other.learned).sum()), len(other))])
 
 
 def _contexts(texts: Sequence[str], encoding: Encoding) -> Contexts | None:
@@ -92,23 +159,51 @@ def _contexts(texts: Sequence[str], encoding: Encoding) -> Contexts | None:
     return contexts_of(samples, encoding.sequence_length) if samples else None
 
 
-def read_preferences(source: Preferences, reads_context: bool = False) -> tuple[list[Pair], list[Pair], int]:
-    """Training pairs, the source's own held-out pairs, and the number of rows that are left out, since both answers are equal.
-    `reads_context`: whether to read the contexts."""
+class PreferenceRows(NamedTuple):
+    """What the files of a source hold: either pairs, or answers with a label."""
+
+    train: list[Pair] | list[LabelledAnswer]
+    held_out: list[Pair] | list[LabelledAnswer]
+    """The source's own held-out rows."""
+    left_out: int
+    """Pairs that are left out, since both answers are equal."""
+
+    @property
+    def are_pairs(self) -> bool:
+        return isinstance(self.train[0], Pair)
+
+    def documents(self, rows: list[Pair] | list[LabelledAnswer]) -> list[Document]:
+        """The answers that a language model learns to write."""
+        return [row.document() for row in rows if isinstance(row, Pair) or row.desirable]
+
+
+def read_preferences(source: Preferences, reads_context: bool = False) -> PreferenceRows:
+    """The rows of a source. `reads_context`: whether to read the contexts. Raises ShoalError."""
     context = (source.context_field or CONTEXT) if reads_context else None
     path = Path(source.path).expanduser()
     train, held_out = by_split(path, find_files(path))
-    pairs = [[pair for file in files for pair in _read(file, source, context)] for files in (train, held_out)]
-    if not pairs[0]:
+    rows = [[row for file in files for row in _read(file, source, context)] for files in (train, held_out)]
+    if not rows[0]:
         raise ShoalError(f"data.source.path: there are no pairs in {path}")
+    labelled = [[row for row in part if isinstance(row, LabelledAnswer)] for part in rows]
+    pairs = [[row for row in part if isinstance(row, Pair)] for part in rows]
+    if any(labelled) and any(pairs):
+        raise ShoalError(f"data.source.path: {path} holds pairs of answers and single answers with a label: put them into files of their own")
+    if any(labelled):
+        return PreferenceRows(labelled[0], labelled[1], 0)
     kept = [[pair for pair in part if pair.chosen != pair.rejected] for part in pairs]
-    return kept[0], kept[1], sum(map(len, pairs)) - sum(map(len, kept))
+    return PreferenceRows(kept[0], kept[1], sum(map(len, pairs)) - sum(map(len, kept)))
 
 
-def _read(file: Path, source: Preferences, context: str | None) -> list[Pair]:
+def _read(file: Path, source: Preferences, context: str | None) -> list[Pair | LabelledAnswer]:
     with open_file(file) as content:
         rows = [(row, where) for row, where, _, _ in read_rows(file, content)]
-    return [_pair(row, where, source)._replace(context=_context(row, context, where)) for row, where in rows]
+    return [_row(row, where, source)._replace(context=_context(row, context, where)) for row, where in rows]
+
+
+def _row(row: dict[str, object], where: str, source: Preferences) -> Pair | LabelledAnswer:
+    labelled = _LABEL in row and _COMPLETION in row and source.chosen_field not in row
+    return _labelled(row, where) if labelled else _pair(row, where, source)
 
 
 def _context(row: dict[str, object], name: str | None, where: str) -> str:
@@ -121,12 +216,25 @@ def _context(row: dict[str, object], name: str | None, where: str) -> str:
 
 def _pair(row: dict[str, object], where: str, source: Preferences) -> Pair:
     chosen, rejected = (_written(row, name, where) for name in (source.chosen_field, source.rejected_field))
+    prompt = _prompt_of(row, where)
+    return _split(chosen, rejected) if prompt is None else Pair(prompt, _answer(chosen, prompt), _answer(rejected, prompt))
+
+
+def _labelled(row: dict[str, object], where: str) -> LabelledAnswer:
+    label, text, prompt = row[_LABEL], _written(row, _COMPLETION, where), _prompt_of(row, where)
+    if label not in (True, False):
+        raise ShoalError(f"{where}: `{_LABEL}` must be true for a good answer or false for a bad one, and it is {label!r}")
+    whole = _split(text, text)
+    prompt, answer = (whole.prompt, whole.chosen) if prompt is None else (prompt, _answer(text, prompt))
+    return LabelledAnswer(prompt, answer, bool(label))
+
+
+def _prompt_of(row: dict[str, object], where: str) -> str | None:
+    """The field `prompt`; None where the answer holds the prompt, too."""
     prompt = row.get(_PROMPT)
     if isinstance(prompt, list):
-        prompt = _dialogue(prompt, _PROMPT, where) + _TURN
-    if isinstance(prompt, str):
-        return Pair(prompt, _answer(chosen, prompt), _answer(rejected, prompt))
-    return _split(chosen, rejected)
+        return _dialogue(prompt, _PROMPT, where) + _TURN
+    return prompt if isinstance(prompt, str) else None
 
 
 def _answer(text: str, prompt: str) -> str:
