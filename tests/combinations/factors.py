@@ -54,6 +54,8 @@ FACTORS: Mapping[str, Mapping[str, Settings]] = {
     "task": {
         "own": {},
         "dpo": _PAIRS | {"task": "dpo"},
+        "kto": _PAIRS | {"task": {"kind": "dpo", "loss": "kto"}},
+        "orpo": _PAIRS | {"task": {"kind": "dpo", "loss": "orpo"}},
         "reward": _PAIRS | {"task": "reward"},
         "ppo": _ANSWERS,
         "ppo-value-head": _ANSWERS | {"rlhf.value": "head"},

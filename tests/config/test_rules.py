@@ -26,6 +26,7 @@ HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 
 PART = "{source: {kind: builtin, name: python-source}"
 
+KTO = "task: {kind: dpo, loss: kto}\nmodel: {kind: gpt}\ndata: {source: {kind: preferences, path: x}}\n"
 PAIRS = "task: {kind: dpo}\nmodel: {kind: gpt}\ndata: {source: {kind: preferences, path: x}}\n"
 POLICY = "task: ppo\nmodel: {kind: gpt}\nrlhf: {}\n"
 CONTEXTS = "data: {batching: dynamic, source: {kind: text, path: x}}\n"
@@ -375,6 +376,22 @@ BROKEN = [
         ["rlhf.reward.parts"],
     ),
     ("task", PAIRS.replace("kind: dpo", "kind: dpo, label_smoothing: 0.6"), ["task.label_smoothing"]),
+    ("task", KTO + "training: {batch_size: 1}\n", ["training.batch_size", "task.loss"]),
+    (
+        "task",
+        KTO.replace("loss: kto", "loss: kto, desirable_weight: 0, undesirable_weight: 0"),
+        ["task.desirable_weight", "task.undesirable_weight"],
+    ),
+    (
+        "model",
+        KTO.replace("kind: gpt", "kind: moe, retrieval: {enabled: true}"),
+        ["model.retrieval.enabled", "task.loss"],
+    ),
+    (
+        "privacy",
+        KTO + "strategy: {kind: syncps}\nupdates: {clip_norm: 1, privacy: {enabled: true, unit: sample}}\n",
+        ["updates.privacy.unit", "task.loss"],
+    ),
     (
         "router",
         "model: {kind: moe, experts: {router: sigmoid-bias}}\nupdates: {clip_norm: 1.0, privacy: {enabled: true}}\n",
@@ -457,6 +474,9 @@ WARNED = [
     "strategy: {kind: diloco, grace_s: 5.0}\n",
     "strategy: {kind: diloco, overlap_blend: 0.3}\n",
     "strategy: {kind: diloco, quorum: 1, late: weigh}\n",
+    PAIRS.replace("kind: dpo", "kind: dpo, gamma: 1"),
+    PAIRS.replace("kind: dpo", "kind: dpo, undesirable_weight: 2"),
+    PAIRS.replace("kind: dpo", "kind: dpo, loss: ipo, label_smoothing: 0.1"),
     "data: {loader: {prefetch_factor: 4}}\n",
     "evaluation: {strategy: never, batch_size: 7}\n",
     "training: {schedule: {end_learning_rate: 1e-5}}\n",

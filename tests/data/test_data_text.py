@@ -369,6 +369,64 @@ def test_preferences_as_messages(tmp_path: Path, make_run: Make) -> None:
         load(make_run(model__kind="gpt", task__kind="reward", data__source=source))
 
 
+def rows_of(batch: Any, side: str = "") -> list[tuple[str, str]]:
+    """The prompt and the answer of each row of a batch, and `$` at the end of an answer."""
+    found = []
+    for ids, labels, mask in zip(*(batch[f"{side}{name}"] for name in ("input_ids", "labels", "attention_mask")), strict=True):
+        answer = labels[labels != -100].tolist()
+        first = ids[mask].tolist()
+        prompt = first[: len(first) - len(answer) + 1]
+        found.append((bytes(prompt).decode(), "".join(chr(token) if token < 256 else "$" for token in answer)))
+    return found
+
+
+def test_pairs_are_split_into_answers_with_a_label(tmp_path: Path, make_run: Make) -> None:
+    rows = [{"prompt": f"Q{i} ", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(30)]
+    source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows))}
+    data = load(make_run(model__kind="gpt", task__kind="dpo", task__loss="kto", data__source=source))
+    assert (len(data.train), len(data.eval), data.info.name) == (56, 4, "a.jsonl: 56 answers, 28 of them good")
+    assert not {one.prompt for one in data.train.answers} & {one.prompt for one in data.eval.answers}, "both answers are on one side"
+    for one in (*data.train.answers, *data.eval.answers):
+        assert one.answer.startswith("yes" if one.desirable else "no")
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_each_answer_comes_with_the_answer_of_the_row_before_to_its_prompt(tmp_path: Path, make_run: Make, side: str) -> None:
+    rows = [{"prompt": f"Q{i}: ", "completion": "a" * (i + 1), "label": i % 2 == 0} for i in range(8)]
+    source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows))}
+    run = make_run(model__kind="gpt", task__kind="dpo", task__loss="kto", data__source=source, data__padding_side=side)
+    train = load(run).train
+    batch = train.batch([3, 0, 5])
+    own = [train.answers[number] for number in (3, 0, 5)]
+    assert rows_of(batch) == [(one.prompt, f"{one.answer}$") for one in own]
+    assert rows_of(batch, "kl_") == [(one.prompt, f"{other.answer}$") for one, other in zip(own, own[-1:] + own[:-1], strict=True)]
+    assert batch["desirable"].tolist() == [one.desirable for one in own]
+
+
+def test_bad_answers_with_a_label(tmp_path: Path, make_run: Make) -> None:
+    good, path = {"prompt": "a", "completion": "b", "label": True}, tmp_path / "a.jsonl"
+    source = {"kind": "preferences", "path": str(path)}
+    for row, message in (
+        (good | {"label": "no"}, r"a\.jsonl:2: `label` must be true for a good answer or false for a bad one, and it is 'no'"),
+        (good | {"completion": ""}, r"a\.jsonl:2: `completion` must be a text, and it is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "holds pairs of answers and single answers with a label"),
+    ):
+        write_rows(path, [good, row])
+        with pytest.raises(ShoalError, match=message):
+            load(make_run(model__kind="gpt", task__kind="dpo", task__loss="kto", data__source=source))
+    write_rows(path, [good] * 4)
+    with pytest.raises(ShoalError, match="holds single answers with a label, and the task dpo compares pairs: set task to"):
+        load(make_run(model__kind="gpt", task__kind="dpo", data__source=source))
+
+
+def test_a_language_model_learns_the_good_answers(tmp_path: Path, make_run: Make) -> None:
+    rows = [{"prompt": f"Q{i} ", "completion": "yes" if i % 2 else "no", "label": i % 2} for i in range(40)]
+    source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows))}
+    data = load(make_run(model__kind="gpt", data__source=source, data__batching="dynamic"))
+    assert len(data.train) + len(data.eval) == 20
+    assert all(answer.startswith("yes") for _, answer in rows_of(data.train.batch(range(4))))
+
+
 def test_a_language_model_learns_the_chosen_answers(tmp_path: Path, make_run: Make) -> None:
     rows = [{"prompt": f"Q{i} ", "chosen": "yes", "rejected": "no"} for i in range(40)]
     source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows))}

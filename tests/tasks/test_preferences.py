@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
+from shoal.config.schema.task import Dpo as DpoSettings
 from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
 from shoal.models.layers.value_head import ScoreModel
@@ -101,7 +102,7 @@ def test_head_only_leaves_the_network_below_as_it_is() -> None:
 
 def test_dpo_has_the_loss_and_the_gradient_of_its_definition() -> None:
     model, batch, beta, smoothing = gpt(), pairs(), 0.3, 0.1
-    task = Dpo({"model": model}, beta, smoothing)
+    task = Dpo({"model": model}, DpoSettings(beta=beta, label_smoothing=smoothing))
     start = copy.deepcopy(model)
     (loss,) = task.losses(batch)
     assert float(loss.value.detach()) == pytest.approx(math.log(2)), "it is its own reference"
@@ -130,7 +131,7 @@ def test_what_is_padded_and_what_is_dropped_changes_nothing() -> None:
     for side in ("chosen", "rejected"):
         outside = ~padded[f"{side}_attention_mask"]
         padded[f"{side}_input_ids"][outside] = torch.randint(9, (int(outside.sum()),))
-    one, other = (Dpo({"model": gpt(dropout)}) for dropout in (0.0, 0.5))
+    one, other = (Dpo({"model": gpt(dropout)}, DpoSettings()) for dropout in (0.0, 0.5))
     for own, wanted in zip(gradients(other, padded), gradients(one, plain), strict=True):
         assert own is None or torch.allclose(own, wanted, rtol=1e-9, atol=1e-13)
     assert other.players["model"].training, "what belongs to the caller is given back as it was"
@@ -177,7 +178,7 @@ def settings(tmp_path: Path, task: str, **more: Any) -> Any:
     rows = [{"prompt": f"Q{i}: ", "chosen": f"yes {i}", "rejected": f"no, {i} is"} for i in range(60)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
-        "task": {"kind": task},
+        "task": {"kind": "reward"} if task == "reward" else {"kind": "dpo", "loss": task},
         "model": {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 32},
         "data": {"source": {"kind": "preferences", "path": str(tmp_path / "pairs.jsonl")}},
         "training": {"batch_size": 6, "epochs": 4, "device": "cpu", "optimizer": {"learning_rate": 0.01}},
@@ -188,11 +189,12 @@ def settings(tmp_path: Path, task: str, **more: Any) -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("task", ["reward", "dpo"])
+@pytest.mark.parametrize("task", ["reward", "sigmoid", "kto", "orpo"])
 def test_a_run_learns_from_pairs_and_resumes_to_the_same_numbers(task: str, tmp_path: Path) -> None:
     whole = prepare(settings(tmp_path, task), run_dir=str(tmp_path / "whole"), resume=False, reporters=[])
     summary = whole.train()
-    assert summary["metrics"]["eval"]["accuracy"] == 1.0
+    figures = summary["metrics"]["eval"]
+    assert figures["chosen_reward"] > figures["rejected_reward"] + 1 if task == "kto" else figures["accuracy"] == 1.0
     half = prepare(settings(tmp_path, task), run_dir=str(tmp_path / "half"), resume=False, reporters=[])
     assert isinstance(half.engine, SingleEngine)
     step = half.engine.step

@@ -156,7 +156,9 @@ def smoothing_keeps_the_better_answer(settings: Settings, smoothing: float) -> N
 @rule("task", "training.batch_size")
 def answers_are_paired_with_other_prompts(settings: Settings, task: Task | None, size: int | None) -> None:
     if task is not None and task.unpaired and size == 1:
-        message = "kto estimates how far the model has moved from prompts with the answers of other prompts of their batch, and it has one row"
+        message = (
+            "kto estimates how far the model has moved from prompts with the answers of other prompts of their batch, and it has one row"
+        )
         settings.report("task", message, "training.batch_size", "task.loss", help="set training.batch_size to 2 or more")
 
 

@@ -100,7 +100,9 @@ def load_preferences(source: Preferences, run: Run, request: DataRequest) -> Loa
             f"data.source.path: {source.path} holds single answers with a label, and the task {task.kind} compares pairs: set task to "
             "{kind: dpo, loss: kto}"
         )
-    encoding = find_encoding(run, lambda: [text for row in rows.train for text in row if isinstance(text, str) and text], request.folder, request.token)
+    encoding = find_encoding(
+        run, lambda: [text for row in rows.train for text in row if isinstance(text, str) and text], request.folder, request.token
+    )
     samples_of: Any = PreferencePairs if rows.are_pairs else LabelledAnswers
     train, held_out = samples_of(rows.train, encoding), samples_of(rows.held_out, encoding) if rows.held_out else None
     train, held_out = split_and_limit(run.data, run.seed, train, held_out)

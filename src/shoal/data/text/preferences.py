@@ -188,7 +188,9 @@ def read_preferences(source: Preferences, reads_context: bool = False) -> Prefer
     labelled = [[row for row in part if isinstance(row, LabelledAnswer)] for part in rows]
     pairs = [[row for row in part if isinstance(row, Pair)] for part in rows]
     if any(labelled) and any(pairs):
-        raise ShoalError(f"data.source.path: {path} holds pairs of answers and single answers with a label: put them into files of their own")
+        raise ShoalError(
+            f"data.source.path: {path} holds pairs of answers and single answers with a label: put them into files of their own"
+        )
     if any(labelled):
         return PreferenceRows(labelled[0], labelled[1], 0)
     kept = [[pair for pair in part if pair.chosen != pair.rejected] for part in pairs]
