@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema.training import Training
 from shoal.engines.batch_weights import BatchWeights, length
-from shoal.engines.health import MOST_SKIPPED, HealthMonitor
+from shoal.engines.health import MOST_SKIPPED, HealthMonitor, LossCheck
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.precision.emulation import lower
@@ -46,6 +46,7 @@ class Engine(ABC):
             raise ShoalError(f"training.players: there is no network `{unknown.pop()}`; there are {', '.join(task.players)}")
         self.chosen = {name: optimizers.merged(run.training.optimizer, run.training.players.get(name)) for name in task.players}
         self.health = HealthMonitor(run.training.gradient_health) if run.training.gradient_health.enabled else None
+        self.loss_check = LossCheck(world, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=False)
         self.track_gradients = run.logging.track_gradients
         self.layouts: dict[str, ParameterLayout] = {}
@@ -196,6 +197,9 @@ class Engine(ABC):
             if loss is None:
                 return ""
             player = loss.player
+            self.loss_check.note(loss.value)
+            if number == len(losses) - 1:
+                self.loss_check.begin()
             share = weighing.share(number)
             value = self.scaler.scale(loss.value if share == 1.0 else loss.value * share)
             self._backward(value, player, number == len(losses) - 1)
@@ -216,9 +220,10 @@ class Engine(ABC):
     # --- steps -------------------------------------------------------------------------------------
 
     def step(self, batches: list[Batch]) -> StepResult:
-        """One step of each network's optimizer, in the order of the task's losses."""
+        """One step of each network's optimizer, in the order of the task's losses. Raises NonFiniteLossError if `loss_check` is enabled."""
         weighing, metrics = self._weigh(batches), dict[str, Tensor]()
         for name in self._in_turn(batches, weighing, metrics):
+            self.loss_check.expect_finite()
             self._step_network(name, self.step_count, metrics, self.scaler.is_enabled())
         self.scaler.update()
         self.step_count += 1

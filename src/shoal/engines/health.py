@@ -1,11 +1,17 @@
-"""Gradient health: a clip value on a schedule, detection of exploding gradients, and of steps that are not finite."""
+"""Gradient health: a clip value on a schedule, detection of exploding gradients, and of steps and losses that are not finite."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shoal.config.schema.training import GradientHealth
+from shoal.engines.world import PendingSum, World
+from shoal.errors import ShoalError
 
 MOST_SKIPPED = 100
 """Steps in a row that may be skipped before the run gives up."""
@@ -55,3 +61,66 @@ class HealthMonitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+class NonFiniteLossError(ShoalError):
+    """The loss of a step is not finite. The step was not taken."""
+
+
+class LossCheck:
+    """Whether the losses of a step are finite in all processes. Holds: a step with a loss that is not finite is not taken.
+
+    The loss of a GPU is read after its backward pass was started, so that the GPU has work to do meanwhile.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
+        self.enabled = False
+        """Only where a loop ends a run for it: a worker drops such a gradient and goes on."""
+        self._reads: list[Callable[[], float]] = []
+        self._worst = 0.0
+        self._sum: PendingSum | None = None
+
+    def note(self, loss: Tensor) -> None:
+        """The loss of a batch, before its backward pass."""
+        if self.enabled:
+            self._reads.append(read_later(loss.detach()))
+
+    def begin(self) -> None:
+        """All losses of a network were noted: begin to ask the other processes. On a GPU these are asked last, when they have computed."""
+        if self.enabled and self.device.type != "cuda":
+            self._ask()
+
+    def _ask(self) -> None:
+        losses = [read() for read in self._reads]
+        self._reads.clear()
+        self._worst = next((loss for loss in losses if not math.isfinite(loss)), 0.0)
+        self._sum = self.world.begin_sum([float(not math.isfinite(self._worst))])
+
+    def expect_finite(self) -> None:
+        """Raises NonFiniteLossError in every process, before a step is taken."""
+        if not self.enabled:
+            return
+        if self._sum is None:
+            self._ask()
+        assert self._sum is not None
+        found, self._sum = self._sum.wait()[0], None
+        if found:
+            loss = "not finite in another process" if math.isfinite(self._worst) else str(self._worst)
+            raise NonFiniteLossError(f"the loss is {loss}")
+
+
+def read_later(value: Tensor) -> Callable[[], float]:
+    """A number that is read without waiting for what the GPU is given to do after this call."""
+    if not value.is_cuda:
+        return lambda: float(value)
+    host_copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host_copy.copy_(value, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> float:
+        done.synchronize()
+        return float(host_copy)
+
+    return read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from shoal.config import Run
 from shoal.engines.base import Engine, add_figures, tensors_of
 from shoal.engines.batch_weights import BatchWeights, length
 from shoal.engines.cuda_graph import PassRecorder
+from shoal.engines.health import read_later
 from shoal.engines.optim import named_state, optimizers
 from shoal.engines.optim.adam_state import GradientClip
 from shoal.engines.optim.flat_adam import FlatAdam
@@ -132,7 +133,10 @@ class SingleEngine(Engine):
         ((player, network),) = self.networks.items()
         self._begin_step()
         for number, batch in enumerate(batches):
-            add_figures(metrics, self._recorder.replay(batch, weighing.share(number)), 1.0)
+            figures = dict(self._recorder.replay(batch, weighing.share(number)))
+            if "loss" in figures:
+                self.loss_check.note(figures["loss"])
+            add_figures(metrics, figures.items(), 1.0)
             if number < len(batches) - 1:
                 network.add_up_gradients()
         self._gather(player)
@@ -217,7 +221,7 @@ class SingleEngine(Engine):
             return
         norm = self._norm(name)
         self._note_norm(name, norm, metrics)
-        read = _read_later(norm) if self.health is not None else None
+        read = read_later(norm) if self.health is not None else None
         optimizer.clip = GradientClip(norm, limit, skip=self.health is not None)
         optimizers.step(optimizer)
         if read is not None and not self.healthy(read()):
@@ -287,22 +291,6 @@ def rounded_names(network: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.Linear | nn.Embedding) and not getattr(module, "full_precision", False):
             yield from (f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False))
         yield from (f"{prefix}.{name}" for name in getattr(module, "per_expert", ()))
-
-
-def _read_later(value: Tensor) -> Callable[[], float]:
-    """A number that is read without waiting for what the GPU is given to do after this call."""
-    if not value.is_cuda:
-        return lambda: float(value)
-    host_copy = torch.empty((), dtype=value.dtype, pin_memory=True)
-    host_copy.copy_(value, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-
-    def read() -> float:
-        done.synchronize()
-        return float(host_copy)
-
-    return read
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

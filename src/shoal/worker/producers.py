@@ -5,8 +5,9 @@ A strategy chooses one of the contribution policies at the end of this file; the
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -29,6 +30,13 @@ from shoal.worker.update_encoding import UpdateEncoder, WorkerEngine
 from shoal.worker.weights import WorkerWeights
 
 _ALL = slice(None)
+
+
+def _why_dropped(metrics: Mapping[str, Tensor]) -> str:
+    """What to tell the user of an update that must not be sent."""
+    losses = [(name, float(value)) for name, value in metrics.items() if name.endswith("loss") and not math.isfinite(float(value))]
+    what = f"the {losses[0][0]} is {losses[0][1]}" if losses else "the update is not finite"
+    return f"warning: {what}: nothing is sent for this step, and the run goes on"
 
 
 class ProducedContribution(NamedTuple):
@@ -125,6 +133,7 @@ class GradientProducer(Producer):
         vector = self._vectors[-1]
         vector.copy_(worker.engine.gradient)
         if not worker.encoder.limit(vector):
+            worker.report(_why_dropped(result.metrics))
             return None  # the other vector may still be being sent: the next gradient goes into this one again
         self._vectors.reverse()
         if self.own_steps:
@@ -162,6 +171,7 @@ class PseudoGradientProducer(Producer):
         span = slice(*self.spans[worker.round % len(self.spans)]) if self.spans else _ALL
         vector = self._pseudo_gradient(span)
         if not worker.encoder.limit(vector):
+            worker.report(_why_dropped(metrics))
             worker.engine.forget_past()
             worker.weights.go_back()
             self.checkpoint.delete_partial_round()
@@ -282,6 +292,7 @@ class UnitGradientProducer(Producer):
         if samples is None:
             return None
         if not worker.encoder.limit(self._mean_gradient):
+            worker.report(_why_dropped(means.means()))
             self.failure = "the gradient is not finite"
             return None
         return ProducedContribution(self._mean_gradient, means.means(), means.weight, samples, worker.weights.version, unit.batches)

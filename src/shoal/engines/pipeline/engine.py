@@ -98,6 +98,7 @@ class PipelineEngine(SingleEngine):
         on_gpu = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=on_gpu):  # each pass has random numbers of its own
             StagePasses(self, self.micro_batches(batches), weighing, metrics).run()
+        self.loss_check.begin()
         for one, part in zip(self.kept, self._layers_kept, strict=True):
             one.merge_layers(part, self.first_layer, self.add_up)
         self._name_alike(metrics)
@@ -342,6 +343,7 @@ class StagePasses:
 
     def _judged(self, batch: Batch, number: int) -> Iterator[Tensor]:
         loss = next(self.engine.task.losses(batch))
+        self.engine.loss_check.note(loss.value)
         yield self._weighed(loss.value, loss.metrics, number)
 
     def _passed_on(self, batch: Batch, number: int) -> Iterator[Tensor]:

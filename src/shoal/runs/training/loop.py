@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.data import Feed
 from shoal.engines import Engine
+from shoal.engines.health import NonFiniteLossError
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.recorder import INTERRUPTED, STOPPED_EARLY, Recorder
 from shoal.runs.training.recorded_loop import RecordedLoop
@@ -32,6 +33,7 @@ class TrainingLoop(RecordedLoop):
         """`held_out`: batches to evaluate on, from the start at each call; `write_sample`: writes what the model makes at a step."""
         super().__init__(recorder, engine)
         self.feed, self.held_out, self.write_sample = feed, held_out, write_sample
+        engine.loss_check.enabled = engine.health is None and self.run.training.precision.kind != "fp16"  # else such steps are skipped
 
     def train(self) -> dict[str, Any]:
         """Train to the end, and return the summary."""
@@ -43,9 +45,28 @@ class TrainingLoop(RecordedLoop):
     def _steps(self) -> None:
         accumulation, total = self.run.training.gradient_accumulation_steps, self.engine.total_steps
         while not (complete := self.step >= total or self._epochs_are_over) and not self._ends_early():
-            result = self.engine.step([next(self.feed) for _ in range(accumulation)])
+            try:
+                result = self.engine.step([next(self.feed) for _ in range(accumulation)])
+            except NonFiniteLossError as error:
+                raise self._kept_last_good(error) from None
             self.advance(result, accumulation, self.step >= total or self._epochs_are_over)
         self.finish(complete)
+
+    def _kept_last_good(self, error: NonFiniteLossError) -> ShoalError:
+        """What to tell the user of a step that was not taken, after the weights before it were saved."""
+        kept = "no step was taken before"
+        if self.step:
+            try:
+                if self.recorder.saved_at != self.step:
+                    self.save()
+                kept = f"the weights of step {self.step} are kept in {self.recorder.checkpoints.folder / f'step-{self.step:08d}'}"
+            except ShoalError as problem:
+                kept = str(problem)
+        return ShoalError(
+            f"{error} at step {self.step + 1}, which was not taken: {kept}. Lower training.optimizer.learning_rate, set "
+            "training.clipping.max_norm, look for unusual values in the data, or skip such steps with training.gradient_health.enabled. "
+            "With --resume the run goes on after the batch of this step"
+        )
 
     @property
     def _epochs_are_over(self) -> bool:
