@@ -129,6 +129,7 @@ def test_processes_that_step_together_use_the_mean_of_their_divergences() -> Non
     assert float(together.metrics["kl"]) == pytest.approx((float(alone.metrics["kl"]) + 0.5) / 2)
 
 
+@torch.no_grad()
 def test_figures_of_good_and_of_bad_answers_are_means_over_those_alone() -> None:
     """A batch may have none of them, and batches have different numbers of them."""
     task, means, batch = task_for("kto"), MetricMeans(), batch_for("kto")
@@ -136,7 +137,7 @@ def test_figures_of_good_and_of_bad_answers_are_means_over_those_alone() -> None
         some = {name: value[rows] for name, value in batch.items()}
         means.add(task.measure(some), task.count(some))
     names = ("chosen_reward/desirable_share", "rejected_reward/undesirable_share", "chosen_reward/desirable_share")
-    rewards = [float(task.measure({key: value[[row]] for key, value in batch.items()})[name].detach()) for row, name in enumerate(names)]
+    rewards = [float(task.measure({key: value[[row]] for key, value in batch.items()})[name]) for row, name in enumerate(names)]
     found = means.result()
     assert found["chosen_reward"] == pytest.approx((2 * rewards[0] + 2 * rewards[2]) / 4)
     assert found["rejected_reward"] == pytest.approx(rewards[1])
