@@ -308,6 +308,7 @@ BROKEN = [
         ["training.schedule.warmup_steps", "training.max_steps"],
     ),
     ("schedule", "training: {optimizer: {learning_rate: 0.1}, schedule: {kind: cosine, end_learning_rate: 0.2}}\n", None),
+    ("schedule", "training: {max_steps: 9, schedule: {kind: wsd, warmup_steps: 4, decay_steps: 6}}\n", None),
     ("batch-arithmetic", "training: {batch_size: 4, gradient_accumulation_steps: 2, global_batch_size: 12}\n", None),
     ("batch-arithmetic", "training: {batch_size: 4, global_batch_size: 12}\nlaunch: {devices_per_node: 4}\n", None),
     ("gradient-health", "training: {gradient_health: {enabled: true, initial_clip_value: 1.0, final_clip_value: 2.0}}\n", None),

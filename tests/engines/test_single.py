@@ -198,6 +198,47 @@ def test_schedules() -> None:
     assert learning_rate(Schedule(kind="cosine", end_learning_rate=0.2), 1.0, 99, 10) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "reference", "arguments"),
+    [
+        (
+            Schedule(kind="cosine-restarts", warmup_steps=5, cycles=3),
+            "get_cosine_with_hard_restarts_schedule_with_warmup",
+            {"num_cycles": 3},
+        ),
+        (Schedule(kind="inverse-sqrt", warmup_steps=5), "get_inverse_sqrt_schedule", {}),
+        (Schedule(kind="inverse-sqrt", warmup_steps=5, timescale=11), "get_inverse_sqrt_schedule", {"timescale": 11}),
+        (Schedule(kind="inverse-sqrt"), "get_inverse_sqrt_schedule", {}),
+        (Schedule(kind="wsd", warmup_steps=5), "get_wsd_schedule", {"num_decay_steps": 4, "decay_type": "linear"}),
+        (
+            Schedule(kind="wsd", warmup_steps=5, decay_steps=12, decay="1-sqrt"),
+            "get_wsd_schedule",
+            {"num_decay_steps": 12, "decay_type": "1-sqrt"},
+        ),
+        (
+            Schedule(kind="wsd", decay_steps=40, decay="cosine", end_learning_rate=0.1),
+            "get_wsd_schedule",
+            {"num_decay_steps": 40, "decay_type": "cosine", "min_lr_ratio": 0.1},
+        ),
+    ],
+)
+def test_schedules_equal_those_of_transformers(schedule: Schedule, reference: str, arguments: dict[str, Any]) -> None:
+    """Shoal's warm-up takes its first step with 1/warmup of the rate, that of Transformers with 0."""
+    import transformers
+
+    total, warmup = 40, schedule.warmup_steps
+    given = {"num_warmup_steps": warmup} | ({} if schedule.kind == "inverse-sqrt" else {"num_training_steps": total}) | arguments
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = getattr(transformers, reference)(optimizer, **given)
+    expected = [theirs.lr_lambdas[0](step + 1 if step < warmup else step) for step in range(total)]
+    assert rates(schedule, total) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_decay_longer_than_the_run_begins_after_the_warmup() -> None:
+    found = rates(Schedule(kind="wsd", warmup_steps=2, decay_steps=100), total=6)
+    assert found == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+
+
 def test_the_engine_follows_the_schedule() -> None:
     engine = engine_for(run_with("training.schedule.kind=linear", "training.optimizer.learning_rate=0.1"), total=4)
     seen = []

@@ -112,7 +112,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("training", Limit.ANY, "gradient_checkpointing compile cuda_graph device"),
     LimitedSettings("training.optimizer", Limit.ANY, "name learning_rate weight_decay beta1 beta2 eps momentum moments kwargs"),
     LimitedSettings("training.players", Limit.ANY, "name learning_rate weight_decay beta1 beta2"),
-    LimitedSettings("training.schedule", Limit.ANY, "kind warmup_steps warmup end_learning_rate power"),
+    LimitedSettings("training.schedule", Limit.ANY, "kind warmup_steps warmup end_learning_rate power cycles decay_steps decay timescale"),
     LimitedSettings("training.clipping", Limit.ANY, "enabled max_norm"),
     LimitedSettings("training.precision[fp8]", Limit.ANY, "margin interval"),
     LimitedSettings(

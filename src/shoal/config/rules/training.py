@@ -21,6 +21,16 @@ def warmup_inside_run(settings: Settings, warmup: int, steps: int | None) -> Non
         settings.report("warm-up", message, *paths, severity=across(settings, *paths))
 
 
+@rule("training.schedule.kind", "training.schedule.decay_steps", "training.schedule.warmup_steps", "training.max_steps")
+def decay_inside_run(settings: Settings, kind: str, decay: int | None, warmup: int, steps: int | None) -> None:
+    if kind == "wsd" and decay is not None and steps is not None and warmup < steps < warmup + decay:
+        paths = ("training.schedule.decay_steps", "training.schedule.warmup_steps", "training.max_steps")
+        message = (
+            f"a warm-up of {warmup} steps and a decay of {decay} are more than the run's {steps}: the decay begins with the warm-up's end"
+        )
+        settings.report("schedule", message, *paths, severity=across(settings, *paths), help=f"set the decay to {steps - warmup} or less")
+
+
 @rule("training.schedule.kind", "training.schedule.end_learning_rate", "training.optimizer.learning_rate")
 def schedule_falls(settings: Settings, kind: str, end: float, start: float) -> None:
     if kind != "constant" and end > start:

@@ -101,16 +101,25 @@ class PlayerOptimizer(Section):
 class Schedule(Section):
     """The learning rate over the run."""
 
-    kind: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
-    """Schedule after the warm-up."""
+    kind: Literal["constant", "cosine", "cosine-restarts", "linear", "polynomial", "inverse-sqrt", "wsd"] = "constant"
+    """Schedule after the warm-up. wsd (warm-up, stable, decay) keeps the full rate until its last `decay_steps`; inverse-sqrt falls with
+    the square root of the step, and does not depend on the length of the run."""
     warmup_steps: NonNegativeInt = 0
     """Steps until the full learning rate."""
     warmup: Literal["linear", "cosine"] = "linear"
     """Shape of the rise."""
     end_learning_rate: NonNegativeFloat = 0.0
-    """Where it ends."""
+    """Where it ends; inverse-sqrt only approaches it."""
     power: PositiveFloat = 1.0
     """Exponent of the polynomial course."""
+    cycles: PositiveInt = 2
+    """How often cosine-restarts falls from the full rate."""
+    decay_steps: PositiveInt | None = None
+    """Steps of wsd's decay, the last of the run; null: a tenth of the run."""
+    decay: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    """Shape of wsd's decay."""
+    timescale: PositiveInt | None = None
+    """Of inverse-sqrt: the rate is halved three times as many steps after the warm-up. null: warmup_steps, or 10,000 without a warm-up."""
 
 
 class Clipping(Section):
