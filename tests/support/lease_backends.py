@@ -49,6 +49,10 @@ class Keeper(Protocol):
         """Time passes, and leases that ended are not noticed yet."""
         ...
 
+    def compute(self, seconds: float) -> None:
+        """Time passes while workers compute; from now on they may wait for a version that is near."""
+        ...
+
     def given_up(self) -> dict[int, str]: ...
     def counts(self) -> dict[str, int]: ...
     def outcomes(self, worker: str) -> dict[str, int]: ...
@@ -103,6 +107,10 @@ class PureKeeper:
         self._given_up += self.leases.expire(self.now)
 
     def wait_unnoticed(self, seconds: float) -> None:
+        self.now += seconds
+
+    def compute(self, seconds: float) -> None:
+        self.leases.per_version = self.leases.quorum
         self.now += seconds
 
     def given_up(self) -> dict[int, str]:
@@ -204,6 +212,9 @@ class PostgresKeeper:
 
     def wait_unnoticed(self, seconds: float) -> None:
         self.owner.execute("UPDATE shoal.units SET deadline = deadline - make_interval(secs => %s) WHERE state = 'claimed'", (seconds,))
+
+    def compute(self, seconds: float) -> None:
+        self.owner.execute("UPDATE shoal.units SET claimed_at = claimed_at - make_interval(secs => %s) WHERE state = 'claimed'", (seconds,))
 
     def given_up(self) -> dict[int, str]:
         waiting = self.owner.execute("SELECT start, reason FROM shoal.contributions WHERE kind = 'failed'").fetchall()

@@ -512,6 +512,32 @@ def test_a_unit_whose_results_can_never_be_used_is_given_up(keeper: Keeper) -> N
     assert states(keeper) == {"failed": 1}
 
 
+@pytest.mark.parametrize(("most_lag", "gap_s", "waits"), [(2, 20.0, True), (0, 60.0, True), (2, 40.0, False)])
+def test_a_worker_waits_for_newer_weights_that_are_near(keeper: Keeper, most_lag: int, gap_s: float, waits: bool) -> None:
+    """Two workers that need 100 s for a unit, and two results a version: the second worker finishes `gap_s` after the first one."""
+    keeper.issue(1, [1, 2], 2, most_lag)
+    keeper.claim("a")
+    keeper.compute(gap_s)
+    keeper.claim("b")
+    keeper.compute(100 - gap_s)
+    assert keeper.submit("a", 1, 1) == "accepted"
+    assert keeper.claim("c") is None, "no unit is left"
+    keeper.compute(gap_s)
+    assert keeper.submit("b", 2, 1) == "accepted"
+    keeper.issue(2, [3, 4, 5, 6], 2, most_lag)
+    keeper.claim("a")
+    keeper.compute(gap_s)
+    keeper.claim("b")
+    keeper.compute(100 - gap_s)
+    assert keeper.submit("a", 3, 2) == "accepted"
+    assert keeper.claim("a") == (None if waits else Claimed(5, 2, 1)), "the result that is missing is expected in gap_s"
+    if not waits:
+        return
+    assert keeper.claim("c") == Claimed(5, 2, 1), "it has delivered nothing that a newer version would improve on"
+    keeper.compute(151 - 100 + gap_s)
+    assert keeper.claim("a") == Claimed(6, 2, 1), "the result that was expected is overdue"
+
+
 # --- any schedule ---------------------------------------------------------------------------------------
 
 WORKERS = st.sampled_from("abc")

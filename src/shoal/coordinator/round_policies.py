@@ -81,6 +81,11 @@ class Every:
         """Whether a round may close before all have sent, so that a worker that joins in the middle takes fewer steps."""
         return False
 
+    @property
+    def unit_quorum(self) -> int | None:
+        """Results of units that close a round, whichever worker they are of; None: a round does not close by their number."""
+        return None
+
     def expected_contributions(self, expected: int) -> int:
         """Contributions of an expected update, with the expected number of workers."""
         return self.contributions
@@ -117,6 +122,10 @@ class Every:
 @dataclass(frozen=True)
 class UnitQuorum(Every):
     """A round closes after a number of units, or when no unit is left. A worker may do any number of them."""
+
+    @property
+    def unit_quorum(self) -> int | None:
+        return self.contributions
 
     def first_workers(self, expected: int) -> int:
         return 1

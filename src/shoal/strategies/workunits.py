@@ -2,7 +2,7 @@
 
 Holds: every unit of an epoch is learned from once, whichever worker does it and whichever dies. A unit that a worker computes when its
 version closes stays leased: its result counts 1/(1+lag) in the round in which it arrives. Beyond `max_lag` it is dropped, and its unit is
-leased again.
+leased again. A worker that has delivered waits for a version that is near.
 """
 
 from __future__ import annotations

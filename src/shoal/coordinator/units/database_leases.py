@@ -115,9 +115,8 @@ class DatabaseLeases:
         plan = self.coordinator.plan
         assert plan.cut is not None
         units = [plan.cut.unit(number) for number in effect.units]
-        contributions = self.coordinator.policies.rounds.contributions
-        quorum = contributions if plan.needed <= 1 else None  # the rule may need results of more workers
-        self.database.issue(effect.version, units, plan.lease_s, plan.attempts, quorum, effect.most_lag)
+        assert self.coordinator.units is not None
+        self.database.issue(effect.version, units, plan.lease_s, plan.attempts, self.coordinator.units.per_version, effect.most_lag)
         self._count_workers()
 
     def has_workers(self, interrupted: bool) -> bool:

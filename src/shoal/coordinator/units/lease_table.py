@@ -8,15 +8,17 @@ allowed, none beyond the quorum either. A leased unit stays leased when a new ve
 issued again. A unit does not come back to a worker that failed it while others are present that have not tried it. A unit that failed
 `attempts` times is given up, so it never keeps an epoch from ending. Names are free, so a crowd of new workers that fail everything must
 not give units up: while reliable workers (more units completed than failed) are present, only their attempts count, and each of them, or
-`attempts` of them, must have tried the unit; without any, the unit waits some leases' time for one. No call walks through all units or
-workers, except that a new version looks at the units that are leased, and a failure that may be the last one at the workers that are
-present.
+`attempts` of them, must have tried the unit; without any, the unit waits some leases' time for one. A worker that has delivered a result
+waits for the next version if that is near, as newer weights make its unit worth more; it never waits for a result that is overdue. No call
+walks through all units or workers, except that a new version looks at the units that are leased, and a failure that may be the last one at
+the workers that are present.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
@@ -29,6 +31,17 @@ PATIENCE_LEASES = 4
 """Leases' time that a failed unit waits for a reliable worker."""
 _LAST_TIMES = 101
 """Number of latest results whose median time counts as usual."""
+_PATIENCE, _PATIENCE_WITHOUT_LAG = 0.25, 1.0
+"""Longest wait for a version that is near, as a share of the worker's usual time for a unit. Equally fast workers differ by a few percent.
+Where no lag is allowed, the unit that the worker would begin could not count, so the wait may be as long as the unit."""
+_SHORTEST_S = 0.2
+"""For shorter units, a wait would cost more than it saves."""
+_OVERDUE, _OVERDUE_S = 1.5, 0.05
+"""A result is overdue after this multiple of its worker's usual time, and this time more."""
+_MOST_EXPECTED = 1000
+"""Leases, the oldest first, that are looked at for results that are expected."""
+_NEWEST = 0.3
+"""Share of the last unit in the usual time of a worker."""
 
 
 class Lease(NamedTuple):
@@ -73,10 +86,11 @@ class Leases:
         attempts: int,
         present: Callable[[], Iterable[str]] = tuple,
         patience_leases: float = PATIENCE_LEASES,
+        per_version: int | None = None,
     ) -> None:
-        """`present`: workers that are here, unless they keep failing."""
+        """`present`: workers that are here, unless they keep failing. `per_version`: results that make a version; None: no fixed number."""
         self.lease_s, self.attempts, self.present = lease_s, attempts, present
-        self.patience_s = patience_leases * lease_s
+        self.patience_s, self.per_version = patience_leases * lease_s, per_version
         self.version = self.oldest = -1
         """`oldest`: the oldest version whose leases still count."""
         self.quorum: int | None = None
@@ -101,6 +115,8 @@ class Leases:
         """By worker: failed attempts."""
         self._last: dict[str, tuple[tuple[int, int], str]] = {}
         """By worker: unit and version of its last result, and the outcome, to recognise a repeated result."""
+        self._usual_s: dict[str, float] = {}
+        """By worker: a running mean of its times for a unit."""
         self._totals = {"issued": 0, "completed": 0, "cancelled": 0}
         """Units issued in all versions, and the fate of those of older versions."""
 
@@ -155,7 +171,7 @@ class Leases:
     def take_from_slowest(self, worker: str, now: float) -> tuple[Lease, GivenUp | None] | None:
         """Take away the unit that another worker has held for too long (heartbeats renew a lease without end), as this worker is idle."""
         lease = next((self._claimed[unit] for unit in self._ages if self._claimed[unit].worker != worker), None)
-        if lease is None or self.enough or now - lease.since <= self.lease_s:
+        if lease is None or self.enough or now - lease.since <= self.lease_s or self._version_is_near(worker, now):
             return None
         if self._times and now - lease.since <= _TIMES_AS_LONG * median(self._times):
             return None
@@ -185,12 +201,12 @@ class Leases:
         return bool(self._pending) and not self.enough
 
     def claim(self, worker: str, now: float) -> Lease | None:
-        """Lease the unit that has waited longest. None: there is none for this worker, or the round has its quorum.
+        """Lease the unit that has waited longest. None: there is none for this worker, or the next version is there or near.
 
         A unit that the worker failed is left to others that are present, until all have tried it or a lease's time has passed. A unit with
         enough failed attempts comes back to it once in a lease's time.
         """
-        waiting = self._pending if self.any_waits else ()
+        waiting = self._pending if self.any_waits and not self._version_is_near(worker, now) else ()
         unit = next((unit for unit in waiting if self._may_try(unit, worker, now)), None)
         if unit is None:
             return None
@@ -202,6 +218,21 @@ class Leases:
         if worker in self._last and self._last[worker][0] == (unit, self.version):
             del self._last[worker]  # the next result of this unit is a new one
         return lease
+
+    def _version_is_near(self, worker: str, now: float) -> bool:
+        """Whether this worker has delivered for the open round, and the rest that the round needs is expected soon."""
+        usual_s = self._usual_s.get(worker, 0.0)
+        last = self._last.get(worker)
+        if self.per_version is None or usual_s < _SHORTEST_S or last is None or last[0][0] not in self._completed:
+            return False
+        until = now + usual_s * (_PATIENCE if self.most_lag else _PATIENCE_WITHOUT_LAG)
+        missing = self.per_version - len(self._completed)
+        return missing <= sum(self._is_due(self._claimed[unit], now, until) for unit in islice(self._ages, _MOST_EXPECTED))
+
+    def _is_due(self, lease: Lease, now: float, until: float) -> bool:
+        """Whether a result is expected before a time, and not overdue."""
+        usual_s = self._usual_s.get(lease.worker)
+        return usual_s is not None and now < lease.since + _OVERDUE * usual_s + _OVERDUE_S and lease.since + usual_s < until
 
     def _may_try(self, unit: int, worker: str, now: float) -> bool:
         tried = self._tried.get(unit)
@@ -247,7 +278,9 @@ class Leases:
             self._pending[unit] = None
             return LATE
         self._completed[unit] = lease
-        self._times.append(now - lease.since)
+        took_s = now - lease.since
+        self._times.append(took_s)
+        self._usual_s[worker] = (1 - _NEWEST) * self._usual_s.get(worker, took_s) + _NEWEST * took_s
         return ACCEPTED
 
     def waits_for_reliable_worker(self, unit: int) -> bool:
@@ -267,7 +300,7 @@ class Leases:
 
     def forget(self, worker: str) -> None:
         """Forget an unused name, so that ever new names do not fill the memory."""
-        for known in (self.workers, self._held_by, self._managed, self._failed, self._last):
+        for known in (self.workers, self._held_by, self._managed, self._failed, self._last, self._usual_s):
             known.pop(worker, None)
 
     def fail(self, worker: str, unit: int, reason: str, now: float) -> GivenUp | None:

@@ -41,7 +41,7 @@ class UnitLeasing:
     def __init__(self, context: CoordinatorContext, cut: DataCut, quorum: int, checks: PlausibilityChecks, replies: Replies) -> None:
         self.plan, self.policies, self.replayed, self.members, self.completion = context
         self.cut, self.quorum, self.checks, self.replies = cut, quorum, checks, replies
-        self.leases = Leases(self.plan.lease_s, self.plan.attempts, self.members.at_work)
+        self.leases = Leases(self.plan.lease_s, self.plan.attempts, self.members.at_work, per_version=self.per_version)
         """Empty where a database keeps the leases."""
         self.workers_elsewhere = 0
         """Number of workers that lease units from a database, when units were last issued there."""
@@ -54,6 +54,11 @@ class UnitLeasing:
         """Whether the user knows that units wait for a worker that can do them."""
         self._blamed: list[tuple[str, str]] = []
         """Workers whose units were taken away, and why."""
+
+    @property
+    def per_version(self) -> int | None:
+        """Results that make a version; None: the aggregation rule may need results of more workers."""
+        return self.policies.rounds.unit_quorum if self.plan.needed <= 1 else None
 
     # --- offers --------------------------------------------------------------------------------------
 

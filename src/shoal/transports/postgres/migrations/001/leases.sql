@@ -144,15 +144,18 @@ LANGUAGE sql STABLE SET search_path = shoal, pg_temp SET enable_seqscan = off AS
         SELECT FROM units u WHERE u.state = 'completed' LIMIT p_present.quorum) there)
 $$;
 
--- Where no lag is allowed: whether the round will have its results before a worker that takes `p_unit_s` could finish another unit. A result is expected after its
--- worker's usual time; one that is overdue is not counted. For units of less than 0.2 s, waiting would cost more than it saves.
-CREATE FUNCTION shoal.will_have_quorum(p_present shoal.iterations, p_unit_s double precision) RETURNS boolean
+-- Whether a worker that has delivered a result for the open round should wait for the next version: the rest that the round needs is expected within a
+-- quarter of its time for a unit, or within that time where no lag is allowed. A result is expected after its worker's usual time; one that is overdue
+-- is not counted. For units of less than 0.2 s, waiting would cost more than it saves.
+CREATE FUNCTION shoal.version_is_near(p_present shoal.iterations, p_worker shoal.workers) RETURNS boolean
 LANGUAGE sql SET search_path = shoal, pg_temp SET enable_seqscan = off AS $$
-    SELECT p_present.quorum IS NOT NULL AND p_present.max_lag = 0 AND coalesce(p_unit_s, 0) >= 0.2 AND p_present.quorum <=
-        (SELECT count(*) FROM units u WHERE u.state = 'completed')
-        + (SELECT count(*) FROM units u JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed' AND u.iteration = p_present.iteration
+    SELECT p_present.quorum IS NOT NULL AND coalesce(p_worker.unit_s, 0) >= 0.2
+        AND EXISTS (SELECT FROM units u WHERE u.id = p_worker.last_unit AND u.state = 'completed')
+        AND p_present.quorum <= (SELECT count(*) FROM units u WHERE u.state = 'completed')
+        + (SELECT count(*) FROM units u JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed'
             AND (SELECT lease_now()) < u.claimed_at + make_interval(secs => 0.05 + 1.5 * w.unit_s)
-            AND u.claimed_at + make_interval(secs => w.unit_s) < (SELECT lease_now()) + make_interval(secs => p_unit_s))
+            AND u.claimed_at + make_interval(secs => w.unit_s)
+                < (SELECT lease_now()) + make_interval(secs => p_worker.unit_s * CASE p_present.max_lag WHEN 0 THEN 1.0 ELSE 0.25 END))
 $$;
 
 -- --- claiming -----------------------------------------------------------------------------------------------
@@ -187,8 +190,8 @@ BEGIN
     IF is_student() THEN
         allowed := least(allowed, 8 - (SELECT count(*) FROM units u JOIN workers w ON w.id = u.worker WHERE u.state = 'claimed' AND w.role = session_user));
     END IF;
-    -- With enough results for the coordinator to make a version of, units wait for that version: its weights are newer.
-    IF paused IS NULL AND allowed > 0 AND NOT has_quorum(present) AND NOT will_have_quorum(present, caller.unit_s) THEN
+    -- With enough results for the coordinator to make a version of, or if that is near, units wait for that version: its weights are newer.
+    IF paused IS NULL AND allowed > 0 AND NOT has_quorum(present) AND NOT version_is_near(present, caller) THEN
         FOR look IN 1 .. 2 LOOP
             ids := ARRAY(SELECT u.id FROM units u WHERE u.state = 'pending' AND u.queue_position >= greatest(p_after, present.first_position)
                 AND (u.attempts = 0 OR may_retry(u.epoch, u.start, present.lease_timeout_s))
