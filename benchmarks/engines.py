@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.ranks import RankPlace, rank_environment
 from shoal.engines import build, enter
@@ -103,7 +104,9 @@ def memory(here: RankPlace, engine: str) -> float:
         small = ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
         settings |= {f"engine.{name}": "100000" for name in small} | {"engine.zero_stage": stage}
     run = loaded(settings | {"training.device": "cpu"}).run
-    built = build(run, LanguageModelling(build_models(run, Shapes())), torch.device("cpu"), 10, enter(here, torch.device("cpu")))
+    built = build(
+        run, LanguageModelling(build_models(run, DataShapes(vocab_size=256))), torch.device("cpu"), 10, enter(here, torch.device("cpu"))
+    )
     ids = torch.randint(256, (2, 33))
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     held: list[int] = []
@@ -129,10 +132,6 @@ def _held() -> int:
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local if not tensor.is_meta}
     return sum(storages.values())
-
-
-class Shapes:
-    image_shape, num_classes, vocab_size = None, None, 256
 
 
 # --- from outside ----------------------------------------------------------------------------------------

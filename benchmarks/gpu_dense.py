@@ -13,6 +13,7 @@ import torch
 from run import Row
 from torch import Tensor
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.models import build
@@ -24,16 +25,12 @@ STEPS, ROUNDS = 20, 5
 Step = Callable[[], Tensor]
 
 
-class Shapes:
-    image_shape, num_classes, vocab_size = None, None, VOCABULARY
-
-
 def ours(batch: dict[str, Tensor]) -> Step:
     model = {"kind": "gpt", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "max_seq_len": LENGTH}
     training = {"precision": {"kind": "bf16"}, "compile": True, "cuda_graph": True, "optimizer": {"name": "AdamW", "learning_rate": 3e-4}}
     settings = {"model": model, "training": training, "data": {"sequence_length": LENGTH}}
     run = resolve_data(settings, name="bench", dialect="shoal", environ={}).run
-    engine = SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device("cuda"), 10_000, learns=True)
+    engine = SingleEngine(run, LanguageModelling(build(run, DataShapes(vocab_size=VOCABULARY))), torch.device("cuda"), 10_000, learns=True)
     return lambda: engine.step([batch]).metrics["loss"]
 
 

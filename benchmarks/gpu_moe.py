@@ -23,6 +23,7 @@ from gpu_diloco import text_in
 from run import Row
 from torch import Tensor
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.models import build
@@ -40,10 +41,6 @@ SCHEDULE = {"kind": "cosine", "warmup_steps": 2000, "end_learning_rate": 0.0001}
 HEALTH = {"enabled": True, "initial_clip_value": 2.0, "final_clip_value": 0.5, "warmup_steps": 2000}
 
 Step = Callable[[], Tensor]
-
-
-class Shapes:
-    image_shape, num_classes, vocab_size = None, None, VOCABULARY
 
 
 def flops() -> float:
@@ -71,7 +68,7 @@ def engine(task: LanguageModelling | None = None, model: dict[str, Any] | None =
     if task is None:
         torch.manual_seed(0)
         with torch.device("cuda"):
-            task = LanguageModelling(build(run, Shapes()), eos_id=0)
+            task = LanguageModelling(build(run, DataShapes(vocab_size=VOCABULARY)), eos_id=0)
     task.penalties = run.training.penalties
     return SingleEngine(run, task, torch.device("cuda"), 10_000, learns=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.models import build
@@ -20,14 +21,10 @@ from tests.support.rank_processes import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs
 pytestmark = [pytest.mark.whole, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
-class Shapes:
-    image_shape, num_classes, vocab_size = None, None, 257
-
-
 def engine(device: str, **training: object) -> SingleEngine:
     model = {"kind": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
     run = resolve_data({"model": model, "training": training}, name="test", dialect="shoal", environ={}).run
-    return SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device(device), 100)
+    return SingleEngine(run, LanguageModelling(build(run, DataShapes(vocab_size=257))), torch.device(device), 100)
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.engines.optim.adam_state import GradientClip
@@ -21,17 +22,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 KINDS = ["fp32", "bf16", "fp8"]
 
 
-class Shapes:
-    image_shape, num_classes, vocab_size = None, None, 257
-
-
 def engine(kind: str = "moe", device: str = "cuda", seed: int = 0, dropout: float = 0.0, **training: Any) -> SingleEngine:
     model: dict[str, Any] = {"kind": kind, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "dropout": dropout}
     if kind == "moe":
         model["experts"] = {"count": 16, "per_token": 2}
     run = resolve_data({"model": model, "training": {"device": device} | training}, name="test", dialect="shoal", environ={}).run
     torch.manual_seed(seed)
-    return SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device(device), 100, learns=True)
+    return SingleEngine(run, LanguageModelling(build(run, DataShapes(vocab_size=257))), torch.device(device), 100, learns=True)
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:

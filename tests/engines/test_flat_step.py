@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import ConfigError, resolve_data
 from shoal.config.schema.strategy import OuterOptimizer
 from shoal.engines import SingleEngine, single
@@ -27,10 +28,6 @@ from shoal.worker.weights import WorkerWeights
 KINDS = ["fp32", "bf16", "fp8"]
 
 
-class Shapes:
-    image_shape, num_classes, vocab_size = None, None, 23
-
-
 def engine(seed: int = 0, *, rounds: bool = True, kind: str = "gpt", **training: Any) -> SingleEngine:
     model: dict[str, Any] = {"kind": kind, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 8, "dropout": 0.0}
     settings = {"model": model, "training": {"precision": {"kind": "bf16"}, "device": "cpu"} | training}
@@ -38,7 +35,7 @@ def engine(seed: int = 0, *, rounds: bool = True, kind: str = "gpt", **training:
     torch.manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(single, "reads_rounded", lambda run, device: rounds)
-        return SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device("cpu"), 100, learns=True)
+        return SingleEngine(run, LanguageModelling(build(run, DataShapes(vocab_size=23))), torch.device("cpu"), 100, learns=True)
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:

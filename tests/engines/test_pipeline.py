@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.engines import World
 from shoal.models import build as build_models
@@ -120,7 +121,7 @@ def check_slopes(whole: torch.nn.Module, models: list[PartialModel]) -> None:
 def test_a_stage_keeps_nothing_of_the_layers_that_others_have() -> None:
     run = rank_processes.run_of({"kind": "single"})
     run = run.replace(model=resolve_data({"model": rank_processes.DEEP_MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
-    whole = build_models(run, rank_processes.Shapes())["model"]
+    whole = build_models(run, DataShapes(vocab_size=61))["model"]
     others = [weakref.ref(one) for one in whole.get_submodule("blocks.2").parameters()]
     part = partial_model(whole, 1, 2, 3)
     del whole

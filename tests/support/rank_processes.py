@@ -79,14 +79,6 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
         return [json.loads(result.read_text()) for result in results]
 
 
-class Shapes:
-    image_shape, num_classes, vocab_size = None, None, 61
-
-
-class Pictures:
-    image_shape, num_classes, vocab_size = (1, 64, 64), None, None
-
-
 def run_of(engine: dict[str, Any], **training: Any) -> Run:
     model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 12}
     settings = {
@@ -103,7 +95,7 @@ def run_of(engine: dict[str, Any], **training: Any) -> Run:
 
 def engine_of(world: World | None = None, engine: dict[str, Any] | None = None, **training: Any) -> Engine:
     run = run_of(engine or {"kind": "single"}, **training)
-    task = LanguageModelling(build_models(run, Shapes()))
+    task = LanguageModelling(build_models(run, DataShapes(vocab_size=61)))
     device = choose_device(run.training.device, world.rank if world else 0)
     return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
 
@@ -194,7 +186,7 @@ def mixture_engine(world: World | None, engine: dict[str, Any], settings: dict[s
     """An engine with a mixture in which one expert is never chosen."""
     run = run_of(engine, optimizer=PLAIN, **training)
     run = run.replace(model=resolve_data({"model": settings}, name="test", dialect="shoal", environ={}).run.model)
-    players = build_models(run, Shapes())
+    players = build_models(run, DataShapes(vocab_size=61))
     players["model"].get_buffer(IDLE)[0] = -1.0
     task, device = LanguageModelling(players), choose_device(DEVICE, world.rank if world else 0)
     return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
@@ -283,7 +275,7 @@ def statistics(world: World) -> dict[str, Any]:
     model = {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 4}
     data = {"model": model, "training": {"batch_size": 4}, "engine": {"kind": "ddp"}}
     run = resolve_data(data, name="test", dialect="shoal", environ={}).run
-    engine = build(run, Gan(build_models(run, Pictures()), 4, 0), torch.device("cpu"), 10, world)
+    engine = build(run, Gan(build_models(run, DataShapes((1, 64, 64))), 4, 0), torch.device("cpu"), 10, world)
     torch.manual_seed(world.rank)
     for _ in range(2):
         engine.step([{"image": torch.rand(4, 1, 64, 64)}])
@@ -387,7 +379,7 @@ def pipeline_engine(world: World | None, model: dict[str, Any], engine: dict[str
     """An engine for a model of three layers; without a world one process, which is given micro-batches as if they were batches."""
     run = run_of(engine, **{"optimizer": PLAIN} | training)
     run = run.replace(model=resolve_data({"model": model}, name="test", dialect="shoal", environ={}).run.model)
-    task, device = LanguageModelling(build_models(run, Shapes())), choose_device(DEVICE, world.rank if world else 0)
+    task, device = LanguageModelling(build_models(run, DataShapes(vocab_size=61))), choose_device(DEVICE, world.rank if world else 0)
     return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
 
 
