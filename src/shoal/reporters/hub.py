@@ -14,6 +14,7 @@ from shoal import manifest
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
+from shoal.data.text.tokenizers.files import saved_files
 from shoal.errors import ShoalError
 from shoal.reporters.background_push import Pusher, Snapshot
 from shoal.reporters.hub_repository import PushError, Repository
@@ -109,7 +110,7 @@ class HubUploads(Reporter):
     def _needed_to_load(self) -> Iterator[Path]:
         """What `shoal generate` asks for besides weights and settings."""
         yield from (path for path in (self.folder / "data.json", self.folder / plugin_record.FILE) if path.exists())
-        yield from (path for path in sorted((self.folder / "tokenizer").glob("*")) if path.is_file())
+        yield from saved_files(self.folder / "tokenizer").values()
 
     def _sample(self, step: int) -> Path | None:
         found = (path for path in (self.folder / "samples").glob("step-*") if path.stem <= f"step-{step:08d}")

@@ -19,6 +19,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.round_policies import WholeBlock
 from shoal.coordinator.run_plan import MemberLimits, RelayPlace, RunPlan
 from shoal.data.interfaces import Progress
+from shoal.data.text.tokenizers.files import saved_files
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import AdoptWeights, EngineLearner
@@ -287,8 +288,7 @@ def _largest_frame(run: Run, learner: EngineLearner) -> int:
 def _welcome(run: Run, directory: RunDirectory, agreed: RunAgreement, learner: EngineLearner) -> Message:
     """The welcome message of every worker: the configuration, the fingerprint of the data, and the tokenizer's files."""
     text = (directory.path / "config.yaml").read_text(encoding="utf-8")
-    folder = directory.path / "tokenizer"
-    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    files = saved_files(directory.path / "tokenizer")
     return Message(
         {
             "config": text,
@@ -298,8 +298,8 @@ def _welcome(run: Run, directory: RunDirectory, agreed: RunAgreement, learner: E
             "shards": agreed.shards,
             "total_steps": agreed.length.worker_steps,
             "heartbeat_s": run.coordinator.heartbeat_interval_s,
-            "tokenizer": [path.name for path in files],
+            "tokenizer": list(files),
             "size": learner.vector.numel(),
         },
-        tuple(path.read_bytes() for path in files),
+        tuple(path.read_bytes() for path in files.values()),
     )

@@ -92,6 +92,8 @@ def _write_adapters(trained: TrainedModel, folder: Path) -> None:
         raise ShoalError(f"a model of kind {trained.run.model.kind} has no adapters: only models of Hugging Face are trained with LoRA")
     model: Any = trained.task.players["model"]
     model.save_adapters(folder)
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder)
 
 
 def export_network(model: nn.Module, folder: Path) -> None:

@@ -18,6 +18,7 @@ from shoal.config.problems import ConfigError
 from shoal.config.received import Permissions, Sent, hub_names, read_received
 from shoal.data import fingerprint
 from shoal.data.interfaces import Progress
+from shoal.data.text.tokenizers.files import TEMPLATES
 from shoal.engines import Rendezvous, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
@@ -120,8 +121,9 @@ def check_welcome(header: Mapping[str, Any], memory_bytes: int | None) -> None:
 def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:
     """Write the tokenizer's files. Their names are not trusted: none may lead out of the folder."""
     for name, content in zip(names, frames, strict=True):
-        if not _PLAIN_NAME.fullmatch(name) or name.startswith("."):
+        plain = name.removeprefix(f"{TEMPLATES}/")
+        if not _PLAIN_NAME.fullmatch(plain) or plain.startswith("."):
             raise ShoalError(f"the coordinator sent a file with an impossible name: {name!r}")
-        make_folder(folder)
+        make_folder((folder / name).parent)
         with writing(folder / name):
             (folder / name).write_bytes(content)

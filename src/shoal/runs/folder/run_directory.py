@@ -32,6 +32,7 @@ from shoal.config.show import provenance, to_yaml
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere, was_held
 from shoal.coordinator.durable.records import JournalReader
+from shoal.data.text.tokenizers.files import saved_files
 from shoal.errors import ShoalError
 from shoal.files import DamagedFileError, make_folder, open_file, parse_json, read_file, write_file
 from shoal.manifest import FILE as MANIFEST
@@ -276,7 +277,7 @@ def recorded_settings(folder: Path) -> Settings | None:
 
 def unchanging_files(folder: Path) -> list[str]:
     """The names of the files that the run in a folder writes once: settings, data description, plugins and tokenizer."""
-    tokenizer = (path.relative_to(folder).as_posix() for path in (folder / "tokenizer").glob("*") if path.is_file())
+    tokenizer = (f"tokenizer/{name}" for name in saved_files(folder / "tokenizer"))
     return [*(name for name in _WRITTEN_ONCE if (folder / name).exists()), *tokenizer]
 
 

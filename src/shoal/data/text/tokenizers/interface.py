@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.text.tokenizers.files import write_files
 from shoal.files import JsonFormat
 
 Ids = NDArray[np.int32]
 OWN_FILE = "shoal_tokenizer.json"
-"""File of Shoal's own tokenizers in a saved folder; other tokenizers save the files of their library."""
+"""File of Shoal's own tokenizers in a saved folder; other tokenizers save the files that they came with."""
 FORMAT = JsonFormat("tokenizer", 1, ("kind",))
 
 
@@ -27,6 +29,8 @@ class Tokenizer(ABC):
     """End-of-text id; None if the vocabulary has none."""
     pad_id: int
     """Padding id. It may also be an ordinary id, since padding is masked and never recognised by its id."""
+    files: Mapping[str, bytes] = MappingProxyType({})
+    """The files that it came with, by their names in a folder."""
 
     @property
     def separator(self) -> tuple[int, ...]:
@@ -35,7 +39,7 @@ class Tokenizer(ABC):
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The ids that a library puts before every text. Shoal's training adds none; pretrained models expect them."""
+        """The ids that a library puts before every text."""
         return ()
 
     def encode(self, text: str) -> list[int]:
@@ -52,6 +56,10 @@ class Tokenizer(ABC):
         """The content of a tokenizer.json that encodes as this tokenizer does; None: there is none."""
         return None
 
-    @abstractmethod
     def save(self, folder: str | Path) -> None:
-        """Write all files that `load_tokenizer(folder)` needs."""
+        """Write the files that it came with, byte for byte, and what else `load_tokenizer(folder)` needs."""
+        write_files(Path(folder), {**self._made_files(), **self.files})
+
+    @abstractmethod
+    def _made_files(self) -> dict[str, bytes]:
+        """The files to save of a tokenizer that came without files; empty for one that came with them."""

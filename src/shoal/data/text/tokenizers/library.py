@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from shoal.data.packages import import_optional
+from shoal.data.text.tokenizers.files import read_files
 from shoal.data.text.tokenizers.interface import Ids, Tokenizer
 from shoal.errors import ShoalError
-from shoal.files import make_folder, write_file
 from shoal.untrusted.tokenizer_files import check_tokenizer, check_tokenizer_file, check_tokenizer_folder, panic_is_an_error
 
 END_OF_TEXT = "<|endoftext|>"
@@ -25,6 +25,7 @@ _PIECE = 1_000_000
 _CHUNK = 16_000_000
 _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 BPE_VOCABULARY = 4096
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CACHE_FORMAT = 1
 """Version of the cached file, a part of its name: one of another version is not found, and the tokenizer is trained again."""
 
@@ -48,12 +49,13 @@ class LibraryBasedTokenizer(Tokenizer):
 
 
 class LibraryTokenizer(LibraryBasedTokenizer):
-    """A tokenizer of the `tokenizers` library."""
+    """A tokenizer of the `tokenizers` library. `config`: the content of its tokenizer_config.json."""
 
-    def __init__(self, tokenizer: Any, *, name: str, eos: str | None = None, pad: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, name: str, config: Mapping[str, Any], files: Mapping[str, bytes] | None = None) -> None:
         check_tokenizer(tokenizer, name)
         self._tokenizer = tokenizer
-        self.name = name
+        self.name, self.files = name, files or {}
+        eos, pad = token_named(config, "eos_token"), token_named(config, "pad_token")
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._eos = eos if eos in vocabulary else next((end for end in _KNOWN_ENDS if end in vocabulary), None)
@@ -80,22 +82,23 @@ class LibraryTokenizer(LibraryBasedTokenizer):
     def _with_specials(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
 
-    def save(self, folder: str | Path) -> None:
-        """Write files that transformers can read too."""
-        folder = make_folder(Path(folder))
-        write_file(folder / "tokenizer.json", self._tokenizer.to_str(pretty=True))
+    def _made_files(self) -> dict[str, bytes]:
+        """Files that transformers can read, too."""
+        if "tokenizer.json" in self.files or "tokenizer_config.json" in self.files:
+            return {}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eos, "pad_token": self._pad, "name": self.name}
-        write_file(folder / "tokenizer_config.json", json.dumps(config, indent=2))
+        made = {"tokenizer.json": self._tokenizer.to_str(pretty=True), "tokenizer_config.json": json.dumps(config, indent=2)}
+        return {name: text.encode() for name, text in made.items()}
 
 
 class PretrainedTokenizer(LibraryBasedTokenizer):
-    """A tokenizer that only transformers can read: a name on the hub, or a folder without a tokenizer.json."""
+    """A tokenizer that only transformers can read: a folder without a tokenizer.json."""
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    def __init__(self, tokenizer: Any, name: str, files: Mapping[str, bytes]) -> None:
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             check_tokenizer(backend, name)
         self._tokenizer = tokenizer
-        self.name = name
+        self.name, self.files = name, files
         self.vocab_size = max(max(tokenizer.get_vocab().values()) + 1, len(tokenizer))
         self.eos_id: int | None = tokenizer.eos_token_id
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, self.eos_id) if i is not None), 0)
@@ -113,8 +116,8 @@ class PretrainedTokenizer(LibraryBasedTokenizer):
     def _with_specials(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
 
-    def save(self, folder: str | Path) -> None:
-        self._tokenizer.save_pretrained(str(folder))
+    def _made_files(self) -> dict[str, bytes]:
+        return {}
 
 
 def _in_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -145,6 +148,16 @@ def _pieces(text: str) -> list[str]:
 
 def from_json(file: Path, name: str) -> LibraryTokenizer:
     """Load a tokenizer.json. Its end-of-text token is in the tokenizer_config.json of the same folder, or is a well-known one."""
+    tokenizer = _read(file)
+    config = _config(file.parent)
+    _add_tokens(tokenizer, config)
+    files = read_files(file.parent) if file.name == "tokenizer.json" else {}
+    files = files | {"tokenizer.json": file.read_bytes()}
+    return LibraryTokenizer(tokenizer, name=token_named(config, "name") or name, config=config, files=files)
+
+
+def _read(file: Path) -> Any:
+    """The tokenizer of a tokenizer.json. Raises ShoalError."""
     check_tokenizer_file(file)
     try:
         tokenizer = import_optional("tokenizers").Tokenizer.from_file(str(file))
@@ -152,9 +165,22 @@ def from_json(file: Path, name: str) -> LibraryTokenizer:
         raise ShoalError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
     tokenizer.no_truncation()  # a tokenizer.json may contain both
     tokenizer.no_padding()
-    config = _config(file.parent)
-    eos, pad = _token(config, "eos_token"), _token(config, "pad_token")
-    return LibraryTokenizer(tokenizer, name=_token(config, "name") or name, eos=eos, pad=pad)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Any, config: Mapping[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json lists, as transformers does."""
+    listed = config.get("added_tokens_decoder")
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    added_token = import_optional("tokenizers").AddedToken
+    for _, token in sorted(listed.items(), key=_number) if isinstance(listed, dict) else ():
+        if isinstance(token, dict) and isinstance(content := token.get("content"), str) and content and content not in known:
+            flags = {name: token[name] for name in _TOKEN_FLAGS if isinstance(token.get(name), bool)}
+            tokenizer.add_tokens([added_token(content, **flags)])
+
+
+def _number(item: tuple[str, Any]) -> int:
+    return int(item[0]) if item[0].isdecimal() else 0
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -170,7 +196,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _token(config: dict[str, Any], key: str) -> str | None:
+def token_named(config: dict[str, Any], key: str) -> str | None:
     value = config.get(key)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
@@ -187,7 +213,7 @@ def from_vocabulary_and_merges(folder: Path, name: str) -> LibraryTokenizer:
     tokenizer = _byte_level(library, model)
     ends = [end for end in _KNOWN_ENDS if tokenizer.token_to_id(end) is not None]
     tokenizer.add_special_tokens(ends)
-    return LibraryTokenizer(tokenizer, name=name, eos=_token(_config(folder), "eos_token"))
+    return LibraryTokenizer(tokenizer, name=name, config=_config(folder), files=read_files(folder))
 
 
 def _byte_level(library: Any, model: Any) -> Any:
@@ -204,7 +230,7 @@ def train_bpe(texts: Iterable[str], cache_dir: Path | None = None) -> LibraryTok
         raise ShoalError("the tokenizer `bpe` needs a text to be trained on, and there is none")
     cached = cache_dir / f"bpe-{_fingerprint(texts)}.json" if cache_dir else None
     if cached is not None and cached.is_file():
-        return from_json(cached, "bpe")
+        return LibraryTokenizer(_read(cached), name="bpe", config={"eos_token": END_OF_TEXT})
     library = import_optional("tokenizers")
     tokenizer = _byte_level(library, library.models.BPE())
     trainer = library.trainers.BpeTrainer(
@@ -220,7 +246,7 @@ def train_bpe(texts: Iterable[str], cache_dir: Path | None = None) -> LibraryTok
         unfinished = cached.with_suffix(".part")
         tokenizer.save(str(unfinished))
         unfinished.replace(cached)
-    return LibraryTokenizer(tokenizer, name="bpe", eos=END_OF_TEXT)
+    return LibraryTokenizer(tokenizer, name="bpe", config={"eos_token": END_OF_TEXT})
 
 
 def _fingerprint(texts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from shoal.config.path_hints import missing_path_hint
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.packages import import_optional
+from shoal.data.text.tokenizers.files import PATTERNS, TEMPLATE, read_files
 from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Tokenizer
 from shoal.data.text.tokenizers.library import PretrainedTokenizer, from_json, from_vocabulary_and_merges, train_bpe
 from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
@@ -48,20 +49,30 @@ def load_tokenizer(
     return _from_hub(spec, token)
 
 
-def _from_folder(folder: Path) -> Tokenizer:
+def _from_folder(folder: Path, name: str | None = None) -> Tokenizer:
+    name = name or folder.name
     check_manifest(folder, is_small)
     if (own := FORMAT.read(folder / OWN_FILE)) is not None:
-        return _own(folder / OWN_FILE, own)
+        made = _own(folder / OWN_FILE, own)
+        made.files = {name: content for name, content in read_files(folder).items() if name == TEMPLATE}
+        return made
     if (folder / "tokenizer.json").is_file():
-        return from_json(folder / "tokenizer.json", folder.name)
+        return from_json(folder / "tokenizer.json", name)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        return from_vocabulary_and_merges(folder, folder.name)
+        return from_vocabulary_and_merges(folder, name)
     try:
         with quiet():
             import_optional("transformers")
-            return PretrainedTokenizer(read_tokenizer(str(folder)), folder.name)
+            read = read_tokenizer(str(folder))
+            return PretrainedTokenizer(read, name, read_files(folder, _file_names(read)))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ShoalError(f"no tokenizer in {folder}: expected {_FILES}") from error
+
+
+def _file_names(tokenizer: Any) -> list[str]:
+    """The names of the files that the class of a tokenizer reads."""
+    named = getattr(tokenizer, "vocab_files_names", {}).values()
+    return [name for name in named if isinstance(name, str) and name == Path(name).name]
 
 
 def _own(file: Path, content: Mapping[str, Any]) -> Tokenizer:
@@ -78,8 +89,7 @@ def _from_hub(name: str, token: str | None) -> Tokenizer:
     online = hub_answers()
     try:
         with quiet():
-            import_optional("transformers")
-            return PretrainedTokenizer(read_tokenizer(name, token, local_files_only=not online), name)
+            return _from_folder(_downloaded(name, token, online), name)
     except (OSError, ValueError, KeyError) as error:
         near = difflib.get_close_matches(name, OWN, 1)
         guess = f" (did you mean `{near[0]}`?)" if near else ""
@@ -89,6 +99,15 @@ def _from_hub(name: str, token: str | None) -> Tokenizer:
             f"data.tokenizer: `{name}`{guess} is not in the cache, and the Hugging Face hub cannot be reached: put {_FILES} in a folder, "
             "and set data.tokenizer to it; or use `bytes` or `bpe`, which need no download"
         ) from error
+
+
+def _downloaded(name: str, token: str | None, online: bool) -> Path:
+    """The folder with the files of a repository's tokenizer, now or before. Raises OSError and ValueError."""
+    hub = import_optional("huggingface_hub")
+    folder = Path(hub.snapshot_download(name, token=token, allow_patterns=["config.json", *PATTERNS], local_files_only=not online))
+    if not any((folder / pattern).is_file() for pattern in PATTERNS):
+        raise OSError(f"{name} holds no tokenizer: expected {_FILES}")
+    return folder
 
 
 def _first_line(error: Exception) -> str:

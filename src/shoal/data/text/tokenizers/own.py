@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,8 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
 
-    def save(self, folder: str | Path) -> None:
-        _save(folder, {"kind": "bytes"})
+    def _made_files(self) -> dict[str, bytes]:
+        return {OWN_FILE: FORMAT.text({"kind": "bytes"}).encode()}
 
 
 class CharacterTokenizer(Tokenizer):
@@ -72,13 +71,8 @@ class CharacterTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[int(i)] for i in ids)
 
-    def save(self, folder: str | Path) -> None:
-        _save(folder, {"kind": "characters", "alphabet": self.alphabet})
-
-
-def _save(folder: str | Path, content: dict[str, str]) -> None:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    FORMAT.write(Path(folder) / OWN_FILE, content)
+    def _made_files(self) -> dict[str, bytes]:
+        return {OWN_FILE: FORMAT.text({"kind": "characters", "alphabet": self.alphabet}).encode()}
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
