@@ -40,6 +40,10 @@ def test_figures_gradients_weights_and_judgements_are_those_of_one_process(found
             assert seen["buffers"] == wanted["buffers"], "routers moved alike"
             assert seen["written"] == wanted["written"]
             assert seen["judged"] == pytest.approx(wanted["judged"], rel=1e-6)
+            torch.testing.assert_close(
+                torch.tensor(seen["average"]["vector"]), torch.tensor(wanted["average"]["vector"]), rtol=0, atol=1e-6
+            )
+            assert seen["average"]["judged"] == pytest.approx(wanted["average"]["judged"], rel=1e-6)
             for step, figures in enumerate(wanted["figures"]):
                 assert seen["figures"][step] == pytest.approx(figures, rel=1e-5, abs=1e-6)
 
@@ -67,7 +71,7 @@ def test_gradients_are_those_of_torchs_own_pipeline(found: dict[int, list[dict[s
 
 def test_a_checkpoint_goes_on_in_any_number_of_stages_and_under_any_engine(found: dict[int, list[dict[str, Any]]]) -> None:
     single = rank_processes.with_moments(None, '{"kind": "single"}')
-    wanted = rank_processes.losses_together(single, 0, 4)[2:]
+    wanted = [*rank_processes.losses_together(single, 0, 4)[2:], rank_processes.loss_of_average(single)]
     assert rank_processes.gone_on(rank_processes.with_moments(None, '{"kind": "single"}'), found[0][0]["folder"]) == pytest.approx(
         wanted, rel=1e-5
     )

@@ -22,7 +22,14 @@ def alone() -> list[float]:
 @pytest.fixture(scope="module")
 def in_two() -> list[dict[str, Any]]:
     """What two processes found, one after the other."""
-    return rank_processes.together("several", 2, json.dumps(["agreement", DDP, FSDP, KEPT]), '["statistics"]', '["small_last_batch"]')
+    return rank_processes.together(
+        "several",
+        2,
+        json.dumps(["agreement", DDP, FSDP, KEPT]),
+        json.dumps(["averages", DDP, FSDP]),
+        '["statistics"]',
+        '["small_last_batch"]',
+    )
 
 
 def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> None:
@@ -33,6 +40,15 @@ def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> 
 
 def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float], in_two: list[dict[str, Any]]) -> None:
     check_agreement([found["agreement"] for found in in_two], alone)
+
+
+def test_every_engine_averages_evaluates_and_restores_what_one_process_does(in_two: list[dict[str, Any]]) -> None:
+    wanted = rank_processes.averages(None, json.dumps({"kind": "single"}))[json.dumps({"kind": "single"})]
+    for found in in_two:
+        for name, seen in found["averages"].items():
+            torch.testing.assert_close(torch.tensor(seen["average"]), torch.tensor(wanted["average"]), rtol=1e-4, atol=1e-6, msg=name)
+            assert seen["restored"] == seen["average"], name
+            assert seen["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-4), name
 
 
 def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.config.schema.serving import Decoding
+from shoal.config.schema.training import Ema
 from shoal.data import load_tokenizer
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
 from shoal.launch import forkserver
@@ -135,6 +137,23 @@ def several(world: World, *asked: str) -> dict[str, Any]:
 def agreement(world: World, *engines: str) -> dict[str, Any]:
     """Fifty steps of each engine."""
     return {text: losses_of(engine_of(world, json.loads(text))) for text in engines}
+
+
+def averages(world: World | None, *engines: str) -> dict[str, Any]:
+    """The average of the weights after three steps, and the one that an engine restores from its whole tensors."""
+    found: dict[str, Any] = {}
+    for text in engines:
+        engine = engine_of(world, json.loads(text), optimizer=PLAIN)
+        engine.keep_average(Ema(decay=0.8))
+        losses_of(engine, 0, 3)
+        with engine.averaged():
+            found[text] = {"average": engine.vector.tolist(), "evaluated": engine.evaluate(iter(batches(7)))}
+        named = engine.state_dict()["average"]["weights"]
+        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in named.items()}
+        engine.load_state_dict(engine.state_dict() | {"average": {"steps": 3, "weights": whole}})
+        with engine.averaged():
+            found[text]["restored"] = engine.vector.tolist()
+    return found
 
 
 def half_agreement(world: World, *engines: str) -> dict[str, Any]:
@@ -390,7 +409,10 @@ def cut_in_two(found: list[Batch]) -> list[Batch]:
 
 def learned(engine: Engine, cut: Any = lambda found: found) -> dict[str, Any]:
     """The figures of two steps, the gradient of the third, the weights after it, how it is judged, and what it writes."""
+    engine.keep_average(Ema(decay=0.5))
     figures = [engine.world.total(engine.step(cut(batches(step))).metrics) for step in range(2)]
+    with engine.averaged():
+        average = {"vector": engine.vector.tolist(), "judged": engine.evaluate(iter(batches(7)))}
     engine.gradients(cut(batches(2)))
     gradient = engine.gradient.tolist()
     engine.apply(torch.tensor(gradient), 10)
@@ -406,6 +428,7 @@ def learned(engine: Engine, cut: Any = lambda found: found) -> dict[str, Any]:
         "buffers": engine.buffers.tolist(),
         "judged": judged,
         "written": written,
+        "average": average,
     }
 
 
@@ -426,12 +449,17 @@ def saved(engine: Engine, folder: str) -> None:
 
 
 def gone_on(engine: Engine, folder: str) -> list[float]:
-    """The losses of two more steps after a checkpoint."""
+    """The losses of two more steps after a checkpoint, and of the average of the weights."""
     found = Checkpoints(Path(folder), 1).newest(print)
     assert found is not None
     engine.load_weights(found.weights)
     engine.load_state_dict(found.state["engine"])
-    return losses_together(engine, 2, 4)
+    return [*losses_together(engine, 2, 4), loss_of_average(engine)]
+
+
+def loss_of_average(engine: Engine) -> float:
+    with engine.averaged():
+        return engine.evaluate(iter(batches(7)))["loss"]
 
 
 def losses_together(engine: Engine, first: int, last: int) -> list[float]:
@@ -441,7 +469,9 @@ def losses_together(engine: Engine, first: int, last: int) -> list[float]:
 def with_moments(world: World | None, engine: str) -> Engine:
     """A mixture whose optimizer remembers, and of which some steps are clipped."""
     adam = {"name": "AdamW", "learning_rate": 3e-3, "weight_decay": 0.1}
-    return pipeline_engine(world, DEEP_MIXTURE, json.loads(engine), optimizer=adam, gradient_health={"enabled": True})
+    made = pipeline_engine(world, DEEP_MIXTURE, json.loads(engine), optimizer=adam, gradient_health={"enabled": True})
+    made.keep_average(Ema(decay=0.5))
+    return made
 
 
 def oracle(world: World) -> dict[str, list[float]]:

@@ -45,7 +45,7 @@ def evaluate(path: str) -> CheckpointEvaluation:
     batches = held_out_batches(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
     if batches is None:
         raise ShoalError("this run's data has no held-out part to evaluate on")
-    parts.engine.load_weights(trained.checkpoint.weights)
+    parts.engine.load_weights(trained.checkpoint.weights_to_use)
     return CheckpointEvaluation(
         str(trained.checkpoint.path), trained.checkpoint.step, parts.data.info.name, parts.engine.evaluate(batches())
     )

@@ -6,20 +6,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.config.schema.training import Training
+from shoal.config.schema.training import Ema, Training
 from shoal.engines.batch_weights import BatchWeights, length
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor, LossCheck
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.precision.emulation import lower
 from shoal.engines.precision.fp8 import ScaleHistory
+from shoal.engines.weight_average import WeightAverage
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.step_state import step_states
@@ -51,6 +52,8 @@ class Engine(ABC):
         self.track_gradients = run.logging.track_gradients
         self.layouts: dict[str, ParameterLayout] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.average: WeightAverage | None = None
+        """The moving average of the weights, of a run that keeps one."""
         self._spare: Batch | None = None
         self.statistics: list[Tensor] = []
         """BatchNorm's running figures, of networks that are whole in this process."""
@@ -226,7 +229,7 @@ class Engine(ABC):
             self.loss_check.expect_finite()
             self._step_network(name, self.step_count, metrics, self.scaler.is_enabled())
         self.scaler.update()
-        self.step_count += 1
+        self.count_step()
         self._end_step(metrics)
         self._move_state()
         return StepResult(metrics, weighing.total, weighing.samples)
@@ -240,9 +243,15 @@ class Engine(ABC):
         metrics: dict[str, Tensor] = {}
         for name in self.layouts:
             self._step_network(name, step, metrics, scaled=False)
-        self.step_count += 1
+        self.count_step()
         self._move_state()
         return metrics
+
+    def count_step(self) -> None:
+        """The weights have been stepped."""
+        self.step_count += 1
+        if self.average is not None:
+            self.average.update()
 
     def _end_step(self, metrics: dict[str, Tensor]) -> None:
         """Divide figures that all processes know by the number of processes, since figures are summed over processes later."""
@@ -367,6 +376,49 @@ class Engine(ABC):
     @abstractmethod
     def finite(self) -> bool: ...
 
+    # --- the average of the weights ------------------------------------------------------------------
+
+    def keep_average(self, settings: Ema) -> None:
+        """Keep a moving average of the weights from now on, if the settings say so."""
+        if settings.decay is not None:
+            self.average = WeightAverage(settings, self._stepped())
+
+    def _stepped(self) -> list[Tensor]:
+        """The tensors that the optimizer of this process steps in place."""
+        raise ShoalError(f"training.ema.decay: the engine {type(self).__name__} keeps no average of the weights")
+
+    def _named_average(self, values: list[Tensor]) -> dict[str, Tensor]:
+        """Averages of `_stepped` by the names of `weights`; of other processes' parameters placeholders, as in `_moments`."""
+        raise NotImplementedError
+
+    def _average_of(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """The inverse of `_named_average`, from whole tensors."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """Called after the weights were written to."""
+        return
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """For the time of the block the networks have the average of the weights, if one is kept."""
+        if self.average is None or not self.average.steps:
+            yield
+            return
+        try:
+            with self.average.in_place():
+                self.changed()
+                yield
+        finally:
+            self.changed()
+
+    def averaged_weights(self) -> dict[str, Tensor]:
+        """The weights to use and to export: as `weights`, with the average of the trained ones if one is kept."""
+        weights = self.weights()
+        if self.average is None or not self.average.steps:
+            return weights
+        return weights | {name: value for name, value in self._named_average(self.average.values).items() if not value.is_meta}
+
     # --- state -------------------------------------------------------------------------------------
 
     @property
@@ -400,13 +452,20 @@ class Engine(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs besides the weights; tensors and plain values, nothing else. The same for every engine."""
-        return {
-            "step": self.step_count,
-            "kinds": self._kinds(),
-            "optimizers": {name: self._moments(name) for name in self.layouts},
-            "scaler": self.scaler.state_dict(),
-            "health": self.health.state_dict() if self.health else {},
-        } | ({"scales": self.scales.state_dict()} if self.scales else {})
+        average, kept = self.average, dict[str, Any]()
+        if average is not None and average.steps:
+            kept["average"] = {"steps": average.steps, "weights": self._named_average(average.values)}
+        return (
+            kept
+            | {
+                "step": self.step_count,
+                "kinds": self._kinds(),
+                "optimizers": {name: self._moments(name) for name in self.layouts},
+                "scaler": self.scaler.state_dict(),
+                "health": self.health.state_dict() if self.health else {},
+            }
+            | ({"scales": self.scales.state_dict()} if self.scales else {})
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_count = state["step"]
@@ -420,6 +479,8 @@ class Engine(ABC):
             self.health.load_state_dict(state["health"])
         if self.scales is not None and "scales" in state:
             self.scales.load_state_dict(state["scales"])
+        if self.average is not None and "average" in state:
+            self.average.restore(state["average"]["steps"], self._average_of(state["average"]["weights"]))
 
     def gathered(self) -> dict[str, Any]:
         """Statistics collected for the next report, which neither the weights nor `state_dict` hold: saved in the middle of a round."""

@@ -131,6 +131,17 @@ class FsdpEngine(Engine):
             found |= {f"{player}.{name}": value for name, value in tensors_of(network)}
         return found
 
+    def _stepped(self) -> list[Tensor]:
+        return list(self._rows())
+
+    def _named_average(self, values: list[Tensor]) -> dict[str, Tensor]:
+        shapes = [(f"{player}.{name}", shape) for player, shards in self.shards.items() for name, _, shape in shards.in_order()]
+        return {name: as_shard(value, shape, self.mesh) for (name, shape), value in zip(shapes, values, strict=True)}
+
+    def _average_of(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        names = [f"{player}.{name}" for player, shards in self.shards.items() for name in shards.rows]
+        return [part_of(named[name], self.mesh).to(row.device, copy=True) for name, row in zip(names, self._rows(), strict=True)]
+
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         if isinstance(own, DTensor):
             own.to_local().copy_(part_of(value, self.mesh))

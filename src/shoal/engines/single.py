@@ -242,13 +242,31 @@ class SingleEngine(Engine):
             buffer.copy_((value / self.worker_world.size).view_as(buffer))
 
     def weights(self) -> dict[str, Tensor]:
-        trained = {f"{player}.{name}": view for player, one in self.networks.items() for name, view in one.layout.views(one.vector)}
+        trained = dict(self._named_views(self._vector))
         named = {f"{player}.{name}": value for player, module in self.task.players.items() for name, value in tensors_of(module)}
         return {name: trained.get(name, value) for name, value in named.items()}
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         super().load_weights(tensors)
         self.changed()
+
+    def _stepped(self) -> list[Tensor]:
+        return [self._vector]
+
+    def _named_average(self, values: list[Tensor]) -> dict[str, Tensor]:
+        return dict(self._named_views(values[0]))
+
+    def _average_of(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        average = torch.empty_like(self._vector)
+        for name, view in self._named_views(average):
+            view.copy_(named[name])
+        return [average]
+
+    def _named_views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The trained parameters in a vector of this process, by their names in `weights`."""
+        parts = torch.split(vector, [network.vector.numel() for network in self.networks.values()])
+        for (player, network), part in zip(self.networks.items(), parts, strict=True):
+            yield from ((f"{player}.{name}", view) for name, view in network.layout.views(part))
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         own.copy_(value)

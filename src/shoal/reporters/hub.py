@@ -72,7 +72,9 @@ class HubUploads(Reporter):
 
     def _offer(self) -> None:
         try:
-            weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in self.recorder.engine.weights().items()}
+            weights = {
+                name: value.detach().to("cpu", copy=True).contiguous() for name, value in self.recorder.engine.averaged_weights().items()
+            }
             self.pusher.offer(Snapshot(self.recorder.step, facts_of(self.recorder), weights))
         except (MemoryError, RuntimeError, ShoalError) as error:  # PyTorch reports a lack of memory as either of the first two
             self.recorder.message(f"warning: no copy of {self.recorder.step_name} {self.recorder.step} for the hub: {error}")

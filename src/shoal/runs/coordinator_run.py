@@ -198,7 +198,7 @@ class CoordinatorLoop(RecordedLoop):
             self.message(f"warning: no evaluation at {self.recorder.step_name} {self.step}: the one before is still under way")
             return {}
         self.recorder.begin_evaluation()
-        self.evaluator.begin(self.step, self.engine.weights())
+        self.evaluator.begin(self.step, self.engine.averaged_weights())
         return {}
 
     def _show_untrained(self) -> None:

@@ -60,7 +60,7 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     shapes = DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id)
     task = tasks.build(run, models.build(run, shapes), shapes)
     checkpoint = read_weights(pushed) if pushed.exists() else find_checkpoint(path, warn)
-    SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
+    SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights_to_use)
     for player in task.players.values():
         player.eval()
     return TrainedModel(run, task, checkpoint, tokenizer, root, passage_index_of(root))
@@ -154,7 +154,7 @@ def _write(trained: TrainedModel, folder: Path) -> None:
         if trained.tokenizer is not None:
             trained.tokenizer.save(folder)
         return
-    save_weights(folder / "model.safetensors", trained.checkpoint.weights)
+    save_weights(folder / "model.safetensors", trained.checkpoint.weights_to_use)
     for name in ("config.yaml", "data.json", plugin_record.FILE):
         if (trained.root / name).exists():
             shutil.copy(trained.root / name, folder / name)

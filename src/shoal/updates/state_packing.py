@@ -17,6 +17,12 @@ class Checkpoint(NamedTuple):
     weights: Mapping[str, Tensor]
     state: dict[str, Any]
 
+    @property
+    def weights_to_use(self) -> Mapping[str, Tensor]:
+        """The weights, with the moving average of those that a run averages in their place. A run goes on with `weights`."""
+        average = self.state.get("engine", {}).get("average")
+        return self.weights if average is None else {**self.weights, **average["weights"]}
+
 
 def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Nested data with each tensor replaced by its name in `tensors`. Numeric keys stay numbers.

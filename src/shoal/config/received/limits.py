@@ -113,6 +113,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("training.optimizer", Limit.ANY, "name learning_rate weight_decay beta1 beta2 eps momentum moments kwargs"),
     LimitedSettings("training.players", Limit.ANY, "name learning_rate weight_decay beta1 beta2"),
     LimitedSettings("training.schedule", Limit.ANY, "kind warmup_steps warmup end_learning_rate power cycles decay_steps decay timescale"),
+    LimitedSettings("training.ema", Limit.ANY, "decay warmup"),
     LimitedSettings("training.clipping", Limit.ANY, "enabled max_norm"),
     LimitedSettings("training.precision[fp8]", Limit.ANY, "margin interval"),
     LimitedSettings(

@@ -196,6 +196,15 @@ def narrow_moments_are_adams(settings: Settings, engine: str, optimizer: str, mo
         settings.report("engine", message, path, "engine.kind", help="leave it out, or take the engine single or ddp")
 
 
+@rule("training.ema.decay", "engine.kind", "strategy.kind")
+def averages_are_kept_where_steps_are_taken(settings: Settings, decay: float | None, engine: str, strategy: str) -> None:
+    """With workers the coordinator averages, whatever the engine of a worker."""
+    if decay is not None and engine == "deepspeed" and strategy == "local":
+        message = "DeepSpeed keeps the weights that it steps to itself, and no average of them"
+        help = "leave it out, or take the engine fsdp, which shards the average, too"
+        settings.report("engine", message, "training.ema.decay", "engine.kind", help=help)
+
+
 @rule("training.cuda_graph", "engine.kind", "training.precision.kind", "training.gradient_checkpointing")
 def recordings_are_of_plain_passes(settings: Settings, records: bool, engine: str, precision: str, recomputes: bool) -> None:
     path = "training.cuda_graph"

@@ -72,6 +72,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "the schedule is no inverse square root",
     ),
     ("strategy.outer_power", "strategy.outer_schedule", lambda kind: kind != "polynomial", "the outer schedule is no polynomial"),
+    ("training.ema.warmup", "training.ema.decay", lambda decay: decay is None, "no average of the weights is kept"),
     ("training.schedule.warmup", "training.schedule.warmup_steps", lambda steps: not steps, "there is no warm-up"),
     ("training.clipping.max_norm", "training.clipping.enabled", lambda clips: not clips, "gradients are not clipped"),
     ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),

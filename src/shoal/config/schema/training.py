@@ -122,6 +122,15 @@ class Schedule(Section):
     """Of inverse-sqrt: the rate is halved three times as many steps after the warm-up. null: warmup_steps, or 10,000 without a warm-up."""
 
 
+class Ema(Section):
+    """Exponential moving average of the weights, which is evaluated, exported and served in their place."""
+
+    decay: Decay | None = None
+    """Weight of the average before each step's weights are added, such as 0.999; null: no average is kept."""
+    warmup: bool = True
+    """Take a smaller decay at first, (1 + n) / (10 + n) after n steps, so that the first weights are soon forgotten."""
+
+
 class Clipping(Section):
     """Limit on the norm of a step's gradient."""
 
@@ -230,6 +239,7 @@ class Training(Section):
     players: Mapping[str, PlayerOptimizer] = EMPTY
     """Optimizer settings by network: `generator`, `discriminator`, `policy`, `value`."""
     schedule: Schedule = Schedule()
+    ema: Ema = Ema()
     clipping: Clipping = Clipping()
     polyak_alpha: Share | None = None
     """Weight of the server's parameters when a worker pulls: local ← α·server + (1−α)·local (strategy syncps). null: 1."""

@@ -144,10 +144,10 @@ class OuterLearner(EngineLearner):
 
     def _step(self, update: Tensor, step: float, share: float) -> Mapping[str, float]:
         engine, number = self.engine, self.engine.step_count % len(self.spans)
-        engine.step_count += 1
         if self.policy.averages:
             torch.mul(update, share, out=self.parts[number].data)
             engine.changed()
+            engine.count_step()
             return {}
         update = update * share  # not in place: the update may be a view of a frame that is still to be journaled
         limit = self.policy.clip_norm
@@ -159,6 +159,7 @@ class OuterLearner(EngineLearner):
                 group["lr"] = rate
             optimizers.step(optimizer)
         engine.changed()
+        engine.count_step()
         return {"outer_gradient_norm": norm, "outer_learning_rate": rate}
 
     def state_dict(self) -> dict[str, Any]:

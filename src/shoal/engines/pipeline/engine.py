@@ -269,6 +269,15 @@ class PipelineEngine(SingleEngine):
             if self.model.tied is not None:
                 self.model.tied.copy_(tensors[f"model.{self._tied_name}"])
 
+    def changed(self) -> None:
+        super().changed()
+        self._hand_over_tied()
+
+    def _named_average(self, values: list[Tensor]) -> dict[str, Tensor]:
+        here = super()._named_average(values)
+        others = {f"model.{slot.name}": slot.shape for slot in self.layouts["model"].slots}
+        return {name: here[name] if name in here else torch.empty(shape, device="meta") for name, shape in others.items()}
+
     def _moments(self, player: str) -> dict[str, Any]:
         """The optimizer state of this process's parameters, with placeholders for those of other processes, which write them."""
         state = super()._moments(player)

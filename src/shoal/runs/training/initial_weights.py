@@ -49,7 +49,7 @@ def _weights_of(policy: str) -> dict[str, Tensor]:
     """The weights of the other run, or of the model that it exported."""
     check_manifest(run_folder_of(policy))
     exported = Path(policy) / "model.safetensors"
-    return _plain((read_weights(exported) if exported.exists() else find_checkpoint(policy, lambda text: None)).weights)
+    return _plain((read_weights(exported) if exported.exists() else find_checkpoint(policy, lambda text: None)).weights_to_use)
 
 
 def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

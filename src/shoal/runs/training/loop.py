@@ -98,16 +98,20 @@ class TrainingLoop(RecordedLoop):
         if self.held_out is None:
             return {}
         try:
-            metrics = self.engine.evaluate(self._until_interrupted(self.held_out()))
+            with self.engine.averaged():
+                metrics = self.engine.evaluate(self._until_interrupted(self.held_out()))
+                self._write_sample()
         except _Interrupted:
             self.message(f"the evaluation at {self.recorder.step_name} {self.step} was not finished: the run is to end")
             return {}
+        self.recorder.record_evaluation(metrics, self.step)
+        return metrics
+
+    def _write_sample(self) -> None:
         try:
             self.write_sample(self.step)
         except (ShoalError, OSError) as error:
             self.message(f"warning: no sample at {self.recorder.step_name} {self.step}: {error}")
-        self.recorder.record_evaluation(metrics, self.step)
-        return metrics
 
     def _until_interrupted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches until the run is interrupted. Several processes evaluate to the end, since each waits for the others."""

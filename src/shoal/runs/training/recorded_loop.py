@@ -19,6 +19,7 @@ class RecordedLoop(ABC):
     def __init__(self, recorder: Recorder, engine: Engine) -> None:
         self.recorder, self.engine, self.run, self.directory = recorder, engine, recorder.run, recorder.directory
         self.message = recorder.message
+        engine.keep_average(self.run.training.ema)
 
     @property
     def step(self) -> int:
