@@ -20,7 +20,8 @@ from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
 from shoal.models.layers.value_head import ScoreModel
 from shoal.models.moe import Moe
-from shoal.runs.trained_model import export, open_run
+from shoal.runs.export.folder import export
+from shoal.runs.trained_model import open_run
 from shoal.runs.training.train_alone import prepare
 from shoal.tasks.answer_logprobs import PromptAnswers, Reference, as_used, log_probs
 from shoal.tasks.dpo import Dpo

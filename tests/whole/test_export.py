@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,19 @@ def test_a_reward_model_with_lora_ends_with_its_classifier_and_its_adapters() ->
     assert main(["train", "config.yaml", "--run-dir", "run", *settings]) == 0
     assert transformers.AutoModelForSequenceClassification.from_pretrained("run/model").config.num_labels == 1
     assert [path.name for path in Path("run/adapters").glob("*.safetensors")] == ["adapter_model.safetensors"]
+
+
+def test_a_gpt_of_our_own_is_exported_for_transformers_with_its_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [("kind", "gpt"), ("hidden_size", "16"), ("num_layers", "1"), ("num_heads", "2"), ("positions", "rotary")]
+    train(*[word for name, value in sizes for word in ("--set", f"model.{name}={value}")])
+    assert main(["export", "run", "model", "--transformers"]) == 2
+    assert "Llama has no feed_forward gelu" in capsys.readouterr().err
+    assert not list(Path().glob("*model*"))
+    shutil.rmtree("run")
+    train(*[word for name, value in sizes[:4] for word in ("--set", f"model.{name}={value}")])
+    assert main(["export", "run", "model", "--transformers"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    ids = torch.tensor([tokenizer("the quick brown")["input_ids"]])
+    with torch.no_grad():
+        found = transformers.AutoModelForCausalLM.from_pretrained("model").eval()(ids).logits
+        torch.testing.assert_close(found, open_run("run", lambda text: None).task.players["model"](ids), rtol=1e-5, atol=1e-5)

@@ -10,8 +10,9 @@ from shoal.cli.options import parse_with_plugins
 
 EPILOG = """\
 A Hugging Face model is written for AutoModelForCausalLM.from_pretrained, with its tokenizer and with LoRA merged in; --adapters writes
-the LoRA matrices alone. A model of Shoal's own is written as a folder for `shoal generate`; with --mixtral a mixture of experts is written
-for AutoModelForCausalLM.from_pretrained, if Mixtral computes the same. Sharded checkpoints are merged.
+the LoRA matrices alone. A model of Shoal's own is written as a folder for `shoal generate`; with --transformers it is written for
+AutoModelForCausalLM.from_pretrained, if Llama, GPT-2 or, for a mixture of experts, Mixtral computes the same. Sharded checkpoints are
+merged.
 """
 
 
@@ -22,13 +23,13 @@ def run(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     parser.add_argument("folder", metavar="FOLDER", help="the new folder")
     parser.add_argument("--adapters", action="store_true", help="only the LoRA matrices, as peft loads them")
-    parser.add_argument("--mixtral", action="store_true", help="a mixture of experts as a Mixtral model of Transformers")
+    parser.add_argument("--transformers", action="store_true", help="a model of Shoal's own as Llama, GPT-2 or Mixtral of Transformers")
     arguments = parse_with_plugins(parser, argv)
 
-    from shoal.runs.trained_model import export
+    from shoal.runs.export.folder import export
 
-    if arguments.adapters and arguments.mixtral:
-        parser.error("--adapters and --mixtral contradict each other: give one of them")
-    export(arguments.run, Path(arguments.folder), warn, adapters=arguments.adapters, mixtral=arguments.mixtral)
+    if arguments.adapters and arguments.transformers:
+        parser.error("--adapters and --transformers contradict each other: give one of them")
+    export(arguments.run, Path(arguments.folder), warn, adapters=arguments.adapters, transformers=arguments.transformers)
     print(f"written: {arguments.folder}")
     return 0

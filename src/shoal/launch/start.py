@@ -178,7 +178,7 @@ def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None
 
 
 def _outcome(loop: TrainingLoop | CoordinatorLoop, summary: dict[str, Any]) -> RunOutcome:
-    from shoal.runs.trained_model import export_final_model
+    from shoal.runs.export.folder import export_final_model
 
     return RunOutcome(summary, export_final_model(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
 

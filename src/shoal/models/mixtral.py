@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.layers.rotary import THETA
+from shoal.models.layers.rotary import THETA, to_half_pairs
 from shoal.models.transformer import Trunk
 
 
-def as_mixtral(model: Trunk, settings: schema.Moe) -> Any:
+def as_mixtral(model: Trunk, settings: schema.Moe, eos_id: int | None = None) -> Any:
     """The model as transformers' Mixtral. Raises ShoalError where Mixtral lacks a feature."""
     differences = [text for text, differs in _differences(settings) if differs]
     if differences:
         raise ShoalError(
-            f"Mixtral computes something else: it has no {' and no '.join(differences)}; export without --mixtral, as Shoal loads it"
+            f"Mixtral computes something else: it has no {' and no '.join(differences)}; export without --transformers, as Shoal loads it"
         )
     try:
         import transformers
     except ImportError as error:
-        raise ShoalError("--mixtral needs transformers: pip install 'shoal[hf]'") from error
+        raise ShoalError("--transformers needs transformers: pip install 'shoal[hf]'") from error
     config = transformers.MixtralConfig(
         vocab_size=model.vocab_size,
         hidden_size=settings.hidden_size,
@@ -40,7 +40,7 @@ def as_mixtral(model: Trunk, settings: schema.Moe) -> Any:
         tie_word_embeddings=settings.tied_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=eos_id,
     )
     made: Any = transformers.MixtralForCausalLM
     theirs: nn.Module = made(config)
@@ -78,8 +78,8 @@ def _named(model: Trunk, settings: schema.Moe) -> dict[str, Tensor]:
         own, theirs = f"blocks.{layer}", f"model.layers.{layer}"
         parts = torch.split(state[f"{own}.attention.query_key_value.weight"], [heads * size, kv_heads * size, kv_heads * size])
         named |= {
-            f"{theirs}.self_attn.q_proj.weight": _halves(parts[0], heads),
-            f"{theirs}.self_attn.k_proj.weight": _halves(parts[1], kv_heads),
+            f"{theirs}.self_attn.q_proj.weight": to_half_pairs(parts[0], size),
+            f"{theirs}.self_attn.k_proj.weight": to_half_pairs(parts[1], size),
             f"{theirs}.self_attn.v_proj.weight": parts[2],
             f"{theirs}.self_attn.o_proj.weight": state[f"{own}.attention.output.weight"],
             f"{theirs}.mlp.gate.weight": state[f"{own}.feed_forward.router.weight"],
@@ -89,8 +89,3 @@ def _named(model: Trunk, settings: schema.Moe) -> dict[str, Tensor]:
             f"{theirs}.post_attention_layernorm.weight": state[f"{own}.feed_forward_norm.weight"],
         }
     return named
-
-
-def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows from rotary pairs (2i, 2i + 1) to pairs (i, i + half), as in transformers."""
-    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

@@ -52,7 +52,7 @@ class Result:
         """Write the trained model into a new folder: a Transformers model for `from_pretrained`, another one as `model.safetensors`.
 
         Raises ShoalError."""
-        from shoal.runs.trained_model import export, export_network
+        from shoal.runs.export.folder import export, export_network
 
         folder = Path(path)
         if self.model is None:

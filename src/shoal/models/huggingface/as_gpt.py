@@ -21,40 +21,14 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.small_copy import narrowed, small_copy
-from shoal.models.layers.rotary import Rotary
+from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, sources
+from shoal.models.layers.rotary import Rotary, to_adjacent_pairs
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 from shoal.models.transformer import PLAIN, Variant
 
 Get = Callable[[str], Tensor]
 """Gives a tensor by its name."""
 
-_LLAMA = {
-    "layers": "inner.model.layers",
-    "token_embedding": ("inner.model.embed_tokens",),
-    "norm": ("inner.model.norm",),
-    "output": ("inner.lm_head",),
-    "attention_norm": ("input_layernorm",),
-    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.query_norm": ("self_attn.q_norm",),
-    "attention.key_norm": ("self_attn.k_norm",),
-    "attention.output": ("self_attn.o_proj",),
-    "feed_forward_norm": ("post_attention_layernorm",),
-    "feed_forward.up": ("mlp.gate_proj", "mlp.up_proj"),
-    "feed_forward.down": ("mlp.down_proj",),
-}
-_GPT2 = {
-    "layers": "inner.transformer.h",
-    "token_embedding": ("inner.transformer.wte",),
-    "position_embedding": ("inner.transformer.wpe",),
-    "norm": ("inner.transformer.ln_f",),
-    "output": ("inner.lm_head",),
-    "attention_norm": ("ln_1",),
-    "attention.query_key_value": ("attn.c_attn",),
-    "attention.output": ("attn.c_proj",),
-    "feed_forward_norm": ("ln_2",),
-    "feed_forward.up": ("mlp.c_fc",),
-    "feed_forward.down": ("mlp.c_proj",),
-}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2")
 _ROTARY_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary positions whose frequencies do not depend on the length of the text."""
@@ -70,7 +44,7 @@ class GptConversion:
         config = inner.config
         self.vocab_size: int = config.vocab_size
         self.gpt2 = config.model_type == "gpt2"
-        self.names: Mapping[str, Any] = _GPT2 if self.gpt2 else _LLAMA
+        self.names: Mapping[str, Any] = GPT2_NAMES if self.gpt2 else LLAMA_NAMES
         self.settings = _of_gpt2(config) if self.gpt2 else _of_llama(config)
         if self.settings.max_seq_len > _MOST_POSITIONS:
             raise ShoalError("its table of positions would fill the memory")
@@ -93,11 +67,7 @@ class GptConversion:
 
     def sources(self, name: str) -> list[str]:
         """The names, in the model's own files, of the parts of a tensor of `Gpt`."""
-        module, _, kind = name.rpartition(".")
-        if not module.startswith("blocks."):
-            return [f"{source}.{kind}" for source in self.names[module]]
-        _, layer, part = module.split(".", 2)
-        return [f"{self.names['layers']}.{layer}.{source}.{kind}" for source in self.names[part]]
+        return sources(self.names, name)
 
     def tensor(self, name: str, get: Get) -> Tensor:
         """A tensor of `Gpt`. `get` returns tensors of the model's own files by name."""
@@ -106,9 +76,9 @@ class GptConversion:
             # GPT-2's matrices are transposed, except for the embeddings
             return parts[0].t().contiguous() if parts[0].dim() == 2 and name.startswith("blocks.") else parts[0]
         if "query_key_value" in name:
-            parts[:2] = [_pairs(part, self._head_size) for part in parts[:2]]
+            parts[:2] = [to_adjacent_pairs(part, self._head_size) for part in parts[:2]]
         if name.endswith(("query_norm.weight", "key_norm.weight")):
-            parts = [_pairs(parts[0], self._head_size)]
+            parts = [to_adjacent_pairs(parts[0], self._head_size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def convert(self, get: Get) -> Gpt:
@@ -172,11 +142,6 @@ def _kinds(config: Any) -> list[str]:
     if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
         return ["window"]
     return list(getattr(config, "layer_types", None) or [])
-
-
-def _pairs(matrix: Tensor, head_size: int) -> Tensor:
-    """Reorder rows of queries or keys: Llama's rotary pairs are (i, i + half), ours are (2i, 2i + 1)."""
-    return matrix.view(-1, 2, head_size // 2, *matrix.shape[1:]).transpose(1, 2).reshape(matrix.shape)
 
 
 _KNOWN: dict[str, GptConversion | None] = {}

@@ -57,6 +57,16 @@ def rotate(x_BLNE: Tensor, turns_LP2: Tensor) -> Tensor:
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x_BLNE.dtype)
 
 
+def to_adjacent_pairs(rows: Tensor, head_size: int) -> Tensor:
+    """Reorder rows of queries or keys from rotary pairs (i, i + half), as in transformers, to pairs (2i, 2i + 1), as here."""
+    return rows.view(-1, 2, head_size // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def to_half_pairs(rows: Tensor, head_size: int) -> Tensor:
+    """The inverse of `to_adjacent_pairs`."""
+    return rows.view(-1, head_size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
 def turns_in_one_pass(all_BLNE: Tensor, turns_LP2: Tensor) -> bool:
     """Whether `kernels/rotary` splits and rotates these heads: on a GPU in half precision."""
     size = all_BLNE.shape[-1]

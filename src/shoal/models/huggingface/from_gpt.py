@@ -1,0 +1,104 @@
+"""Conversion of Shoal's own GPT to Llama or GPT-2 of transformers, where one of them computes the same.
+
+Llama: rotary positions, SwiGLU, RMS normalisation; its biases are settings. GPT-2: learned positions, GELU (tanh), layer normalisation,
+one key and value head per query head; it always has biases, which are zero where the GPT has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models.gpt import Gpt
+from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, Names, sources
+from shoal.models.layers.rotary import THETA, to_half_pairs
+from shoal.untrusted.huggingface import causal_model_of
+
+_EXPECTED = {
+    "Llama": {"positions": "rotary", "feed_forward": "swiglu", "norm": "rms"},
+    "GPT-2": {"positions": "learned", "feed_forward": "gelu", "norm": "layer"},
+}
+
+
+def as_llama_or_gpt2(model: Gpt, settings: schema.Gpt, eos_id: int | None) -> Any:
+    """The model as transformers' Llama or GPT-2. Raises ShoalError where both compute something else."""
+    differences = {family: _differences(settings, family) for family in _EXPECTED}
+    family = next((family for family, found in differences.items() if not found), None)
+    if family is None:
+        reasons = "; ".join(f"{family} has no {' and no '.join(found)}" for family, found in differences.items())
+        raise ShoalError(f"no model of Transformers computes the same: {reasons}; `shoal generate` loads the export without --transformers")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ShoalError("--transformers needs transformers: pip install 'shoal[hf]'") from error
+    shape = _llama_shape(settings) if family == "Llama" else _gpt2_shape(settings)
+    made = transformers.LlamaConfig if family == "Llama" else transformers.GPT2Config
+    shape |= {"vocab_size": model.vocab_size, "tie_word_embeddings": settings.tied_embeddings, "bos_token_id": None, "eos_token_id": eos_id}
+    theirs: Any = causal_model_of(made(**shape))
+    state = _named(model, settings, LLAMA_NAMES if family == "Llama" else GPT2_NAMES)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(state[name]) if name in state else parameter.zero_()  # a bias that the GPT does not have
+    return theirs.eval()
+
+
+def _differences(settings: schema.Gpt, family: str) -> list[str]:
+    """Settings of the model that the family does not compute."""
+    found = [f"{name} {getattr(settings, name)}" for name, value in _EXPECTED[family].items() if getattr(settings, name) != value]
+    if family == "GPT-2" and settings.num_kv_heads not in (None, settings.num_heads):
+        found.append(f"num_kv_heads {settings.num_kv_heads}")
+    return found
+
+
+def _llama_shape(settings: schema.Gpt) -> dict[str, Any]:
+    return {
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size or 4 * settings.hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_kv_heads or settings.num_heads,
+        "max_position_embeddings": settings.max_seq_len,
+        "rms_norm_eps": settings.norm_eps,
+        "attention_bias": settings.bias,
+        "mlp_bias": settings.bias,
+        "attention_dropout": settings.dropout,
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+    }
+
+
+def _gpt2_shape(settings: schema.Gpt) -> dict[str, Any]:
+    return {
+        "n_embd": settings.hidden_size,
+        "n_inner": settings.intermediate_size,
+        "n_layer": settings.num_layers,
+        "n_head": settings.num_heads,
+        "n_positions": settings.max_seq_len,
+        "layer_norm_epsilon": settings.norm_eps,
+        "activation_function": "gelu_new",
+        "resid_pdrop": settings.dropout,
+        "embd_pdrop": settings.dropout,
+        "attn_pdrop": settings.dropout,
+    }
+
+
+def _named(model: Gpt, settings: schema.Gpt, names: Names) -> dict[str, Tensor]:
+    """The weights under the family's names and in its layout. Tied matrices are named once."""
+    size, kv_heads = settings.hidden_size // settings.num_heads, settings.num_kv_heads or settings.num_heads
+    found = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        if name.startswith("value_head."):  # of a policy's training
+            continue
+        value, targets = parameter.detach().cpu().float(), sources(names, name)
+        if names is GPT2_NAMES:
+            parts = [value.t() if value.dim() == 2 and name.startswith("blocks.") else value]
+        elif "query_key_value" in name:
+            query, key, content = torch.split(value, [settings.num_heads * size, kv_heads * size, kv_heads * size])
+            parts = [to_half_pairs(query, size), to_half_pairs(key, size), content]
+        else:
+            parts = list(value.chunk(len(targets)))
+        found |= {target.removeprefix("inner."): part for target, part in zip(targets, parts, strict=True)}
+    return found

@@ -1,0 +1,45 @@
+"""Names of the tensors of Llama and GPT-2 in transformers, by the names of the modules of Shoal's own GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Names = Mapping[str, Any]
+
+LLAMA_NAMES: Names = {
+    "layers": "inner.model.layers",
+    "token_embedding": ("inner.model.embed_tokens",),
+    "norm": ("inner.model.norm",),
+    "output": ("inner.lm_head",),
+    "attention_norm": ("input_layernorm",),
+    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.query_norm": ("self_attn.q_norm",),
+    "attention.key_norm": ("self_attn.k_norm",),
+    "attention.output": ("self_attn.o_proj",),
+    "feed_forward_norm": ("post_attention_layernorm",),
+    "feed_forward.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "feed_forward.down": ("mlp.down_proj",),
+}
+GPT2_NAMES: Names = {
+    "layers": "inner.transformer.h",
+    "token_embedding": ("inner.transformer.wte",),
+    "position_embedding": ("inner.transformer.wpe",),
+    "norm": ("inner.transformer.ln_f",),
+    "output": ("inner.lm_head",),
+    "attention_norm": ("ln_1",),
+    "attention.query_key_value": ("attn.c_attn",),
+    "attention.output": ("attn.c_proj",),
+    "feed_forward_norm": ("ln_2",),
+    "feed_forward.up": ("mlp.c_fc",),
+    "feed_forward.down": ("mlp.c_proj",),
+}
+
+
+def sources(names: Names, name: str) -> list[str]:
+    """The names, in the model's own files, of the parts that a tensor of `Gpt` is concatenated from."""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("blocks."):
+        return [f"{source}.{kind}" for source in names[module]]
+    _, layer, part = module.split(".", 2)
+    return [f"{names['layers']}.{layer}.{source}.{kind}" for source in names[part]]

@@ -1,0 +1,131 @@
+"""Writes a run's networks into a folder for other programs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.config import Run
+from shoal.config.schema.model import Moe
+from shoal.data.text.tokenizers.for_transformers import save_for_transformers
+from shoal.errors import ShoalError
+from shoal.manifest import write_manifest
+from shoal.models.gpt import Gpt
+from shoal.models.huggingface.from_gpt import as_llama_or_gpt2
+from shoal.models.mixtral import as_mixtral
+from shoal.models.transformer import Trunk
+from shoal.runs.folder import plugin_record
+from shoal.runs.folder.checkpoint import save_weights
+from shoal.runs.trained_model import TrainedModel, open_run
+
+
+def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, transformers: bool = False) -> None:
+    """Write a run's networks to a new folder, which appears whole or not at all. Raises ShoalError.
+
+    A Hugging Face model is written for transformers, or with `adapters` only its LoRA matrices, for peft. A model of Shoal is written for
+    `shoal generate`, or with `transformers` for transformers, where one of its models computes the same.
+    """
+    _refuse_full(folder)
+    trained = open_run(path, warn)
+    write = _write_adapters if adapters else _write_for_transformers if transformers else _write
+    _appear(folder, lambda partial: write(trained, partial))
+
+
+def _write_for_transformers(trained: TrainedModel, folder: Path) -> None:
+    settings: Any = trained.run.model
+    model = trained.task.players.get("model")
+    if settings.kind == "huggingface":
+        _write(trained, folder)
+        return
+    eos_id = trained.tokenizer.eos_id if trained.tokenizer is not None else None
+    if isinstance(settings, Moe) and isinstance(model, Trunk):
+        as_mixtral(model, settings, eos_id).save_pretrained(str(folder))
+    elif isinstance(model, Gpt):
+        as_llama_or_gpt2(model, settings, eos_id).save_pretrained(str(folder))
+    else:
+        raise ShoalError(
+            f"Transformers has no model like a {type(model).__name__} of kind {settings.kind}: export it without --transformers"
+        )
+    if trained.tokenizer is not None:
+        save_for_transformers(trained.tokenizer, folder)
+
+
+def _write_adapters(trained: TrainedModel, folder: Path) -> None:
+    if trained.run.model.kind != "huggingface":
+        raise ShoalError(f"a model of kind {trained.run.model.kind} has no adapters: only models of Hugging Face are trained with LoRA")
+    model: Any = trained.task.players["model"]
+    model.save_adapters(folder)
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder)
+
+
+def export_network(model: nn.Module, folder: Path) -> None:
+    """Write the network of a program: for transformers where it is one of its models, else its weights by name."""
+
+    def write(partial: Path) -> None:
+        save = getattr(model, "save_pretrained", None)
+        if save is not None:
+            save(str(partial))
+        else:
+            tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+            save_weights(partial / "model.safetensors", tensors)
+
+    _refuse_full(folder)
+    _appear(folder, write)
+
+
+def _refuse_full(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ShoalError(f"{folder} is there already, and not empty: choose another folder")
+
+
+def _appear(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder with its manifest, which appears whole or not at all."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        write_manifest(partial)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except (ShoalError, OSError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, ShoalError):
+            raise ShoalError(str(error).replace(str(partial), str(folder))) from None
+        raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
+
+
+def export_final_model(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
+    """Export the model of a completed run into its folder, if transformers can load it. Return that folder, else None."""
+    if run.model.kind != "huggingface" or summary["status"] != "completed":
+        return None
+    final = folder / "model"
+    shutil.rmtree(final, ignore_errors=True)  # from before the run was resumed
+    export(str(folder), final, lambda text: None)
+    if getattr(run.model, "lora", None) is not None:
+        shutil.rmtree(folder / "adapters", ignore_errors=True)
+        export(str(folder), folder / "adapters", lambda text: None, adapters=True)
+    return final
+
+
+def _write(trained: TrainedModel, folder: Path) -> None:
+    if trained.run.model.kind == "huggingface":
+        model: Any = trained.task.players["model"]
+        model.save(folder)
+        if trained.tokenizer is not None:
+            trained.tokenizer.save(folder)
+        return
+    save_weights(folder / "model.safetensors", trained.checkpoint.weights_to_use)
+    for name in ("config.yaml", "data.json", plugin_record.FILE):
+        if (trained.root / name).exists():
+            shutil.copy(trained.root / name, folder / name)
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder / "tokenizer")
+    if trained.passages is not None:
+        shutil.copytree(trained.passages, folder / "passages")
