@@ -1,4 +1,4 @@
-"""Shoal's own GPT as Llama or GPT-2 of transformers: the same logits, and refused where neither computes the same."""
+"""Shoal's own GPT as a model of transformers: the same logits, and refused where none computes the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.data.text.tokenizers.for_transformers import save_for_transformers
 from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface.from_gpt import as_llama_or_gpt2
+from shoal.models.huggingface.from_gpt import as_transformers
 
 transformers = pytest.importorskip("transformers")
 LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "norm": "rms"}
@@ -31,6 +31,8 @@ def shaken(**settings) -> tuple[Gpt, schema.Gpt]:
     [
         ("llama", LLAMA | {"bias": False, "num_kv_heads": 2, "intermediate_size": 40}),
         ("llama", LLAMA | {"bias": True, "tied_embeddings": False, "norm_eps": 1e-3}),
+        ("gpt_neox", {"positions": "rotary"}),
+        ("gpt_neox", {"positions": "rotary", "bias": False, "tied_embeddings": False, "intermediate_size": 40, "norm_eps": 1e-3}),
         ("gpt2", {"dropout": 0.1}),
         ("gpt2", {"bias": False, "tied_embeddings": False, "intermediate_size": 40, "norm_eps": 1e-3}),
     ],
@@ -38,7 +40,7 @@ def shaken(**settings) -> tuple[Gpt, schema.Gpt]:
 @torch.inference_mode()
 def test_transformers_computes_the_same_logits_from_the_folder(tmp_path, family, settings):
     model, chosen = shaken(**settings)
-    as_llama_or_gpt2(model, chosen, 30).save_pretrained(tmp_path)
+    as_transformers(model, chosen, 30).save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False).eval()
     assert theirs.config.model_type == family
     assert theirs.generation_config.eos_token_id == 30
@@ -49,13 +51,13 @@ def test_transformers_computes_the_same_logits_from_the_folder(tmp_path, family,
 @pytest.mark.parametrize(
     ("settings", "reasons"),
     [
-        ({"positions": "rotary"}, ["Llama has no feed_forward gelu and no norm layer", "GPT-2 has no positions rotary"]),
+        ({"positions": "rotary", "norm": "rms"}, ["Llama has no feed_forward gelu;", "GPT-2 has no positions rotary and no norm rms"]),
         ({"num_kv_heads": 2}, ["GPT-2 has no num_kv_heads 2"]),
     ],
 )
-def test_what_neither_computes_is_refused_with_the_reason(settings, reasons):
+def test_what_none_computes_is_refused_with_the_reason(settings, reasons):
     with pytest.raises(ShoalError) as refused:
-        as_llama_or_gpt2(*shaken(**settings), None)
+        as_transformers(*shaken(**settings), None)
     assert all(reason in str(refused.value) for reason in reasons)
 
 

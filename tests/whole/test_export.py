@@ -128,10 +128,10 @@ def test_a_reward_model_with_lora_ends_with_its_classifier_and_its_adapters() ->
 
 
 def test_a_gpt_of_our_own_is_exported_for_transformers_with_its_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [("kind", "gpt"), ("hidden_size", "16"), ("num_layers", "1"), ("num_heads", "2"), ("positions", "rotary")]
+    sizes = [("kind", "gpt"), ("hidden_size", "16"), ("num_layers", "1"), ("num_heads", "2"), ("feed_forward", "swiglu")]
     train(*[word for name, value in sizes for word in ("--set", f"model.{name}={value}")])
     assert main(["export", "run", "model", "--transformers"]) == 2
-    assert "Llama has no feed_forward gelu" in capsys.readouterr().err
+    assert "GPT-2 has no feed_forward swiglu" in capsys.readouterr().err
     assert not list(Path().glob("*model*"))
     shutil.rmtree("run")
     train(*[word for name, value in sizes[:4] for word in ("--set", f"model.{name}={value}")])

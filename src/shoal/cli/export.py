@@ -11,8 +11,8 @@ from shoal.cli.options import parse_with_plugins
 EPILOG = """\
 A Hugging Face model is written for AutoModelForCausalLM.from_pretrained, with its tokenizer and with LoRA merged in; --adapters writes
 the LoRA matrices alone. A model of Shoal's own is written as a folder for `shoal generate`; with --transformers it is written for
-AutoModelForCausalLM.from_pretrained, if Llama, GPT-2 or, for a mixture of experts, Mixtral computes the same. Sharded checkpoints are
-merged.
+AutoModelForCausalLM.from_pretrained, if Llama, GPT-2 or GPT-NeoX, or for a mixture of experts Mixtral, computes the same. Sharded
+checkpoints are merged.
 """
 
 
@@ -23,7 +23,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     parser.add_argument("folder", metavar="FOLDER", help="the new folder")
     parser.add_argument("--adapters", action="store_true", help="only the LoRA matrices, as peft loads them")
-    parser.add_argument("--transformers", action="store_true", help="a model of Shoal's own as Llama, GPT-2 or Mixtral of Transformers")
+    parser.add_argument("--transformers", action="store_true", help="a model of Shoal's own as one of Transformers that computes the same")
     arguments = parse_with_plugins(parser, argv)
 
     from shoal.runs.export.folder import export

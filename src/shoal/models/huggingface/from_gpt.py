@@ -1,7 +1,12 @@
-"""Conversion of Shoal's own GPT to Llama or GPT-2 of transformers, where one of them computes the same.
+"""Conversion of Shoal's own GPT to a model of transformers that computes the same: Llama, GPT-2 or GPT-NeoX.
 
-Llama: rotary positions, SwiGLU, RMS normalisation; its biases are settings. GPT-2: learned positions, GELU (tanh), layer normalisation,
-one key and value head per query head; it always has biases, which are zero where the GPT has none.
+| | positions | feed-forward | normalisation | key and value heads |
+|---|---|---|---|---|
+| Llama | rotary | SwiGLU | RMS | any number |
+| GPT-2 | learned | GELU (tanh) | layer | as many as query heads |
+| GPT-NeoX | rotary | GELU (tanh) | layer | as many as query heads |
+
+Biases are settings of Llama. The others always have them; they are zero where the GPT has none.
 """
 
 from __future__ import annotations
@@ -14,32 +19,34 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, Names, sources
+from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, NEOX_NAMES, Names, sources
 from shoal.models.layers.rotary import THETA, to_half_pairs
 from shoal.untrusted.huggingface import causal_model_of
 
 _EXPECTED = {
     "Llama": {"positions": "rotary", "feed_forward": "swiglu", "norm": "rms"},
     "GPT-2": {"positions": "learned", "feed_forward": "gelu", "norm": "layer"},
+    "GPT-NeoX": {"positions": "rotary", "feed_forward": "gelu", "norm": "layer"},
 }
+_NAMES = {"Llama": LLAMA_NAMES, "GPT-2": GPT2_NAMES, "GPT-NeoX": NEOX_NAMES}
 
 
-def as_llama_or_gpt2(model: Gpt, settings: schema.Gpt, eos_id: int | None) -> Any:
-    """The model as transformers' Llama or GPT-2. Raises ShoalError where both compute something else."""
+def as_transformers(model: Gpt, settings: schema.Gpt, eos_id: int | None) -> Any:
+    """The model as one of transformers. Raises ShoalError where none computes the same."""
     differences = {family: _differences(settings, family) for family in _EXPECTED}
     family = next((family for family, found in differences.items() if not found), None)
     if family is None:
         reasons = "; ".join(f"{family} has no {' and no '.join(found)}" for family, found in differences.items())
-        raise ShoalError(f"no model of Transformers computes the same: {reasons}; `shoal generate` loads the export without --transformers")
+        raise ShoalError(f"no model of Transformers computes the same: {reasons}; export it without --transformers, for `shoal generate`")
+    shape = {"Llama": _llama_shape, "GPT-2": _gpt2_shape, "GPT-NeoX": _neox_shape}[family](settings)
+    shape |= {"vocab_size": model.vocab_size, "tie_word_embeddings": settings.tied_embeddings, "bos_token_id": None, "eos_token_id": eos_id}
     try:
         import transformers
     except ImportError as error:
         raise ShoalError("--transformers needs transformers: pip install 'shoal[hf]'") from error
-    shape = _llama_shape(settings) if family == "Llama" else _gpt2_shape(settings)
-    made = transformers.LlamaConfig if family == "Llama" else transformers.GPT2Config
-    shape |= {"vocab_size": model.vocab_size, "tie_word_embeddings": settings.tied_embeddings, "bos_token_id": None, "eos_token_id": eos_id}
+    made: Any = {"Llama": transformers.LlamaConfig, "GPT-2": transformers.GPT2Config, "GPT-NeoX": transformers.GPTNeoXConfig}[family]
     theirs: Any = causal_model_of(made(**shape))
-    state = _named(model, settings, LLAMA_NAMES if family == "Llama" else GPT2_NAMES)
+    state = _named(model, settings, _NAMES[family])
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.copy_(state[name]) if name in state else parameter.zero_()  # a bias that the GPT does not have
@@ -49,7 +56,7 @@ def as_llama_or_gpt2(model: Gpt, settings: schema.Gpt, eos_id: int | None) -> An
 def _differences(settings: schema.Gpt, family: str) -> list[str]:
     """Settings of the model that the family does not compute."""
     found = [f"{name} {getattr(settings, name)}" for name, value in _EXPECTED[family].items() if getattr(settings, name) != value]
-    if family == "GPT-2" and settings.num_kv_heads not in (None, settings.num_heads):
+    if family != "Llama" and settings.num_kv_heads not in (None, settings.num_heads):
         found.append(f"num_kv_heads {settings.num_kv_heads}")
     return found
 
@@ -85,6 +92,22 @@ def _gpt2_shape(settings: schema.Gpt) -> dict[str, Any]:
     }
 
 
+def _neox_shape(settings: schema.Gpt) -> dict[str, Any]:
+    return {
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size or 4 * settings.hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "max_position_embeddings": settings.max_seq_len,
+        "layer_norm_eps": settings.norm_eps,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_parallel_residual": False,
+        "hidden_dropout": settings.dropout,
+        "attention_dropout": settings.dropout,
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 1.0},
+    }
+
+
 def _named(model: Gpt, settings: schema.Gpt, names: Names) -> dict[str, Tensor]:
     """The weights under the family's names and in its layout. Tied matrices are named once."""
     size, kv_heads = settings.hidden_size // settings.num_heads, settings.num_kv_heads or settings.num_heads
@@ -98,6 +121,8 @@ def _named(model: Gpt, settings: schema.Gpt, names: Names) -> dict[str, Tensor]:
         elif "query_key_value" in name:
             query, key, content = torch.split(value, [settings.num_heads * size, kv_heads * size, kv_heads * size])
             parts = [to_half_pairs(query, size), to_half_pairs(key, size), content]
+            if names is NEOX_NAMES:  # head by head
+                parts = [torch.stack([part.view(-1, size, *part.shape[1:]) for part in parts], 1).flatten(0, 2)]
         else:
             parts = list(value.chunk(len(targets)))
         found |= {target.removeprefix("inner."): part for target, part in zip(targets, parts, strict=True)}

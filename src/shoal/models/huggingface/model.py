@@ -160,15 +160,15 @@ class HuggingFace(nn.Module):
             raise ShoalError(
                 "the run trained all weights of the model (model.lora is null), so there are no adapters: export the whole model"
             )
-        self.inner.save_pretrained(str(folder), safe_serialization=True)
+        pretrained.save(self.inner, folder)
 
     def save(self, folder: Path) -> None:
         """Save for `AutoModelForCausalLM.from_pretrained`, with LoRA adapters merged. The model must not be used afterwards."""
-        self._merged().save_pretrained(str(folder), safe_serialization=True)
+        pretrained.save(self._merged(), folder)
 
     def save_scored(self, folder: Path, head_1D: Tensor) -> None:
         """Save for `AutoModelForSequenceClassification.from_pretrained`, with one label. The model must not be used afterwards."""
-        pretrained.as_classifier(self._merged(), head_1D).save_pretrained(str(folder), safe_serialization=True)
+        pretrained.save(pretrained.as_classifier(self._merged(), head_1D), folder)
 
     def _merged(self) -> Any:
         return self.inner.merge_and_unload() if self.has_adapters else self.inner

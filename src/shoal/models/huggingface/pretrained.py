@@ -74,6 +74,12 @@ def check_layers(model: schema.HuggingFace, config: Any) -> None:
         raise misfit("model.num_layers", model.num_layers, f"{model.pretrained} (model.pretrained) has {layers} layers", str(layers))
 
 
+def save(inner: Any, folder: Path) -> None:
+    """Write a model, or the adapters of a model, as safetensors."""
+    with _quiet(str(folder)):
+        inner.save_pretrained(str(folder), safe_serialization=True)
+
+
 @contextmanager
 def _explained(setting: str, name: str) -> Iterator[None]:
     """Turn the exceptions of transformers into one line that says what to do."""

@@ -1,4 +1,4 @@
-"""Names of the tensors of Llama and GPT-2 in transformers, by the names of the modules of Shoal's own GPT."""
+"""Names of the tensors of Llama, GPT-2 and GPT-NeoX in transformers, by the names of the modules of Shoal's own GPT."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ GPT2_NAMES: Names = {
     "feed_forward_norm": ("ln_2",),
     "feed_forward.up": ("mlp.c_fc",),
     "feed_forward.down": ("mlp.c_proj",),
+}
+NEOX_NAMES: Names = {
+    "layers": "inner.gpt_neox.layers",
+    "token_embedding": ("inner.gpt_neox.embed_in",),
+    "norm": ("inner.gpt_neox.final_layer_norm",),
+    "output": ("inner.lm_head",),
+    "attention_norm": ("input_layernorm",),
+    "attention.query_key_value": ("attention.query_key_value",),
+    "attention.output": ("attention.dense",),
+    "feed_forward_norm": ("post_attention_layernorm",),
+    "feed_forward.up": ("mlp.dense_h_to_4h",),
+    "feed_forward.down": ("mlp.dense_4h_to_h",),
 }
 
 

@@ -15,7 +15,8 @@ from shoal.data.text.tokenizers.for_transformers import save_for_transformers
 from shoal.errors import ShoalError
 from shoal.manifest import write_manifest
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface.from_gpt import as_llama_or_gpt2
+from shoal.models.huggingface.from_gpt import as_transformers
+from shoal.models.huggingface.pretrained import save
 from shoal.models.mixtral import as_mixtral
 from shoal.models.transformer import Trunk
 from shoal.runs.folder import plugin_record
@@ -43,9 +44,9 @@ def _write_for_transformers(trained: TrainedModel, folder: Path) -> None:
         return
     eos_id = trained.tokenizer.eos_id if trained.tokenizer is not None else None
     if isinstance(settings, Moe) and isinstance(model, Trunk):
-        as_mixtral(model, settings, eos_id).save_pretrained(str(folder))
+        save(as_mixtral(model, settings, eos_id), folder)
     elif isinstance(model, Gpt):
-        as_llama_or_gpt2(model, settings, eos_id).save_pretrained(str(folder))
+        save(as_transformers(model, settings, eos_id), folder)
     else:
         raise ShoalError(
             f"Transformers has no model like a {type(model).__name__} of kind {settings.kind}: export it without --transformers"
