@@ -6,9 +6,6 @@ import io
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from shoal.config.load import resolve_data
 from shoal.data import Data, load
 from shoal.errors import ShoalError
 from tests.support.fake_hub import FakeHub
+from tests.support.processes import Command
 
 NAME = "nielsr/CelebA-faces"
 IMAGES = 40
@@ -108,18 +106,17 @@ def test_a_failure_that_passes_is_waited_for(hub: FakeHub, status: int | str) ->
 
 def test_a_download_that_was_killed_goes_on_where_it_was(hub: FakeHub, parquet: dict[str, bytes]) -> None:
     Path("config.json").write_text(json.dumps({"data": {"dataset_path": "data/celeba"}}))
-    script = (
+    Path("program.py").write_text(
         "import json; from shoal.config.load import resolve_data; from shoal.data import load\n"
         "load(resolve_data(json.load(open('config.json')), name='test', dialect='classroom').run)"
     )
     hub.fail("/cdn/.*00001", "hang", times=99)
     environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(Path("home").absolute())}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environ)
+    process = Command(["program.py"], Path(), environ)
     try:
         hub.wait_for(lambda: any("/cdn/" in asked.path and "00001" in asked.path for asked in hub.asked))
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.close()
     assert not Path("data/celeba").exists(), "a part is not taken for the whole"
     hub.faults.clear()
     hub.asked.clear()

@@ -27,8 +27,8 @@ FAST = MachineKind(steps_per_s=20.0)
 
 @pytest.fixture(autouse=True)
 def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_CONTRIBUTIONS", {"coarse": 20, "fine": 40})
-    monkeypatch.setattr(DiLoCo, "worth_trying", lambda workers: tuple({"inner_steps": steps} for steps in (1, 10, 50)))
+    monkeypatch.setattr(planning, "_CONTRIBUTIONS", {"coarse": 10, "fine": 20})
+    monkeypatch.setattr(DiLoCo, "worth_trying", lambda workers: tuple({"inner_steps": steps} for steps in (1, 50)))
 
 
 JOINED = {"state": "computing", "lag": 0, "accepted": 1, "rejected": 0, "bytes": 1}

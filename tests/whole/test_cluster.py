@@ -15,7 +15,7 @@ import pytest
 
 from shoal.cli.main import main
 from tests.support.eventually import eventually
-from tests.support.processes import HANG_S, Processes, processes_in, wait_for_line
+from tests.support.processes import HANG_S, Command, Processes, processes_in, wait_for_line
 
 CONFIG = """\
 dialect: shoal
@@ -28,8 +28,6 @@ coordinator: {heartbeat_interval_s: 1.0}
 PARAMETERS = 64 * 16 + 16 + 16 * 10 + 10
 LONG = ["--set", "training.epochs=1000"]
 PLUGIN = ("--plugin", str(Path(__file__).parents[1] / "support" / "watched_task.py"))
-CONTRIBUTED = r"{}: .* [1-9]\d* accepted"
-"""In the table of the workers, which comes with the first step, and then every few seconds."""
 
 
 @pytest.fixture
@@ -50,6 +48,17 @@ def workers_in(folder: Path, *words: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def joined(processes: Processes, command: list[str], name: str) -> Command:
+    return processes.start(*command, "--name", name, "--receipts", f"run/workers/{name}.jsonl")
+
+
+def contributes(folder: Path, name: str) -> None:
+    """Wait until the coordinator confirms another contribution of a worker. Its table of workers comes only every few seconds."""
+    receipts = folder / "run" / "workers" / f"{name}.jsonl"
+    before = receipts.stat().st_size if receipts.exists() else 0
+    eventually(lambda: receipts.exists() and receipts.stat().st_size > before)
 
 
 def test_train_starts_workers_and_leaves_none_behind(processes: Processes, tmp_path: Path) -> None:
@@ -136,10 +145,10 @@ def test_strangers_are_refused_and_the_run_goes_on(processes: Processes) -> None
     assert worker.wait(HANG_S) == 0
 
 
-def test_ctrl_c_ends_a_worker_cleanly_and_the_run_goes_on(processes: Processes) -> None:
+def test_ctrl_c_ends_a_worker_cleanly_and_the_run_goes_on(processes: Processes, tmp_path: Path) -> None:
     coordinator, command = processes.coordinate(*LONG)
-    first = processes.start(*command, "--name", "first")
-    wait_for_line(coordinator, CONTRIBUTED.format("first"))
+    first = joined(processes, command, "first")
+    contributes(tmp_path, "first")
     second = processes.start(*command, "--name", "second")
     wait_for_line(coordinator, "second joined")
     first.send_signal(signal.SIGINT)
@@ -152,16 +161,16 @@ def test_ctrl_c_ends_a_worker_cleanly_and_the_run_goes_on(processes: Processes) 
     assert second.wait(HANG_S) == 0
 
 
-def test_a_coordinator_that_was_killed_takes_its_workers_up_again(processes: Processes) -> None:
+def test_a_coordinator_that_was_killed_takes_its_workers_up_again(processes: Processes, tmp_path: Path) -> None:
     coordinator, command = processes.coordinate(*LONG)
-    worker = processes.start(*command, "--name", "anna")
-    wait_for_line(coordinator, CONTRIBUTED.format("anna"))
+    worker = joined(processes, command, "anna")
+    contributes(tmp_path, "anna")
     coordinator.kill()
     coordinator.communicate()
     again = processes.start("coordinate", "--run-dir", "run", "--resume")
     assert wait_for_line(again, "resumed from .* at step ([0-9]+)")
     wait_for_line(again, "anna joined")
-    wait_for_line(again, CONTRIBUTED.format("anna"))
+    contributes(tmp_path, "anna")
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=HANG_S)
     assert worker.wait(HANG_S) == 0
@@ -282,13 +291,13 @@ def test_diloco_with_workers_started_here(processes: Processes, tmp_path: Path) 
 def test_a_diloco_coordinator_that_is_killed_repeats_no_round(processes: Processes, tmp_path: Path) -> None:
     several = [*DILOCO, "--set", "strategy.rounds=100000", "--set", "strategy.fragments=2", "--set", "updates.codec.kind=int8"]
     coordinator, command = processes.coordinate(*several)
-    worker = processes.start(*command, "--name", "anna")
-    wait_for_line(coordinator, CONTRIBUTED.format("anna"))
+    worker = joined(processes, command, "anna")
+    contributes(tmp_path, "anna")
     coordinator.kill()
     coordinator.communicate()
     again = processes.start("coordinate", "--run-dir", "run", "--resume")
     before = int(wait_for_line(again, "resumed from .* at round ([0-9]+)"))
-    wait_for_line(again, CONTRIBUTED.format("anna"))
+    contributes(tmp_path, "anna")
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=HANG_S)
     assert worker.wait(HANG_S) == 0

@@ -112,11 +112,13 @@ def test_one_island_that_is_its_own_mean_is_plain_training(processes: Processes,
         assert_same(alone, trained(processes, "syncps", *settings, "--set", "strategy.kind=syncps", "--workers", "1"), 1e-6)
 
 
-def test_a_worker_may_bring_more_devices_than_others(processes: Processes) -> None:
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("deepspeed", marks=pytest.mark.long)])
+def test_a_worker_may_bring_more_devices_than_others(processes: Processes, engine: str) -> None:
     """A run of single processes, and a volunteer with two devices and an engine of its own."""
-    pytest.importorskip("deepspeed")
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
     coordinator, command = processes.coordinate("--set", "launch.devices_per_node=null", "--set", "strategy.kind=async")
-    volunteer = processes.start(*command, "--name", "mia", "--set", "engine.kind=deepspeed", "--set", "launch.devices_per_node=2")
+    volunteer = processes.start(*command, "--name", "mia", "--set", f"engine.kind={engine}", "--set", "launch.devices_per_node=2")
     output, _ = coordinator.communicate(timeout=HANG_S)
     assert coordinator.returncode == 0, output
     said, _ = volunteer.communicate(timeout=HANG_S)

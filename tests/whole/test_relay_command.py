@@ -34,7 +34,13 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 TASKS = ("--set", "strategy.kind=async", "--set", "scheduler.kind=gale-shapley")
 
 
-@pytest.mark.parametrize(("above", "below"), [((), ()), (TASKS, ("--set", "strategy.kind=syncps"))], ids=["shards", "tasks"])
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [
+        pytest.param((), (), id="shards"),
+        pytest.param(TASKS, ("--set", "strategy.kind=syncps"), id="tasks", marks=pytest.mark.long),  # test_relayed_tasks.py has the rules
+    ],
+)
 def test_a_relay_that_is_killed_goes_on_and_every_batch_counts_once_on_both_levels(
     processes: Processes, tmp_path: Path, above: tuple[str, ...], below: tuple[str, ...]
 ) -> None:

@@ -19,14 +19,14 @@ from tests.support.processes import HANG_S, Command
 
 GPT = ["--set", "model.hidden_size=16", "--set", "model.num_layers=1", "--set", "model.num_heads=2", "--set", "model.max_seq_len=16"]
 CASES = {
-    "digits": ["starter", "--epochs", "3"],
+    "digits": ["starter", "--max_steps", "40"],
     "gan": ["gan.yaml"],
     "mixture": ["mixture.yaml", *GPT],
 }
 GAN = """\
 dialect: shoal
 model: {kind: dcgan, image_size: 16, latent_dim: 8, generator_features: 4, discriminator_features: 4}
-training: {max_steps: 40, batch_size: 16, optimizer: {name: Adam, beta1: 0.5}, players: {generator: {learning_rate: 0.0005}}}
+training: {max_steps: 24, batch_size: 16, optimizer: {name: Adam, beta1: 0.5}, players: {generator: {learning_rate: 0.0005}}}
 evaluation: {batches: 2}
 """
 MIXTURE = """\
@@ -39,7 +39,7 @@ data:
       - {source: {kind: text, path: one.txt}, weight: 2.0}
       - {source: {kind: text, path: two.txt}, weight: 1.0}
   mixing: {enabled: true, temperature: 2.0}
-training: {max_steps: 40, batch_size: 4, gradient_accumulation_steps: 2, schedule: {kind: cosine, warmup_steps: 5}}
+training: {max_steps: 24, batch_size: 4, gradient_accumulation_steps: 2, schedule: {kind: cosine, warmup_steps: 5}}
 evaluation: {batches: 2}
 """
 DIES = """\
@@ -166,7 +166,7 @@ def test_a_run_leaves_what_it_promises(folder: Path, capsys: pytest.CaptureFixtu
 def test_wandb_works_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    process = start(folder, "starter", "--epochs", "1", "--run-dir", "run", "--set", "logging.sinks=[wandb]")
+    process = start(folder, "starter", "--max_steps", "10", "--run-dir", "run", "--set", "logging.sinks=[wandb]")
     _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     assert list((folder / "run" / "wandb").glob("offline-run-*"))

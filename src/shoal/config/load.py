@@ -282,13 +282,13 @@ class _Loader:
 
         Of several settings with the name, the one nearest to the top wins, then the one in `training`.
         """
-        wanted, paths = override.path, _paths_of(name)
+        wanted = override.path
         knows = native_knows if name == NATIVE else DIALECTS[name].knows
-        if knows(tuple(wanted.split("."))) and ("." in wanted or wanted in paths or override.exact):
+        if knows(tuple(wanted.split("."))) and ("." in wanted or override.exact or wanted in _paths_of(name)):
             return wanted
         if override.exact:
             return None
-        wanted = wanted.replace("-", "_")
+        wanted, paths = wanted.replace("-", "_"), _paths_of(name)
         found = {path for path in paths if path == wanted or path.endswith("." + wanted)}
         if not found:
             return None
