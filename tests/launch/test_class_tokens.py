@@ -11,6 +11,7 @@ from shoal.cli import join
 from shoal.cli.output import quoted
 from shoal.errors import ShoalError
 from shoal.transports.database_address import parse
+from shoal.transports.interface import wrong_token
 
 ADDRESS = "postgresql://class@192.168.1.10:40233/shoal?pin=acaefe20e847802e276561bc0a9b825c"
 
@@ -53,3 +54,34 @@ def test_the_pin_survives_the_way_from_the_line_to_the_connection() -> None:
 def test_zsh_and_powershell_leave_the_line_as_it_is() -> None:
     assert quoted(ADDRESS) == f"'{ADDRESS}'"
     assert quoted("postgresql://class@h:1/shoal") == "postgresql://class@h:1/shoal"
+
+
+@pytest.mark.parametrize("address", ["tcp://h:1", ADDRESS.replace("class@", "class:wrong@")])
+def test_a_wrong_token_is_asked_for_again_at_a_terminal(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three times; without a terminal a wrong token ends the command."""
+    arguments, tried = asked(address=address, token="wrong", stdin=False), []
+
+    def work() -> int:
+        invitation = join.typed(arguments)
+        tried.append(invitation.token or parse(invitation.address).password)
+        if tried[-1] != "right":
+            raise wrong_token(arguments.address)
+        return 0
+
+    with pytest.raises(ShoalError, match="the token is wrong"):
+        join._with_another_token(arguments, work)
+    assert tried == ["wrong"]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    keys = iter(["worng", "right", "wrong", "", *["wrong"] * 9])
+    monkeypatch.setattr("getpass.getpass", lambda prompt, stream: next(keys))
+    assert join._with_another_token(arguments, work) == 0
+    assert tried[1:] == ["wrong", "worng", "right"]
+    assert "the token is wrong: the coordinator at" in capsys.readouterr().err
+    for count in (2, 4):  # nothing is typed; nothing but wrong ones
+        tried.clear()
+        arguments.token = "wrong"
+        with pytest.raises(ShoalError, match="the token is wrong"):
+            join._with_another_token(arguments, work)
+        assert len(tried) == count

@@ -90,6 +90,27 @@ def test_an_answer_that_is_cut_off_says_so(page):
     sync_api.expect(page.locator("#state")).to_have_text("the answer ends here: it has its greatest length, or the model's context is full")
 
 
+def test_a_question_that_is_too_long_returns_to_its_box_and_the_conversation_goes_on(browser, slow_service):
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"http://127.0.0.1:{slow_service.ports[0]}/")
+    sync_api.expect(page.locator("#model")).to_have_text("tiny")
+    page.locator("[name=max_tokens]").fill("2")
+    page.locator("#question").fill("a long question " * 5000)
+    page.locator("#send").click()
+    sync_api.expect(page.locator("#state")).to_contain_text("tokens")
+    assert page.locator("#question").input_value() == ("a long question " * 5000).strip()
+    sync_api.expect(page.locator(".turn")).to_have_count(0)
+    ask(page, "hello")
+    sync_api.expect(page.locator(".turn.assistant")).to_have_count(1)
+    sync_api.expect(page.locator("#stop")).to_be_hidden()
+    page.locator("[name=temperature]").fill("-1")
+    page.locator("#again").click()
+    sync_api.expect(page.locator("#state")).to_contain_text("temperature")
+    sync_api.expect(page.locator(".turn")).to_have_count(2)
+    context.close()
+
+
 def test_a_server_that_refuses_the_key_says_where_to_type_it(browser, slow_service):
     refused = {"error": {"message": "a key is needed: Authorization: Bearer KEY", "code": "invalid_api_key"}}
     with browser.new_context() as context:

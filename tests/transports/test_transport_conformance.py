@@ -8,6 +8,7 @@ import time
 import pytest
 
 from shoal.transports import Client, Message, Refused, Request, Server, Unreachable
+from shoal.transports.interface import WrongToken
 from shoal.transports.keys import new_keys, new_token
 from shoal.transports.request_rate import Rate
 from shoal.transports.wire import HEADER_BYTES, Malformed
@@ -267,7 +268,7 @@ def test_closing_twice_is_fine(server: Server, client: Client) -> None:
 def test_a_wrong_token_is_refused_at_once_and_counted(harness: Harness, server: Server) -> None:
     stranger = harness.connect(server.address, token=new_token())
     began = time.monotonic()
-    with pytest.raises(Refused, match="the token is wrong") as refused:
+    with pytest.raises(WrongToken, match="the token is wrong") as refused:
         stranger.call(Message({}, (bytes(1_000_000),)), PATIENCE_S)
     assert time.monotonic() - began < PATIENCE_S / 2
     assert refused.value.reason == "unauthorised"

@@ -17,6 +17,8 @@ class CheckpointEvaluation(NamedTuple):
     checkpoint: str
     step: int
     data: str
+    samples: int
+    """Held-out samples that were evaluated."""
     metrics: dict[str, float]
 
 
@@ -30,22 +32,22 @@ def run(argv: list[str]) -> int:
     if arguments.format == "json":
         print(json.dumps({"checkpoint": evaluation.checkpoint, "step": evaluation.step, "metrics": evaluation.metrics}, indent=2))
     else:
-        print(f"{evaluation.checkpoint} on {evaluation.data}")
+        print(f"{evaluation.checkpoint} on {evaluation.samples:,} held-out samples (of the run's data, {evaluation.data})")
         print("\n".join(f"  {name:<24} {value:.6g}" for name, value in evaluation.metrics.items()))
     return 0
 
 
 def evaluate(path: str) -> CheckpointEvaluation:
     """Evaluate the newest checkpoint of a run, or one of its checkpoints. Raises ShoalError."""
-    from shoal.runs.build_run import assemble, held_out_batches
+    from shoal.runs.build_run import assemble, held_out_batches, held_out_count
     from shoal.runs.trained_model import open_run
 
     trained = open_run(path, warn)
     parts = assemble(trained.run, tokenizer_of=trained.root)
-    batches = held_out_batches(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
-    if batches is None:
+    run, samples = trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval
+    batches = held_out_batches(run, samples)
+    if batches is None or samples is None:
         raise ShoalError("this run's data has no held-out part to evaluate on")
     parts.engine.load_weights(trained.checkpoint.weights_to_use)
-    return CheckpointEvaluation(
-        str(trained.checkpoint.path), trained.checkpoint.step, parts.data.info.name, parts.engine.evaluate(batches())
-    )
+    count, found = held_out_count(run, samples), trained.checkpoint
+    return CheckpointEvaluation(str(found.path), found.step, parts.data.info.name, count, parts.engine.evaluate(batches()))

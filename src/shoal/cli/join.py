@@ -54,6 +54,8 @@ Without ADDRESS, coordinators and servers of this network that were started with
 Settings of this machine: --set data.source.path=/my/mnist --set training.device=cpu
 """
 
+_TOKENS_ASKED_FOR = 3
+"""Times that a wrong token may be typed anew."""
 _ADDRESS = "tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it; none: choose what is announced on this network"
 
 
@@ -64,10 +66,10 @@ def run(argv: list[str]) -> int:
     here = rank_place()
     if not arguments.address and not arguments.stdin and (here is None or not here.rank) and not find_server(arguments):
         return DECLINED
+    if here is None:
+        return _with_another_token(arguments, lambda: _hold_layers(arguments) if arguments.node else _join_and_work(arguments, argv))
     if arguments.node:
         return _hold_layers(arguments)
-    if here is None:
-        return _join_and_work(arguments, argv)
     work = (lambda: _run_follower(arguments, here)) if here.rank else (lambda: _join_and_work(arguments, argv))
     return as_rank(here, work, watch=here.rank > 0 and arguments.stdin)
 
@@ -147,6 +149,34 @@ def agreed(summary: object, ask: bool) -> bool:
         return True
     sys.stderr.write("left, as you did not agree\n")
     return False
+
+
+def _with_another_token(arguments: argparse.Namespace, work: Callable[[], int]) -> int:
+    """Join and work. At a terminal, a token that the server does not know is asked for again."""
+    from shoal.transports.interface import WrongToken
+
+    for _ in range(_TOKENS_ASKED_FOR):
+        try:
+            return work()
+        except WrongToken as refusal:
+            asks = sys.stdin.isatty() and not arguments.stdin and not Path(arguments.address).is_file()
+            token = _typed_again(refusal) if asks else None
+            if token is None:
+                raise
+            _use_token(arguments, token)
+    return work()
+
+
+def _typed_again(refusal: ShoalError) -> str | None:
+    sys.stderr.write(f"{refusal}\n")
+    return _prompt_for("the token (nothing: give up)")
+
+
+def _use_token(arguments: argparse.Namespace, token: str) -> None:
+    """Take this token, in the place of the one in the options, the environment or the address."""
+    arguments.token, arguments.token_file = token, None
+    if is_address(arguments.address):
+        arguments.address = parse_address(arguments.address)._replace(password=None).address
 
 
 def _join_and_work(arguments: argparse.Namespace, argv: list[str]) -> int:

@@ -163,15 +163,23 @@ def held_out_batches(run: Run, samples: data.Samples | None) -> Callable[[], Ite
     """A function that yields the held-out batches from the start; None where the run is not evaluated."""
     if samples is None or run.evaluation.strategy == "never":
         return None
-    size, most = run.evaluation.batch_size or 32, run.evaluation.batches
+    size, count = _evaluation_batch_size(run), held_out_count(run, samples)
 
     def batches() -> Iterator[data.Batch]:
-        for number, start in enumerate(range(0, len(samples), size)):
-            if most is not None and number >= most:
-                return
-            yield samples.batch(range(start, min(start + size, len(samples))))
+        for start in range(0, count, size):
+            yield samples.batch(range(start, min(start + size, count)))
 
     return batches
+
+
+def held_out_count(run: Run, samples: data.Samples) -> int:
+    """Number of held-out samples that an evaluation takes."""
+    most = run.evaluation.batches
+    return len(samples) if most is None else min(len(samples), most * _evaluation_batch_size(run))
+
+
+def _evaluation_batch_size(run: Run) -> int:
+    return run.evaluation.batch_size or 32
 
 
 def evaluation_batches(parts: RunParts) -> Callable[[], Iterator[data.Batch]] | None:

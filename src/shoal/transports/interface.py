@@ -2,7 +2,8 @@
 
 ShoalError
 ├── Unreachable      no answer in time, or the connection was lost: the same client may try again
-├── Refused          will never work as it stands: wrong token, wrong key, too large; `reason` says which
+├── Refused          will never work as it stands: wrong key, too large; `reason` says which
+│   └── WrongToken   the token or password is wrong or missing: with another one it works
 └── wire.Malformed   bytes that are not a message of ours
 
 **Who owns a frame.** Large frames are never copied on their way out. A caller of `call()` leaves its frames unchanged until the call is
@@ -35,9 +36,16 @@ class Refused(ShoalError):
         self.reason = reason
 
 
-def wrong_token(address: str) -> Refused:
+class WrongToken(Refused):
+    """The other side does not know this token or password; with another one the same address may be tried again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "unauthorised")
+
+
+def wrong_token(address: str) -> WrongToken:
     """The refusal for a client whose join token the server does not know."""
-    return Refused(f"the token is wrong: the coordinator at {address} does not know it. Ask for the token that it has now", "unauthorised")
+    return WrongToken(f"the token is wrong: the coordinator at {address} does not know it. Ask for the token that it has now")
 
 
 class Guest(NamedTuple):

@@ -14,10 +14,14 @@ export class KeyError extends Error {
   }
 }
 
+/** The server refuses the request as it stands, for example a question that is too long for the model. */
+export class RefusedError extends Error {}
+
 async function failure(response) {
   const body = await response.json().catch(() => ({}));
   const message = body.error?.message ?? `the server answered ${response.status}`;
-  return response.status === 401 ? new KeyError(message) : new Error(message);
+  if (response.status === 401) return new KeyError(message);
+  return response.status < 500 ? new RefusedError(message) : new Error(message);
 }
 
 export async function status(key) {

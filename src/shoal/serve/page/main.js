@@ -1,6 +1,6 @@
 // The chat: one conversation is shown, others wait in the list.
 
-import { answer, KeyError, status } from "./api.js";
+import { answer, KeyError, RefusedError, status } from "./api.js";
 import { show, showDead } from "./machines.js";
 import { render } from "./markdown.js";
 import { loadConversations, loadSettings, newConversation, saveConversations, saveSettings } from "./store.js";
@@ -70,8 +70,8 @@ function remove(conversation) {
   choose(conversations.includes(current) ? current : conversations[0]);
 }
 
-/** Let the model go on with the conversation that is shown. */
-async function write() {
+/** Let the model go on with the conversation that is shown. Where the server refuses the request, `undo` is called. */
+async function write(undo) {
   const own = current, controller = new AbortController();
   const turn = { role: "assistant", content: "" };
   writing = controller;
@@ -91,6 +91,7 @@ async function write() {
   } catch (error) {
     if (controller.signal.aborted) say("stopped");
     else say(error.message, true);
+    if (error instanceof RefusedError) undo(own);
   }
   if (turn.content) own.turns.push(turn);
   saveConversations(conversations);
@@ -105,12 +106,16 @@ function ask(event) {
   question.value = "";
   current.turns.push({ role: "user", content });
   saveConversations(conversations);
-  write();
+  write((own) => {
+    own.turns.pop(); // else every later question would be refused with it
+    if (own === current && !question.value) question.value = content;
+  });
 }
 
 function again() {
+  const before = [...current.turns];
   while (current.turns.at(-1)?.role === "assistant") current.turns.pop();
-  if (current.turns.length && !writing) write();
+  if (current.turns.length && !writing) write((own) => (own.turns = before));
 }
 
 async function watch() {

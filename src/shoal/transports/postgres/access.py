@@ -12,6 +12,7 @@ from psycopg import sql
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
 from shoal.transports.database_address import CLASS_ROLE, Access, split_pin
+from shoal.transports.interface import WrongToken
 from shoal.transports.postgres.certificate_pin import pinned_certificate
 
 # psycopg logs each lost connection. Shoal reports that itself, so only a program that configures logging sees those lines.
@@ -61,9 +62,9 @@ def explained(error: Exception, access: Access) -> ShoalError:
         of_class, missing = access.user == CLASS_ROLE, "no password" in text
         if of_class:
             what = "a token is needed" if missing else "the token is wrong"
-            return ShoalError(f"{what}: {server} needs the class's token, which the teacher's screen shows (type it, or set SHOAL_TOKEN)")
+            return WrongToken(f"{what}: {server} needs the class's token, which the teacher's screen shows (type it, or set SHOAL_TOKEN)")
         what = "a password is needed" if missing else "the password is wrong"
-        return ShoalError(f"{what}: PostgreSQL at {server} needs the password of `{access.user}` (set DB_PASSWORD)")
+        return WrongToken(f"{what}: PostgreSQL at {server} needs the password of `{access.user}` (set DB_PASSWORD)")
     if "not yet accepting connections" in text or "is starting up" in text or "in recovery mode" in text:
         return ShoalError(f"PostgreSQL at {server} is starting, and does not answer yet: try again in a few seconds")
     if "pg_hba.conf" in text:

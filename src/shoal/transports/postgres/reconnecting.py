@@ -18,7 +18,7 @@ from psycopg import errors
 
 from shoal.errors import ShoalError
 from shoal.transports.database_address import parse, split_pin
-from shoal.transports.interface import Refused, Unreachable
+from shoal.transports.interface import Refused, Unreachable, WrongToken
 from shoal.transports.postgres import access
 from shoal.transports.wakeup import Wakeup
 
@@ -125,10 +125,12 @@ class ReconnectingConnection:
         try:
             connection = psycopg.connect(where, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as problem:
-            text, explanation = _first_line(problem), str(access.explained(problem, self._access))
+            text, explanation = _first_line(problem), access.explained(problem, self._access)
+            if isinstance(explanation, WrongToken):
+                raise explanation from None
             if any(sign in text for sign in _FOR_GOOD) and "starting up" not in text:
-                raise Refused(explanation, "unauthorised") from None
-            raise Unreachable(explanation) from None
+                raise Refused(str(explanation), "unauthorised") from None
+            raise Unreachable(str(explanation)) from None
         connection.add_notify_handler(lambda notify: self._on_notification())
         for channel in self._channels:
             connection.execute(f"LISTEN {channel}")
