@@ -309,6 +309,8 @@ BROKEN = [
     ),
     ("schedule", "training: {optimizer: {learning_rate: 0.1}, schedule: {kind: cosine, end_learning_rate: 0.2}}\n", None),
     ("engine", "training: {ema: {decay: 0.9}}\nengine: {kind: deepspeed}\n", ["training.ema.decay", "engine.kind"]),
+    ("best", "checkpoint: {best: loss}\nevaluation: {strategy: never}\n", ["checkpoint.best", "evaluation.strategy"]),
+    ("best", "checkpoint: {best: beauty}\n", None),
     ("schedule", "training: {max_steps: 9, schedule: {kind: wsd, warmup_steps: 4, decay_steps: 6}}\n", None),
     ("batch-arithmetic", "training: {batch_size: 4, gradient_accumulation_steps: 2, global_batch_size: 12}\n", None),
     ("batch-arithmetic", "training: {batch_size: 4, global_batch_size: 12}\nlaunch: {devices_per_node: 4}\n", None),

@@ -174,13 +174,29 @@ def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None
         tunnel=plan.tunnel,
         live=live,
     )
-    return StartedRun(loop, lambda: _outcome(loop, loop.train()))
+    return StartedRun(loop, lambda: _outcome(loop))
 
 
-def _outcome(loop: TrainingLoop | CoordinatorLoop, summary: dict[str, Any]) -> RunOutcome:
+def _outcome(loop: TrainingLoop | CoordinatorLoop) -> RunOutcome:
+    """Train, and export the model however the run ends, if there are weights."""
     from shoal.runs.export.folder import export_final_model
 
-    return RunOutcome(summary, export_final_model(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
+    try:
+        summary = loop.train()
+    except ShoalError as problem:
+        raise _with_model(loop, problem) from problem
+    return RunOutcome(summary, export_final_model(loop.run, loop.directory.path) if loop.engine.world.first else None)
+
+
+def _with_model(loop: TrainingLoop | CoordinatorLoop, problem: ShoalError) -> ShoalError:
+    """Export the last good weights of a run that failed. Return its error, which says where they are."""
+    from shoal.runs.export.folder import export_final_model
+
+    try:
+        folder = export_final_model(loop.run, loop.directory.path) if loop.engine.world.first else None
+    except ShoalError:  # the run's own error says more
+        return problem
+    return problem if folder is None else ShoalError(f"{problem}. The model with the last good weights is in {folder}")
 
 
 class _Coordination(NamedTuple):
@@ -205,8 +221,7 @@ class _Coordination(NamedTuple):
             loop.on_tick = lambda: launcher.look_after(loop.message, loop.report_exit)
             with closing(launcher):
                 launcher.start()
-                summary = loop.train()
-            outcome = _outcome(loop, summary)
+                outcome = _outcome(loop)
         if torchrun is not None:
             torchrun.announce_end(outcome.summary)
         return outcome

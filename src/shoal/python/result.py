@@ -66,6 +66,7 @@ class Result:
 
 def result_of(loop: TrainingLoop | CoordinatorLoop, summary: Mapping[str, Any]) -> Result:
     """The result in the process that trained or coordinated."""
+    loop.load_result()
     loop.engine.finish()
     players = loop.engine.task.players
     model = players["model"] if len(players) == 1 else nn.ModuleDict(players)

@@ -83,9 +83,9 @@ class CoordinatorLoop(RecordedLoop):
         parts, length, policies = agreed.parts, agreed.length, agreed.policies
         self.data = SharedDataProgress(length.batches_per_epoch, lambda: coordinator.state.positions.values())
         step_name = "round" if policies.contribution.takes_inner_steps else "step"
-        super().__init__(
-            Recorder(parts.run, parts.engine, self.data, directory, reporters, learner.meaningless, step_name, length.batches), parts.engine
-        )
+        recorder = Recorder(parts.run, parts.engine, self.data, directory, reporters, learner.meaningless, step_name, length.batches)
+        batches = evaluation_batches(parts)
+        super().__init__(recorder, parts.engine, batches is not None)
         self.policies, self.coordinator, self.learner = policies, coordinator, learner
         self.server, self.store, self.board = storage.server, storage.store, storage.board
         self.members = MemberOverview(coordinator, storage.board, self.message)
@@ -95,7 +95,6 @@ class CoordinatorLoop(RecordedLoop):
         self.status = StatusWriter(self.recorder, coordinator, length, self.members, self.traffic)
         self.driver = self._driver(storage, welcome)
         storage.report_to(self._on_storage_trouble)
-        batches = evaluation_batches(parts)
         self.evaluator = BackgroundEvaluator(parts, batches, directory, device, step_name) if batches is not None else None
         self.on_open: Callable[[], None] = lambda: None
         """Called when the coordinator answers."""
@@ -140,6 +139,7 @@ class CoordinatorLoop(RecordedLoop):
 
     def _coordinate(self) -> None:
         coordinator, recorder = self.coordinator, self.recorder
+        self.best.open()
         self.driver.open()
         self.on_open()
         self._show_untrained()
@@ -208,11 +208,11 @@ class CoordinatorLoop(RecordedLoop):
 
     def _record_evaluations(self) -> None:
         while self.evaluator is not None and not self.evaluator.results.empty():
-            step, metrics, problem = self.evaluator.results.get()
+            step, metrics, problem, weights = self.evaluator.results.get()
             if problem:
                 self.message(problem)
             if metrics:
-                self.recorder.record_evaluation(metrics, step)
+                self.record_evaluation(metrics, step, lambda weights=weights: weights)
             else:
                 for reporter in self.recorder.reporters:
                     reporter.drawn()
@@ -278,4 +278,4 @@ class CoordinatorLoop(RecordedLoop):
 
     def _summary(self) -> dict[str, Any]:
         by_owner = {"ended_by": "owner"} if self.coordinator.owner_commands.stops else {}
-        return {"contributions": dict(self.coordinator.state.contributions), **self.traffic.state_dict(), **by_owner}
+        return self.best.summary | {"contributions": dict(self.coordinator.state.contributions), **self.traffic.state_dict(), **by_owner}

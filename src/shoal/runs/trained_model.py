@@ -15,9 +15,10 @@ from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
 from shoal.runs.build_run import stream_text
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.checkpoint import find_checkpoint, read_weights
+from shoal.runs.folder.checkpoint import read_weights
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
+from shoal.runs.monitoring.best_weights import find_weights
 from shoal.runs.training.initial_weights import passage_index_of
 from shoal.updates.state_packing import Checkpoint
 
@@ -53,7 +54,7 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     eos_id = tokenizer.eos_id if tokenizer else None
     shapes = DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id)
     task = tasks.build(run, models.build(run, shapes), shapes)
-    checkpoint = read_weights(pushed) if pushed.exists() else find_checkpoint(path, warn)
+    checkpoint = read_weights(pushed) if pushed.exists() else find_weights(path, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights_to_use)
     for player in task.players.values():
         player.eval()

@@ -175,7 +175,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("scheduler.tasks", Limit.ANY, "id model_share data_share required_flops priority"),
     # --- what a run writes and contacts
     LimitedSettings("evaluation", Limit.ANY, "strategy every_steps batches batch_size"),
-    LimitedSettings("checkpoint", Limit.ANY, "strategy every_steps keep_last"),
+    LimitedSettings("checkpoint", Limit.ANY, "strategy every_steps keep_last best"),
     LimitedSettings("checkpoint", Limit.READS_IF_ALLOWED, "resume_from"),
     LimitedSettings("logging", Limit.ANY, "every_steps track_gradients"),
     LimitedSettings("logging", Limit.OWN, "sinks directory project"),

@@ -9,6 +9,7 @@ from shoal.config.fields import Secret
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import CUT_INTO_STAGES, SHARDING, WITHOUT_BLOCKS, across, names_a_model, rule
 from shoal.config.schema.engine import Engine
+from shoal.config.schema.output import Checkpoint
 from shoal.config.schema.task import Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
 
@@ -147,6 +148,28 @@ def stopping_needs_evaluation(settings: Settings, patience: int | None, strategy
     if patience is not None and (strategy == "never" or batches == 0):
         path = "evaluation.strategy" if strategy == "never" else "evaluation.batches"
         settings.report("early-stopping", "early stopping needs evaluations, and there are none", "training.early_stopping.patience", path)
+
+
+@rule("checkpoint.best", "evaluation.strategy", "evaluation.batches")
+def best_weights_need_evaluation(settings: Settings, best: str | None, strategy: str | None, batches: int | None) -> None:
+    if best is not None and (strategy == "never" or batches == 0):
+        path = "evaluation.strategy" if strategy == "never" else "evaluation.batches"
+        message = f"the best weights are those of the evaluation with the best {best}, and there are no evaluations"
+        settings.report("best", message, "checkpoint.best", path)
+
+
+@rule("checkpoint", "task")
+def best_metric_is_known(settings: Settings, checkpoint: Checkpoint, task: Task | None) -> None:
+    """A program may pass further metrics (`metrics=`), so an unknown name is an error only when the run starts."""
+    if checkpoint.best is None:
+        return
+    name, higher = checkpoint.best_metric
+    if higher is None:
+        message = f"the name `{name}` does not say whether a higher or a lower value is better"
+        settings.report("best", message, "checkpoint.best", help=f"write `max {name}` or `min {name}`")
+    elif task is not None and task.measures and name not in task.measures:
+        message = f"the task {task.kind} measures {', '.join(task.measures)}; `{name}` is known only if a program passes it (metrics=)"
+        settings.report("best", message, "checkpoint.best", severity="warning", help="name one of these")
 
 
 @rule("training.penalties.eos_weight", "training.penalties.min_sequence_length")

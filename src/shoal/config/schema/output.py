@@ -6,6 +6,11 @@ from shoal.config.fields import NonNegativeInt, PositiveInt, Secret, Section
 from shoal.config.parts import Part
 
 Cadence = Literal["steps", "epoch", "never"]
+_LOWER, _HIGHER = (
+    ("loss", "perplexity", "error", "kl"),
+    ("accuracy", "score", "reward", "margin", "f1", "precision", "recall", "auc", "bleu"),
+)
+"""Words in names of metrics of which a lower or a higher value is better."""
 
 
 class Evaluation(Section):
@@ -32,6 +37,20 @@ class Checkpoint(Section):
     """Checkpoints kept."""
     resume_from: str | None = None
     """Checkpoint or run folder to continue from."""
+    best: str | None = None
+    """Metric of the evaluations, such as `loss` or `accuracy`: the weights of the best evaluation are kept in the run's folder `best`, and
+    exported, served and evaluated in place of the last. `max NAME` or `min NAME` for a metric of which the name does not say whether higher
+    or lower is better. Early stopping goes by it. null: with early stopping the task's main metric, else none."""
+
+    @property
+    def best_metric(self) -> tuple[str, bool | None]:
+        """The name of `best`, and whether a higher value is better; None: the name does not say."""
+        how, _, name = (self.best or "").rpartition(" ")
+        if how in ("max", "min"):
+            return name, how == "max"
+        words = name.split("_")
+        lower, higher = (any(word in words for word in known) for known in (_LOWER, _HIGHER))
+        return name, higher if lower != higher else None
 
 
 class Sink(Part, noun="sink", shorthand=True):

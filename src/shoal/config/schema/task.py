@@ -25,6 +25,8 @@ class Task(Part, noun="task", shorthand=True):
     """Whether the network gives one score per text instead of logits."""
     drops: ClassVar[bool] = True
     """Whether dropout and the routers' training mode are used."""
+    measures: ClassVar[tuple[str, ...]] = ()
+    """Metrics of its evaluations; none: they depend on more than the task."""
 
     @property
     def unpaired(self) -> bool:
@@ -39,6 +41,7 @@ class Classification(Task, built_by="shoal.tasks.classification:build"):
     needs = "labels"
     does = "classifies images"
     pipeline = "image-classification"
+    measures = ("loss", "accuracy")
 
 
 class TextTask(Task, shared=True):
@@ -54,6 +57,7 @@ class LanguageModelling(TextTask, built_by="shoal.tasks.language:build"):
 
     kind: Literal["language-modelling"] = "language-modelling"
     needs = "tokens"
+    measures = ("loss", "perplexity", "loss_without_context", "loss_without_retrieval", "loss_without_memory")
 
 
 class Gan(Task, built_by="shoal.tasks.gan:build"):
@@ -64,6 +68,7 @@ class Gan(Task, built_by="shoal.tasks.gan:build"):
     shows = "images"
     does = "draws images"
     pipeline = "unconditional-image-generation"
+    measures = ("discriminator_loss", "generator_loss", "discriminator_accuracy")
 
 
 class RewardTask(Task, built_by="shoal.tasks.reward:build"):
@@ -75,6 +80,7 @@ class RewardTask(Task, built_by="shoal.tasks.reward:build"):
     drops = False
     does = "scores answers"
     pipeline = "text-classification"
+    measures = ("loss", "accuracy", "margin")
     head_only: bool = False
     """Train only the output row that gives the score; the network below is frozen."""
 

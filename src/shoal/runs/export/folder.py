@@ -20,7 +20,7 @@ from shoal.models.huggingface.pretrained import save
 from shoal.models.mixtral import as_mixtral
 from shoal.models.transformer import Trunk
 from shoal.runs.folder import plugin_record
-from shoal.runs.folder.checkpoint import save_weights
+from shoal.runs.folder.checkpoint import Checkpoints, save_weights
 from shoal.runs.trained_model import TrainedModel, open_run
 
 
@@ -102,9 +102,10 @@ def _appear(folder: Path, write: Callable[[Path], None]) -> None:
         raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
-def export_final_model(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
-    """Export the model of a completed run into its folder, if transformers can load it. Return that folder, else None."""
-    if run.model.kind != "huggingface" or summary["status"] != "completed":
+def export_final_model(run: Run, folder: Path) -> Path | None:
+    """Export the model of a run that has ended into its folder, if transformers can load it and there are weights: the best that were kept,
+    else the last. Return that folder, else None."""
+    if run.model.kind != "huggingface" or not Checkpoints(folder / "checkpoints", 1).all():
         return None
     final = folder / "model"
     shutil.rmtree(final, ignore_errors=True)  # from before the run was resumed

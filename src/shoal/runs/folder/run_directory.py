@@ -8,6 +8,7 @@ metrics.jsonl                  figures, one record per line
 events.jsonl                   messages, one per line, up to a size limit
 status.json, history.jsonl     of a run with workers: its status (replaced each second), and what each worker did (thinned when it is full)
 checkpoints/, samples/         weights and state; images or text that the model made
+best/                          the weights of the best evaluation, if they are kept
 lock                           held by the process that runs here
 invitation.json                the command with which workers join (readable by the owner only)
 summary.json                   how the run ended, also after a failure

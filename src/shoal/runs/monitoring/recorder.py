@@ -20,6 +20,7 @@ from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoints, random_states, restore_random_states
 from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.monitoring.best_weights import metric_of
 from shoal.runs.monitoring.loss_progress import LossProgress
 from shoal.runs.monitoring.members import Members
 from shoal.tasks import MetricMeans, StepResult
@@ -235,11 +236,12 @@ class Recorder:
         self._consider_stopping(metrics)
 
     def _consider_stopping(self, metrics: dict[str, float]) -> None:
-        settings, task = self.run.training.early_stopping, self.engine.task
-        value = metrics.get(task.headline)
+        settings = self.run.training.early_stopping
+        metric, higher = metric_of(self.run, self.engine.task)
+        value = metrics.get(metric)
         if value is None:
             return
-        gain = float("inf") if self.best is None else (value - self.best if task.higher_is_better else self.best - value)
+        gain = float("inf") if self.best is None else (value - self.best if higher else self.best - value)
         if gain > settings.threshold:
             self.best, self.without_progress = value, 0
             return
@@ -306,7 +308,9 @@ class Recorder:
         self.saved_at = checkpoint.step
 
     def check_left(self, checkpoint: Checkpoint) -> None:
-        """Raises ShoalError where nothing is left to train after another run's checkpoint."""
+        """Raises ShoalError where nothing is left to train after another run's checkpoint, or it has weights alone."""
+        if "engine" not in checkpoint.state:
+            raise ShoalError(f"{checkpoint.path} has weights, and no state of an optimizer to go on with: name a folder in `checkpoints`")
         if checkpoint.step >= self.engine.total_steps:
             raise ShoalError(
                 f"{checkpoint.path} is at step {checkpoint.step}, and this run ends at {self.engine.total_steps}: nothing is left to train"

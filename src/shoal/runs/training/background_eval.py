@@ -24,14 +24,14 @@ _CHECK_INTERVAL_S = 0.2
 
 
 class BackgroundEvaluator:
-    """Evaluates copies of the weights one after the other; `results` holds step, metrics and a message for the user."""
+    """Evaluates copies of the weights one after the other; `results` holds step, metrics, a message for the user, and the weights."""
 
     def __init__(self, parts: RunParts, batches: Callable[[], Any], directory: RunDirectory, device: torch.device, step_name: str) -> None:
         self.directory, self.device, self.step_name = directory, device, step_name
         self.task = copy.deepcopy(parts.engine.task)
         self.parts = parts._replace(feed=parts.feed.for_copy(self.task))
         self.batches = self.parts.feed.evaluation_batches(batches) or batches
-        self.results: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
+        self.results: queue.Queue[tuple[int, dict[str, float], str, dict[str, Tensor]]] = queue.Queue()
         self._engine: SingleEngine | None = None
         self._waiting: deque[tuple[int, dict[str, Tensor], bool]] = deque()
         self._thread: threading.Thread | None = None
@@ -74,12 +74,12 @@ class BackgroundEvaluator:
             problem = f"warning: no evaluation or sample at {self.step_name} {step}: {error}"
         if full:
             self._leave_gpu()
-            self.results.put((step, {}, _NO_MEMORY))
+            self.results.put((step, {}, _NO_MEMORY, weights))
             self._evaluate(step, weights, only_sample)
             return
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # workers may need it
-        self.results.put((step, metrics, problem))
+        self.results.put((step, metrics, problem, weights))
 
     def _leave_gpu(self) -> None:
         """Leave the GPU's memory to the workers, and evaluate on the CPU from now on."""

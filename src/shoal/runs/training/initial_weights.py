@@ -12,8 +12,9 @@ from shoal.config import Run
 from shoal.engines.base import tensors_of
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
-from shoal.runs.folder.checkpoint import find_checkpoint, load_weights, read_weights, save_weights
+from shoal.runs.folder.checkpoint import load_weights, read_weights, save_weights
 from shoal.runs.folder.run_reader import DATA
+from shoal.runs.monitoring.best_weights import find_weights
 
 FILE = "start.safetensors"
 """The reference model of the run, even if the other run changes or is deleted."""
@@ -49,7 +50,7 @@ def _weights_of(policy: str) -> dict[str, Tensor]:
     """The weights of the other run, or of the model that it exported."""
     check_manifest(run_folder_of(policy))
     exported = Path(policy) / "model.safetensors"
-    return _plain((read_weights(exported) if exported.exists() else find_checkpoint(policy, lambda text: None)).weights_to_use)
+    return _plain((read_weights(exported) if exported.exists() else find_weights(policy, lambda text: None)).weights_to_use)
 
 
 def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,19 +31,20 @@ class TrainingLoop(RecordedLoop):
         write_sample: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`held_out`: batches to evaluate on, from the start at each call; `write_sample`: writes what the model makes at a step."""
-        super().__init__(recorder, engine)
+        super().__init__(recorder, engine, held_out is not None)
         self.feed, self.held_out, self.write_sample = feed, held_out, write_sample
         engine.loss_check.enabled = engine.health is None and self.run.training.precision.kind != "fp16"  # else such steps are skipped
 
     def train(self) -> dict[str, Any]:
         """Train to the end, and return the summary."""
         try:
-            return self.recorder.record_run(self._steps)
+            return self.recorder.record_run(self._steps, lambda: self.best.summary)
         finally:
             self.feed.close()  # ends the processes that load ahead
 
     def _steps(self) -> None:
         accumulation, total = self.run.training.gradient_accumulation_steps, self.engine.total_steps
+        self.best.open()
         while not (complete := self.step >= total or self._epochs_are_over) and not self._ends_early():
             try:
                 result = self.engine.step([next(self.feed) for _ in range(accumulation)])
@@ -104,7 +105,7 @@ class TrainingLoop(RecordedLoop):
         except _Interrupted:
             self.message(f"the evaluation at {self.recorder.step_name} {self.step} was not finished: the run is to end")
             return {}
-        self.recorder.record_evaluation(metrics, self.step)
+        self.record_evaluation(metrics, self.step, self.engine.averaged_weights)
         return metrics
 
     def _write_sample(self) -> None:

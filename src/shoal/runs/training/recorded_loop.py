@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from shoal.config.schema.output import Checkpoint as CheckpointSettings
 from shoal.config.schema.output import Evaluation
 from shoal.engines import Engine
 from shoal.errors import ShoalError
+from shoal.runs.monitoring.best_weights import BestWeights, newest_best
 from shoal.runs.monitoring.recorder import INTERRUPTED, Recorder
 from shoal.tasks import StepResult
 
@@ -16,10 +20,12 @@ from shoal.tasks import StepResult
 class RecordedLoop(ABC):
     """A run whose steps go to a `Recorder`. `TrainingLoop` and `CoordinatorLoop` differ in where steps come from."""
 
-    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, evaluated: bool) -> None:
+        """`evaluated`: whether the run has evaluations."""
         self.recorder, self.engine, self.run, self.directory = recorder, engine, recorder.run, recorder.directory
         self.message = recorder.message
         engine.keep_average(self.run.training.ema)
+        self.best = BestWeights(self.run, engine.task, self.directory.path, engine.world, evaluated)
 
     @property
     def step(self) -> int:
@@ -55,6 +61,25 @@ class RecordedLoop(ABC):
     def save(self) -> None:
         self.recorder.save(self.state_dict())
 
+    def record_evaluation(self, metrics: dict[str, float], step: int, weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Record the evaluation of the weights of a step, and keep them if they are the best so far."""
+        self.recorder.record_evaluation(metrics, step)
+        if not self.best.is_improved_by(metrics):
+            return
+        try:
+            self.best.keep(metrics, step, weights())
+        except ShoalError as error:
+            self.message(f"warning: the best weights are not kept: {error}; training goes on")
+
+    def load_result(self) -> None:
+        """Give the networks the weights to use: the best if they are kept, else the average if there is one."""
+        best, average = newest_best(self.directory.path, self.message) if self.best.kept else None, self.engine.average
+        if best is not None:
+            self.engine.load_weights(best.weights)
+        elif average is not None:
+            average.exchange()
+            self.engine.changed()
+
     # --- after a step ------------------------------------------------------------------------------
 
     def advance(self, result: StepResult, batches: int, last: bool) -> None:
@@ -84,6 +109,8 @@ class RecordedLoop(ABC):
         recorder = self.recorder
         if not complete:
             self.message(f"{recorder.stopping} at {recorder.at(self.step)}")
+        if self.best.kept:
+            self.message(self.best.describe(recorder.step_name))
         evaluated = complete and recorder.latest["eval"].get("step") != self.step and self.evaluate()
         if evaluated or recorder.saved_at != self.step:  # the state contains the last evaluation
             self.save()
