@@ -20,13 +20,14 @@ def alone() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def in_two() -> list[dict[str, Any]]:
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes found, one after the other."""
     return rank_processes.together(
         "several",
         2,
         json.dumps(["agreement", DDP, FSDP, KEPT]),
         json.dumps(["averages", DDP, FSDP]),
+        json.dumps(["best", str(tmp_path_factory.mktemp("best")), FSDP]),
         '["statistics"]',
         '["small_last_batch"]',
     )
@@ -49,6 +50,15 @@ def test_every_engine_averages_evaluates_and_restores_what_one_process_does(in_t
             torch.testing.assert_close(torch.tensor(seen["average"]), torch.tensor(wanted["average"]), rtol=1e-4, atol=1e-6, msg=name)
             assert seen["restored"] == seen["average"], name
             assert seen["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-4), name
+
+
+def test_shards_of_the_best_weights_are_kept_and_read_back(in_two: list[dict[str, Any]]) -> None:
+    single = rank_processes.engine_of(optimizer=rank_processes.PLAIN)
+    rank_processes.losses_of(single, 0, 2)
+    for found in in_two:
+        step, value, *vector = found["best"]
+        assert (step, value) == (1, 1.0)
+        torch.testing.assert_close(torch.tensor(vector), single.vector, rtol=1e-4, atol=1e-6)
 
 
 def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:

@@ -34,6 +34,7 @@ from shoal.models.generation.generate import generate
 from shoal.models.layers.cross_attention import WithCrossAttention
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.runs.monitoring.best_weights import BestWeights, newest_best
 from shoal.runs.rlhf.rollouts import RolloutFeed, RolloutPrompt
 from shoal.tasks import Batch
 from shoal.tasks import build as build_task
@@ -154,6 +155,24 @@ def averages(world: World | None, *engines: str) -> dict[str, Any]:
         with engine.averaged():
             found[text]["restored"] = engine.vector.tolist()
     return found
+
+
+def best(world: World, folder: str, engine: str) -> list[float]:
+    """Keep the best weights of three evaluations, and read them back."""
+    made = engine_of(world, json.loads(engine), optimizer=PLAIN)
+    settings = run_of(json.loads(engine))
+    run = settings.replace(checkpoint=settings.checkpoint.replace(best="loss"))
+    kept = BestWeights(run, made.task, Path(folder), world, evaluated=True)
+    for step, loss in enumerate([2.0, 1.0, 3.0]):
+        losses_of(made, step, step + 1)
+        if kept.is_improved_by({"loss": loss}):
+            kept.keep({"loss": loss}, step, made.weights())
+    again = BestWeights(run, made.task, Path(folder), world, evaluated=True)
+    again.open()
+    found = newest_best(Path(folder), print)
+    assert found is not None
+    made.load_weights(found.weights)
+    return [again.step, again.value, *made.vector.tolist()]
 
 
 def half_agreement(world: World, *engines: str) -> dict[str, Any]:

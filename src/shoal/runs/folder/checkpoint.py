@@ -170,7 +170,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
         weights, tensors = (_tensors(path, kind, list(header["checksums"])) for kind in ("weights", "state"))
         return Checkpoint(path, header["step"], weights, unpacked(header["state"], tensors))
     except FileNotFoundError as error:
-        raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename).name} is missing") from None
+        raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename or str(error)).name} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
 
@@ -242,9 +242,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
-    """The tensors of `weights` or `state`, from one file or from the shards of several processes."""
-    shards = [path / name for name in files if name.startswith(f"{kind}/")]
-    return ShardedTensors(shards) if shards else load_file(path / f"{kind}.safetensors")
+    """The tensors of `weights` or `state`, from one file or from the shards of several processes, which write none for no tensors."""
+    if any("/" in name for name in files):
+        return ShardedTensors([path / name for name in files if name.startswith(f"{kind}/")])
+    return load_file(path / f"{kind}.safetensors")
 
 
 def _save(path: Path, weights: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
