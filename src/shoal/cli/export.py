@@ -7,12 +7,14 @@ from pathlib import Path
 
 from shoal.cli.main import warn
 from shoal.cli.options import parse_with_plugins
+from shoal.runs.export import GGUF_TYPES
 
 EPILOG = """\
 A Hugging Face model is written for AutoModelForCausalLM.from_pretrained, with its tokenizer and with LoRA merged in; --adapters writes
 the LoRA matrices alone. A model of Shoal's own is written as a folder for `shoal generate`; with --transformers it is written for
 AutoModelForCausalLM.from_pretrained, if Llama, GPT-2 or GPT-NeoX, or for a mixture of experts Mixtral, computes the same. Sharded
-checkpoints are merged.
+checkpoints are merged. --gguf writes one file for llama.cpp, with tokenizer and chat template: Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2
+and what --transformers writes.
 """
 
 
@@ -21,15 +23,23 @@ def run(argv: list[str]) -> int:
         "shoal export", description="Write a run's model into a folder, for other programs.", epilog=EPILOG, allow_abbrev=False
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
-    parser.add_argument("folder", metavar="FOLDER", help="the new folder")
+    parser.add_argument("target", metavar="FOLDER", help="the new folder; with --gguf the new file")
     parser.add_argument("--adapters", action="store_true", help="only the LoRA matrices, as peft loads them")
     parser.add_argument("--transformers", action="store_true", help="a model of Shoal's own as one of Transformers that computes the same")
+    types = ", ".join(GGUF_TYPES)
+    parser.add_argument(
+        "--gguf", choices=GGUF_TYPES, metavar="TYPE", help=f"write one file for llama.cpp, with matrices of this type: {types}"
+    )
     arguments = parse_with_plugins(parser, argv)
 
-    from shoal.runs.export.folder import export
+    from shoal.runs.export.folder import export, export_gguf
 
-    if arguments.adapters and arguments.transformers:
-        parser.error("--adapters and --transformers contradict each other: give one of them")
-    export(arguments.run, Path(arguments.folder), warn, adapters=arguments.adapters, transformers=arguments.transformers)
-    print(f"written: {arguments.folder}")
+    if arguments.adapters + arguments.transformers + bool(arguments.gguf) > 1:
+        parser.error("--adapters, --transformers and --gguf contradict each other: give one of them")
+    if arguments.gguf:
+        export_gguf(arguments.run, Path(arguments.target), arguments.gguf, warn)
+        print(f"written: {arguments.target} ({Path(arguments.target).stat().st_size / 1e6:,.1f} MB)")
+        return 0
+    export(arguments.run, Path(arguments.target), warn, adapters=arguments.adapters, transformers=arguments.transformers)
+    print(f"written: {arguments.target}")
     return 0

@@ -164,13 +164,14 @@ class HuggingFace(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Save for `AutoModelForCausalLM.from_pretrained`, with LoRA adapters merged. The model must not be used afterwards."""
-        pretrained.save(self._merged(), folder)
+        pretrained.save(self.merged(), folder)
 
     def save_scored(self, folder: Path, head_1D: Tensor) -> None:
         """Save for `AutoModelForSequenceClassification.from_pretrained`, with one label. The model must not be used afterwards."""
-        pretrained.save(pretrained.as_classifier(self._merged(), head_1D), folder)
+        pretrained.save(pretrained.as_classifier(self.merged(), head_1D), folder)
 
-    def _merged(self) -> Any:
+    def merged(self) -> Any:
+        """The model of transformers, with LoRA adapters merged. This object must not be used afterwards."""
         return self.inner.merge_and_unload() if self.has_adapters else self.inner
 
 

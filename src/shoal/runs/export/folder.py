@@ -16,9 +16,12 @@ from shoal.errors import ShoalError
 from shoal.manifest import write_manifest
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.from_gpt import as_transformers
+from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import save
+from shoal.models.layers.value_head import ScoreModel
 from shoal.models.mixtral import as_mixtral
 from shoal.models.transformer import Trunk
+from shoal.runs.export.gguf_file import gguf_package, write_gguf
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints, save_weights
 from shoal.runs.trained_model import TrainedModel, open_run
@@ -36,23 +39,37 @@ def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bo
     _appear(folder, lambda partial: write(trained, partial))
 
 
+def export_gguf(path: str, file: Path, kind: str, warn: Callable[[str], None]) -> None:
+    """Write a run's language model, with adapters merged, as a GGUF file with matrices of this type, of `GGUF_TYPES`. Raises ShoalError."""
+    gguf_package()
+    trained = open_run(path, warn)
+    if trained.tokenizer is None:
+        raise ShoalError(f"the model at {path} writes no text, and llama.cpp reads only language models")
+    write_gguf(transformers_model(trained), trained.tokenizer, kind, file, Path(path).resolve().name, warn)
+
+
 def _write_for_transformers(trained: TrainedModel, folder: Path) -> None:
-    settings: Any = trained.run.model
-    model = trained.task.players.get("model")
-    if settings.kind == "huggingface":
+    if trained.run.model.kind == "huggingface":
         _write(trained, folder)
         return
-    eos_id = trained.tokenizer.eos_id if trained.tokenizer is not None else None
-    if isinstance(settings, Moe) and isinstance(model, Trunk):
-        save(as_mixtral(model, settings, eos_id), folder)
-    elif isinstance(model, Gpt):
-        save(as_transformers(model, settings, eos_id), folder)
-    else:
-        raise ShoalError(
-            f"Transformers has no model like a {type(model).__name__} of kind {settings.kind}: export it without --transformers"
-        )
+    save(transformers_model(trained), folder)
     if trained.tokenizer is not None:
         save_for_transformers(trained.tokenizer, folder)
+
+
+def transformers_model(trained: TrainedModel) -> Any:
+    """The language model as one of transformers, with LoRA adapters merged: it must not be used afterwards. Raises ShoalError."""
+    settings: Any = trained.run.model
+    model = trained.task.players.get("model")
+    eos_id = trained.tokenizer.eos_id if trained.tokenizer is not None else None
+    if isinstance(model, HuggingFace):
+        return model.merged()
+    if isinstance(settings, Moe) and isinstance(model, Trunk):
+        return as_mixtral(model, settings, eos_id)
+    if isinstance(model, Gpt):
+        return as_transformers(model, settings, eos_id)
+    what = "gives scores and writes no text" if isinstance(model, ScoreModel) else f"is of kind {settings.kind}"
+    raise ShoalError(f"the model {what}, and Transformers has none that computes the same: export it without --transformers and --gguf")
 
 
 def _write_adapters(trained: TrainedModel, folder: Path) -> None:
