@@ -19,9 +19,9 @@ def library_form(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer with the same ids as one of the `tokenizers` library. Texts that contain `<|endoftext|>` are the exception: there the
     library finds the end-of-text id, as in every vocabulary of its kind."""
     if isinstance(tokenizer, ByteTokenizer):
-        return LibraryTokenizer(_bytes(), name=tokenizer.name, config={"eos_token": END_OF_TEXT})
+        return LibraryTokenizer(_bytes(), name=tokenizer.name, config={"eos_token": END_OF_TEXT}, files=tokenizer.files)
     if isinstance(tokenizer, CharacterTokenizer):
-        return LibraryTokenizer(_characters(tokenizer.alphabet), name=tokenizer.name, config={})
+        return LibraryTokenizer(_characters(tokenizer.alphabet), name=tokenizer.name, config={}, files=tokenizer.files)
     return tokenizer
 
 
