@@ -47,7 +47,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def records(run: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "wall_s" and "per_s" not in name} for line in lines]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if name not in ("wall_s", "memory_bytes") and "per_s" not in name and "seconds" not in name
+        }
+        for line in lines
+    ]
 
 
 def test_biases_survive_an_end_without_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,14 @@ def end(process: Command) -> int:
 def records(run: Path) -> list[dict[str, Any]]:
     """What was recorded, without what depends on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in ("wall_s", "samples_per_s")} for line in lines]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if name not in ("wall_s", "memory_bytes") and "per_s" not in name and "seconds" not in name
+        }
+        for line in lines
+    ]
 
 
 def wait_for_step(process: Command, run: Path, step: int) -> None:

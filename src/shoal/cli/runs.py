@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.files import parse_json, read_file
-from shoal.runs.folder.run_reader import RunFolder, Tail, read_summary
+from shoal.runs.folder.run_reader import PHASES, SECONDS, RunFolder, Tail, read_summary
 
 _MOST_BYTES = 1 << 30
 
@@ -46,8 +47,27 @@ def compare(argv: list[str]) -> int:
         parser.error("name two runs at least")
     folders = [RunFolder(Path(name)) for name in arguments.runs]
     print(f"results\n{_lines([_row(folder.path) for folder in folders])}")
+    print(f"\nspeed, as half of the records have it\n{_lines([_speed(folder) for folder in folders])}")
     print(f"\nsettings that differ\n{_lines(_differences(folders)) or '  none'}")
     return _plot(folders, arguments.figure, arguments.by, Path(arguments.plot))
+
+
+def _speed(folder: RunFolder) -> dict[str, Any]:
+    """The median rates of a run, its peak memory, and the milliseconds of each phase of a step."""
+    records = [one for one in Tail(folder.path / "metrics.jsonl").values() if one.get("split") == "train"]
+
+    def median(name: str) -> float | None:
+        values = [one[name] for one in records if isinstance(one.get(name), int | float)]
+        return statistics.median(values) if values else None
+
+    row: dict[str, Any] = {"run": str(folder.path)}
+    for name, field in (("samples/s", "samples_per_s"), ("tokens/s", "tokens_per_s")):
+        row[name] = None if (value := median(field)) is None else f"{value:,.1f}"
+    row["mfu"] = "none" if (value := median("mfu")) is None else f"{value:.1%}"
+    row["memory"] = None if (value := median("memory_bytes")) is None else f"{value / 2**30:.2f} GiB"
+    for phase in PHASES:
+        row[f"{phase.replace('_', '+')} ms"] = None if (value := median(f"{SECONDS}{phase}")) is None else f"{1000 * value:.3g}"
+    return row
 
 
 def _differences(folders: list[RunFolder]) -> list[dict[str, Any]]:

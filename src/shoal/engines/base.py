@@ -18,6 +18,7 @@ from shoal.engines.batch_weights import BatchWeights, length
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor, LossCheck
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
+from shoal.engines.phase_times import PhaseTimes
 from shoal.engines.precision.emulation import lower
 from shoal.engines.precision.fp8 import ScaleHistory
 from shoal.engines.weight_average import WeightAverage
@@ -48,6 +49,7 @@ class Engine(ABC):
         self.chosen = {name: optimizers.merged(run.training.optimizer, run.training.players.get(name)) for name in task.players}
         self.health = HealthMonitor(run.training.gradient_health) if run.training.gradient_health.enabled else None
         self.loss_check = LossCheck(world, device)
+        self.phases = PhaseTimes(device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=False)
         self.track_gradients = run.logging.track_gradients
         self.layouts: dict[str, ParameterLayout] = {}
@@ -225,13 +227,17 @@ class Engine(ABC):
     def step(self, batches: list[Batch]) -> StepResult:
         """One step of each network's optimizer, in the order of the task's losses. Raises NonFiniteLossError if `loss_check` is enabled."""
         weighing, metrics = self._weigh(batches), dict[str, Tensor]()
+        self.phases.mark("forward_backward")
         for name in self._in_turn(batches, weighing, metrics):
             self.loss_check.expect_finite()
+            self.phases.mark("optimizer")
             self._step_network(name, self.step_count, metrics, self.scaler.is_enabled())
+            self.phases.mark("forward_backward")
         self.scaler.update()
         self.count_step()
         self._end_step(metrics)
         self._move_state()
+        self.phases.mark("")
         return StepResult(metrics, weighing.total, weighing.samples)
 
     def take_steps(self, feed: Iterator[Batch], accumulation: int, most: int) -> tuple[StepResult, int]:

@@ -33,6 +33,8 @@ class DdpEngine(SingleEngine):
             return
         with self.reducers[player].reducing():
             super()._backward(value, player, last)
+            self.phases.mark("communication")
+        self.phases.mark("forward_backward")
 
     def _gather(self, player: str) -> None:
         """The gradients are in the vector already."""

@@ -10,10 +10,9 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.schema.training import Optimizer
 from shoal.config.show import to_yaml
-from shoal.runs.folder.run_reader import DATA
+from shoal.runs.folder.run_reader import DATA, is_figure
 from shoal.runs.monitoring.recorder import Recorder, Reporter
 
-_NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s", "samples_per_s")
 _NOT_IN_CARD = ("hub", "transport")
 """Settings that name machines, and may hold secrets."""
 
@@ -114,9 +113,7 @@ def _optimizer(settings: Optimizer) -> str:
 def _metrics(records: list[dict[str, Any]], step_name: str) -> str:
     newest = {record["split"]: record for record in records}
     columns = [(title, newest[split]) for split, title in (("train", "training"), ("eval", "held-out data")) if split in newest]
-    names = [
-        name for _, record in columns for name, value in record.items() if name not in _NOT_METRICS and isinstance(value, (int, float))
-    ]
+    names = [name for _, record in columns for name, value in record.items() if is_figure(name) and isinstance(value, (int, float))]
     if not names:
         return ""
     head = "| | " + " | ".join(f"{title} ({step_name} {record['step']:,})" for title, record in columns) + " |"

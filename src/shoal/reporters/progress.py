@@ -33,9 +33,11 @@ def figures(record: Mapping[str, Any], every: bool = False) -> str:
 
 
 def _speed(record: Mapping[str, Any]) -> str:
-    """Samples a second: slow runs have less than one."""
-    speed = record["samples_per_s"]
-    return f"{speed:.0f}" if speed >= 9.5 else f"{speed:.2g}"
+    """Samples and tokens a second: slow runs have less than one."""
+    found = {name: record.get(f"{name}_per_s") for name in ("samples", "tokens")}
+    return ", ".join(
+        f"{f'{speed:,.0f}' if speed >= 9.5 else f'{speed:.2g}'} {name}/s" for name, speed in found.items() if speed is not None
+    )
 
 
 class PlainProgress(Reporter):
@@ -61,7 +63,7 @@ class PlainProgress(Reporter):
         if record["split"] == "train" and now - self._last < self.every_s and self.recorder.completed < self.recorder.engine.total_steps:
             return
         self._last = now
-        rate = f"  {_speed(record)} samples/s" if "samples_per_s" in record else ""
+        rate = f"  {_speed(record)}" if "samples_per_s" in record else ""
         shown = figures(record, every=self.own_metrics and record["split"] == "eval")
         self.message(f"{self.recorder.at(record['step'])}  {record['split']}: {shown}{rate}")
 
@@ -103,7 +105,7 @@ class LiveProgress(Reporter):
         if record["split"] == "eval":
             self.message(f"{self.recorder.step_name} {record['step']}  eval: {figures(record, every=self.own_metrics)}")
         elif self.bar is not None:
-            self.progress.update(self.bar, figures=f"{figures(record)}  {_speed(record)}/s")
+            self.progress.update(self.bar, figures=f"{figures(record)}  {_speed(record)}")
 
     def message(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)

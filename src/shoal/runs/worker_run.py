@@ -32,7 +32,7 @@ from shoal.runs.folder.resume_rules import settings_digest
 from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.runs.join_summary import JoinSummary, summary_of
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
-from shoal.runs.monitoring.recorder import peak_memory
+from shoal.runs.monitoring.throughput import peak_memory
 from shoal.runs.welcome import check_welcome, configuration, parts_for
 from shoal.strategies import Policies
 from shoal.updates.worker_state import WorkerCheckpoint

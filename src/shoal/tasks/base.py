@@ -39,6 +39,8 @@ class Task(ABC):
     headline: str
     """The main metric of an evaluation. A smaller one is better, unless `higher_is_better`."""
     higher_is_better: bool = False
+    counts_tokens: bool = False
+    """Whether `count` counts tokens."""
     learns_from_answers: bool = False
     """Whether batches are answers of the model itself, so that it must generate text while it learns."""
     draws_images: bool = False

@@ -39,6 +39,7 @@ class LanguageModelling(Task):
     """Next-token cross-entropy over the tokens that count, plus penalties."""
 
     headline = "loss"
+    counts_tokens = True
 
     def __init__(
         self, players: dict[str, nn.Module], penalties: Penalties | None = None, eos_id: int | None = None, *, left_padding: bool = False

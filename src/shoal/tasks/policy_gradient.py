@@ -34,6 +34,7 @@ class PolicyGradient(Task):
 
     headline = "score"
     higher_is_better = True
+    counts_tokens = True
     learns_from_answers = True
 
     def __init__(self, players: dict[str, nn.Module], settings: Rlhf) -> None:
@@ -150,6 +151,8 @@ class PolicyGradient(Task):
 
 class OnlineDpo(PolicyGradient):
     """Of two answers that the policy gave to a prompt, the better one becomes more probable than the other (Guo et al. 2024)."""
+
+    counts_tokens = False
 
     def count(self, batch: Batch) -> int:
         return int(batch["decided"].sum())

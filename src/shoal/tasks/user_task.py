@@ -93,7 +93,7 @@ class WithMetrics(Task):
     def __init__(self, task: Task, metrics: Mapping[str, Metric]) -> None:
         self.task, self.metrics = task, dict(metrics)
         self.players, self.headline, self.higher_is_better = task.players, task.headline, task.higher_is_better
-        self.draws_images = task.draws_images
+        self.draws_images, self.counts_tokens = task.draws_images, task.counts_tokens
         self.compile, self.place_frozen, self.images = task.compile, task.place_frozen, task.images  # type: ignore[method-assign]
         self.join_processes = task.join_processes  # type: ignore[method-assign]
 

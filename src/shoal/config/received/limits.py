@@ -177,7 +177,7 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("evaluation", Limit.ANY, "strategy every_steps batches batch_size"),
     LimitedSettings("checkpoint", Limit.ANY, "strategy every_steps keep_last best"),
     LimitedSettings("checkpoint", Limit.READS_IF_ALLOWED, "resume_from"),
-    LimitedSettings("logging", Limit.ANY, "every_steps track_gradients"),
+    LimitedSettings("logging", Limit.ANY, "every_steps track_gradients peak_tflops"),
     LimitedSettings("logging", Limit.OWN, "sinks directory project"),
     # --- feedback: the coordinator scores the answers and has the prompts; a worker reads no file for it, and contacts no address
     LimitedSettings("rlhf", Limit.OWN, "fine_tune reward prompts"),

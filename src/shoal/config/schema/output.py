@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shoal.config.fields import NonNegativeInt, PositiveInt, Secret, Section
+from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Secret, Section
 from shoal.config.parts import Part
 
 Cadence = Literal["steps", "epoch", "never"]
@@ -82,6 +82,9 @@ class Logging(Section):
     """Name of the folder of runs, and of the project on W&B."""
     track_gradients: bool = False
     """Record the gradient norm of every layer."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak of each device in TFLOP/s, of which records show the utilisation (mfu); null: what its maker says of a known GPU in bf16 or
+    fp16, else records have no utilisation."""
 
 
 class Hub(Section):

@@ -200,8 +200,13 @@ export class Engineer {
   }
 
   showTraffic(view) {
-    if (["speed", "rounds", "bytes", "lag"].every((name) => this.rests(name))) return;
+    if (["speed", "tokens", "utilisation", "phases", "rounds", "bytes", "lag"].every((name) => this.rests(name))) return;
     const speed = view.points(view.train, "samples_per_s", "wall_s"), xName = "seconds";
+    const tokens = view.points(view.train, "tokens_per_s", "wall_s"), used = view.points(view.train, "mfu", "wall_s");
+    curves(this.card("tokens", "Tokens a second", tokens.length > 1).body, { series: [{ name: "tokens/s", points: tokens, place: 0 }], xName, fromZero: true, label: "Tokens a second" });
+    curves(this.card("utilisation", "Model FLOP utilisation", used.length > 1).body, { series: [{ name: "share of the peak", points: used, place: 0 }], xName, fromZero: true, label: "Model FLOP utilisation" });
+    const phases = view.names.filter((name) => name.startsWith("seconds/")).map((name, place) => ({ name: name.slice(8).replace("_", " + "), points: view.points(view.train, name, "wall_s"), place }));
+    curves(this.card("phases", "Seconds of a step, by phase", phases.some((one) => one.points.length > 1)).body, { series: phases, xName, fromZero: true, label: "Seconds of a step, by phase" });
     const rounds = rates(view.train, (one, other) => (other.wall_s - one.wall_s) / (other.step - one.step || 1));
     curves(this.card("speed", "Samples a second", speed.length > 1).body, { series: [{ name: "samples/s", points: speed, place: 0 }], xName, fromZero: true, label: "Samples a second" });
     curves(this.card("rounds", "Seconds for a version", rounds.length > 1).body, { series: [{ name: "seconds", points: rounds, place: 0 }], xName, fromZero: true, label: "Seconds for a version" });

@@ -167,7 +167,7 @@ class RunFolder:
             split: next((one for one in reversed(records) if one.get("split") == split), {}) for split in ("train", "eval")
         }
         last = clean(records[-1]) if records else {}
-        figures = {split: {name: value for name, value in clean(one).items() if name not in _ABOUT} for split, one in latest.items()}
+        figures = {split: {name: value for name, value in clean(one).items() if is_figure(name)} for split, one in latest.items()}
         events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
         known = {"samples": last.get("samples", 0), "wall_s": last.get("wall_s", 0.0), "at": _changed_at(self.path / "metrics.jsonl")}
         strategy = self.provenance().get("strategy.kind", {}).get("value") if self.is_coordinated() else None
@@ -240,8 +240,23 @@ class RunFolder:
         return self._read("invitation.json", INVITATION)
 
 
-_ABOUT = ("step", "split", "wall_s", "samples", "epoch", "samples_per_s", "received_bytes", "sent_bytes")
-"""Fields of a record that are not figures."""
+_ABOUT = (
+    "step",
+    "split",
+    "wall_s",
+    "samples",
+    "epoch",
+    "samples_per_s",
+    "tokens_per_s",
+    "mfu",
+    "memory_bytes",
+    "received_bytes",
+    "sent_bytes",
+)
+"""Fields of a record that are not figures of what was learned."""
+SECONDS = "seconds/"
+"""Prefix of the fields of a record that say how long a phase of a step takes."""
+PHASES = ("data", "forward_backward", "communication", "optimizer", "evaluation", "checkpoint")
 _DEFAULTS: dict[str, Any] = {
     STATUS.key: STATUS.version,
     "run": "",
@@ -272,6 +287,11 @@ _DEFAULTS: dict[str, Any] = {
 _NUMBERS = ("of", "progress", "eta_s", "wall_s", "at")
 _OF_A_WORKER = {"lag", "accepted", "rejected", "bytes", "since", "heard_s", "rate", "computing_s", "waiting_s", "sending_s", "memory_bytes"}
 """Fields of a worker that are numbers."""
+
+
+def is_figure(name: str) -> bool:
+    """Whether a field of a record is a figure of what was learned, and not of how fast."""
+    return name not in _ABOUT and not name.startswith(SECONDS)
 
 
 def _is_status(found: Mapping[str, Any]) -> bool:

@@ -5,7 +5,6 @@ A run alone and a coordinator each have a `Recorder`. Its state is part of their
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.best_weights import metric_of
 from shoal.runs.monitoring.loss_progress import LossProgress
 from shoal.runs.monitoring.members import Members
+from shoal.runs.monitoring.throughput import Throughput, peak_memory
 from shoal.tasks import MetricMeans, StepResult
 from shoal.updates.state_packing import Checkpoint
 
@@ -115,7 +115,7 @@ class Recorder:
         """By step of a background evaluation: samples and batches that its weights had learned from."""
         self._started = time.monotonic()
         self._wall_before = 0.0
-        self._speed_mark = (time.monotonic(), 0)
+        self.throughput = Throughput(run, engine)
         self._telling = threading.RLock()
 
     @property
@@ -197,6 +197,7 @@ class Recorder:
         self.batches += batches
         self.samples += result.samples
         self.window.add(result.metrics, result.weight)
+        self.throughput.count(result)
 
     # --- figures and messages -----------------------------------------------------------------------
 
@@ -209,10 +210,7 @@ class Recorder:
             metrics.pop(name, None)
         self.latest["train"] = metrics
         self.loss.note("train", metrics)
-        now, (then, before) = time.monotonic(), self._speed_mark
-        speed = (self.samples - before) / (now - then) if now > then else 0.0
-        self._speed_mark = (now, self.samples)
-        self._emit("train", self.step, (self.samples, self.batches), metrics, {"samples_per_s": round(speed, 2), **totals})
+        self._emit("train", self.step, (self.samples, self.batches), metrics, {**self.throughput.take(), **totals})
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         bad = [name for name, value in metrics.items() if name.endswith("loss") and value != value]
@@ -330,7 +328,7 @@ class Recorder:
         self.best, self.without_progress = loop["best"], loop["without_progress"]
         self._wall_before, self.latest = loop["wall_s"], loop["latest"]
         self.loss.load_state_dict(loop["losses"])
-        self._speed_mark = (time.monotonic(), self.samples)
+        self.throughput.restart()
         self.resumed_from = str(checkpoint.path)
 
     def summary(self, status: str, error: str) -> dict[str, Any]:
@@ -356,14 +354,3 @@ def _phase_settings(run: Run) -> str:
     if run.chosen_task.kind == "reward" and run.rlhf.reward.untrained:
         return "rlhf.reward" if run.rlhf.reward.kind == "trained" else "rlhf.reward.parts.reward"
     return ""
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Peak memory of this process in bytes: on the GPU if it uses one, else in main memory (None on Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

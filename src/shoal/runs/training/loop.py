@@ -32,6 +32,7 @@ class TrainingLoop(RecordedLoop):
     ) -> None:
         """`held_out`: batches to evaluate on, from the start at each call; `write_sample`: writes what the model makes at a step."""
         super().__init__(recorder, engine, held_out is not None)
+        engine.phases.enabled = True
         self.feed, self.held_out, self.write_sample = feed, held_out, write_sample
         engine.loss_check.enabled = engine.health is None and self.run.training.precision.kind != "fp16"  # else such steps are skipped
 
@@ -47,7 +48,9 @@ class TrainingLoop(RecordedLoop):
         self.best.open()
         while not (complete := self.step >= total or self._epochs_are_over) and not self._ends_early():
             try:
-                result = self.engine.step([next(self.feed) for _ in range(accumulation)])
+                with self.engine.phases.on_host("data"):
+                    batches = [next(self.feed) for _ in range(accumulation)]
+                result = self.engine.step(batches)
             except NonFiniteLossError as error:
                 raise self._kept_last_good(error) from None
             self.advance(result, accumulation, self.step >= total or self._epochs_are_over)

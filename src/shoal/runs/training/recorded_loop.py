@@ -91,10 +91,12 @@ class RecordedLoop(ABC):
         for reporter in recorder.reporters:
             reporter.step(recorder)
         if self._due(self.run.evaluation, before):
-            self.evaluate()
+            with self.engine.phases.on_host("evaluation"):
+                self.evaluate()
         if self._due(self.run.checkpoint, before):
             try:
-                self.save()
+                with self.engine.phases.on_host("checkpoint"):
+                    self.save()
             except ShoalError as error:
                 self.message(f"warning: {error}; training goes on")
 

@@ -1,0 +1,125 @@
+"""How fast a run learns: samples and tokens a second, model FLOP utilisation, memory, and seconds of each phase of a step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from shoal.config import Run
+from shoal.engines import Engine, StepResult
+from shoal.engines.pipeline.split import numbers_used
+from shoal.runs.folder.run_reader import SECONDS
+
+_PASSES, _WEIGHT_GRADIENT = 4, 2
+"""Operations per weight and token: two forward, two for the gradient of the input, and two more for the gradient of a trained weight."""
+_ATTENTION = 12
+"""Operations of attention per layer, width, position and token, as the authors of PaLM count them."""
+_PEAKS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+    "V100": 125.0,
+    "Tesla T4": 65.0,
+}
+"""TFLOP/s of dense products in 16 bits, by a part of the GPU's name, from the makers' data sheets; the first that fits counts."""
+_HALF = ("bf16", "fp16")
+_STOPS = ("evaluation", "checkpoint")
+"""Phases in which nothing is learned: rates leave them out."""
+
+
+class Throughput:
+    """Counts what a run learns from, between its records."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        self.run, self.engine = run, engine
+        self._operations: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Measure from now on."""
+        self._since, self._samples, self._weight, self._steps = time.monotonic(), 0, 0, 0
+
+    def count(self, result: StepResult) -> None:
+        self._samples += result.samples
+        self._weight += result.weight
+        self._steps += 1
+
+    def take(self) -> dict[str, float]:
+        """The figures since the last call; those that are not known are left out."""
+        seconds = self.engine.phases.take()
+        whole = time.monotonic() - self._since - sum(seconds.get(name, 0.0) for name in _STOPS)
+        figures = {"samples_per_s": round(self._samples / whole, 2) if whole > 0 else 0.0}
+        if self.engine.task.counts_tokens and whole > 0:
+            rate = self._weight / whole
+            figures["tokens_per_s"] = round(rate, 2)
+            if (peak := self._peak()) and (operations := self._per_token()):
+                figures["mfu"] = round(rate * operations / peak, 4)
+        if (memory := peak_memory(self.engine.device)) is not None:
+            figures["memory_bytes"] = memory
+        figures |= {f"{SECONDS}{name}": round(value / max(1, self._steps), 6) for name, value in seconds.items()}
+        self.restart()
+        return figures
+
+    def _peak(self) -> float | None:
+        """Operations a second that all devices of the run could do; None: unknown, also where other machines compute."""
+        if not self.run.alone:
+            return None
+        each = self.run.logging.peak_tflops
+        if each is None and self.engine.device.type == "cuda" and self.run.training.precision.kind in _HALF:
+            name = torch.cuda.get_device_name(self.engine.device)
+            each = next((peak for part, peak in _PEAKS.items() if part in name), None)
+        return None if each is None else 1e12 * each * self.engine.world.size
+
+    def _per_token(self) -> float:
+        """Operations that a token takes in theory, forward and backward, whatever is computed twice; 0: unknown."""
+        if self._operations is None:
+            model: Any = self.engine.task.players["model"]
+            whole = sum(one.numel() for one in model.parameters() if one.requires_grad) == self.engine.size
+            self._operations = operations_per_token(self.run, model) if whole else 0.0  # else an engine has cut the model
+        return self._operations
+
+
+def operations_per_token(run: Run, model: Any) -> float:
+    """Operations of a token's forward and backward pass through a model. Embeddings count only where they are the output matrix."""
+    products = sum((_PASSES + _WEIGHT_GRADIENT * weight.requires_grad) * used for weight, used in numbers_used(model))
+    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    output = getattr(model, "output_weight", None)
+    inner = getattr(getattr(model, "inner", None), "get_output_embeddings", lambda: None)()
+    used_twice = {id(one) for one in (output, getattr(inner, "weight", None)) if one is not None}
+    looked_up = [table.weight for table in tables if id(table.weight) not in used_twice]
+    products -= sum((_PASSES + _WEIGHT_GRADIENT * weight.requires_grad) * weight.numel() for weight in looked_up)
+    layers, width = _shape(run, model)
+    return products + _ATTENTION * layers * width * (run.data.sequence_length or 0)
+
+
+def _shape(run: Run, model: Any) -> tuple[int, int]:
+    """Layers with attention, and the width of their heads together; zeros for other models."""
+    config = getattr(getattr(model, "inner", None), "config", None)
+    if config is not None:
+        heads = getattr(config, "num_attention_heads", 0)
+        return getattr(config, "num_hidden_layers", 0), heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+    attends = hasattr(run.model, "num_heads")
+    return (run.model.num_layers, run.model.hidden_size) if attends else (0, 0)  # type: ignore[attr-defined]
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Peak memory of this process in bytes: on the GPU if it uses one, else in main memory (None on Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
