@@ -120,6 +120,7 @@ BROKEN = [
         "model: {kind: moe, max_seq_len: 64, episodic_memory: {enabled: true, chunk_size: 64}}\n",
         ["model.episodic_memory.chunk_size", "model.max_seq_len", "model.episodic_memory.enabled"],
     ),
+    ("data", "data: {chat_time: yesterday}\n", ["data.chat_time"]),
     (
         "model",
         "model: {kind: moe, episodic_memory: {enabled: true}}\ndata: {packing: documents}\n",

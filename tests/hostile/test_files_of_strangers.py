@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -34,12 +35,12 @@ from shoal.data.images.transfer import ImageOffer, fetch_images
 from shoal.data.retrieval.encoders import HashedWords
 from shoal.data.retrieval.index import build_index, open_index
 from shoal.data.retrieval.passages import Passages
+from shoal.data.text.chat_template import ChatTemplate, template_of
 from shoal.errors import ShoalError
 from shoal.files import file_digest
 from shoal.models.huggingface.pretrained import load
 from shoal.runs.folder.checkpoint import load_weights
 from shoal.runs.folder.sharded_checkpoint import ShardedTensors
-from shoal.serve.api.chat_format import template_in
 from shoal.serve.load_model import encoder_for
 from shoal.serve.nodes.model_description import meta_model, model_maker
 from shoal.serve.nodes.weights import WeightStore
@@ -225,20 +226,56 @@ FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in ran
     ],
 )
 def test_a_template_that_never_ends_or_fills_the_memory_is_stopped(tmp_path, impatient, template, reason):
-    (tmp_path / "chat_template.jinja").write_text("{% if messages[0].content == 'now' %}" + template + "{% else %}fine{% endif %}")
-    rendered = template_in([tmp_path])
+    source = "{% if messages[0].content == 'now' %}" + template + "{% else %}fine{% endif %}"
+    rendered = ChatTemplate({"default": source}, {})
     with pytest.raises(ShoalError, match=f"chat template .*({reason})"):
         rendered.prompt([{"role": "user", "content": "now"}])
     assert rendered.prompt([{"role": "user", "content": "later"}]) == "fine", "the next request is answered"
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__ }}",
+        "{{ dict.__class__.__subclasses__() }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ self.__init__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% generation %}{{ caller.__globals__ }}{% endgeneration %}",
+    ],
+)
+def test_a_template_reaches_nothing_but_its_conversation(template):
+    """What is forbidden is an error, or an empty text."""
+    rendered = ChatTemplate({"default": template}, {})
+    try:
+        found = rendered.prompt([{"role": "user", "content": "now"}])
+    except ShoalError as error:
+        assert re.search("unsafe|undefined|no loader|cannot store|not safely callable|has no attribute|No caller", str(error))  # noqa: PT017
+    else:
+        assert found == ""
+
+
 def test_a_template_of_any_size_or_kind_is_refused(tmp_path):
+    tokenizer_file(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("x" * (5 << 20))
     with pytest.raises(ShoalError, match=r"chat_template\.jinja is too large"):
-        template_in([tmp_path])
+        template_of(load_tokenizer(str(tmp_path)))
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ShoalError, match=r"chat_template\.jinja is not UTF-8"):
+        template_of(load_tokenizer(str(tmp_path)))
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    template = template_of(load_tokenizer(str(tmp_path)))
+    assert template is not None
     with pytest.raises(ShoalError, match="chat template refuses"):
-        template_in([tmp_path])
+        template.check()
 
 
 def test_a_pattern_that_takes_for_ever_ends_one_request_and_not_the_service(tmp_path, impatient):
@@ -253,7 +290,9 @@ def test_a_pattern_that_takes_for_ever_ends_one_request_and_not_the_service(tmp_
 def test_the_process_that_encodes_ends_with_the_model_it_serves(tmp_path):
     encoder = encoder_for(load_tokenizer(str(tokenizer_file(tmp_path))))
     assert encoder is not None
+    encoder.start()
     process = encoder._process
+    assert process is not None
     assert process.poll() is None
     del encoder
     gc.collect()

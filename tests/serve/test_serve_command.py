@@ -15,7 +15,6 @@ from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.errors import ShoalError
 from shoal.launch.start import address_of_first
 from shoal.runs.trained_model import generate_text, open_run
-from shoal.serve.api.chat_format import template_in
 from shoal.serve.batching import QueueFullError
 from shoal.serve.load_model import open_served
 from shoal.serve.nodes.distributed_model import open_local_server, open_server
@@ -213,27 +212,6 @@ def test_machines_join_where_the_clusters_file_says(tmp_path):
 def test_the_layers_of_a_clusters_file_can_be_overridden(tmp_path, given, layers):
     assert cluster(tmp_path, "127.0.0.1", 0).model.num_layers == 12
     assert cluster(tmp_path, "127.0.0.1", 0, given).model.num_layers == layers
-
-
-def test_a_chat_template_is_the_models_own(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "bos_token": {"content": "<s>"},
-                "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-                "{% if add_generation_prompt %}[assistant]{% endif %}",
-            }
-        )
-    )
-    messages = [{"role": "user", "content": "hi"}]
-    assert template_in([tmp_path]).prompt(messages) == "<s>[user]hi[assistant]"
-    assert template_in([tmp_path / "none"]).prompt(messages) == "User: hi\nAssistant:"
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
-    with pytest.raises(ShoalError, match="no system here"):
-        template_in([tmp_path]).prompt(messages)
-    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
-    with pytest.raises(ShoalError, match="refuses"):
-        template_in([tmp_path]).prompt(messages)
 
 
 def test_a_gguf_file_is_converted_once_and_keeps_its_weights(tmp_path, monkeypatch):

@@ -121,10 +121,11 @@ _CHATML_MARKED = CHATML.replace(
     "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] "
     "+ '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}",
 )
-QWEN3 = """{%- set ns = namespace(last_query_index=messages|length - 1) %}
+QWEN3 = """{%- set ns = namespace(searching=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if message.role == "user" and ns.last_query_index == messages|length - 1 %}
+    {%- if message.role == "user" and ns.searching %}
+        {%- set ns.searching = false %}
         {%- set ns.last_query_index = index %}
     {%- endif %}
 {%- endfor %}
@@ -166,9 +167,9 @@ FAMILIES = {
 }
 
 
-def write_tokenizer(folder: Path, name: str, *, template: str | None = None, in_config: bool = False) -> Path:
+def write_tokenizer(folder: Path, name: str, *, template: str | None = None, in_config: bool = False, trim_offsets: bool = False) -> Path:
     """The files of a tokenizer with the special tokens of a family. `template`: another template than the family's; `in_config`: where
-    older models have it."""
+    older models have it; `trim_offsets`: the places of tokens leave out white space before them, as in Llama 3."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     family = FAMILIES[name]
@@ -183,7 +184,7 @@ def write_tokenizer(folder: Path, name: str, *, template: str | None = None, in_
         made = Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         made.decoder = decoders.ByteLevel()
-        made.post_processor = processors.ByteLevel(trim_offsets=True)
+        made.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
         initial, extra = sorted(pre_tokenizers.ByteLevel.alphabet()), []
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=[*family.specials, *extra], initial_alphabet=initial, show_progress=False, min_frequency=2

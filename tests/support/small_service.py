@@ -10,10 +10,10 @@ import torch
 
 from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Serving
+from shoal.data.text.chat_template import plain_template
 from shoal.data.text.tokenizers.own import ByteTokenizer
 from shoal.models.gpt import Gpt
-from shoal.serve.api.chat_format import ChatTemplate
-from shoal.serve.load_model import ServedModel
+from shoal.serve.load_model import PLAIN_STOP_WORDS, ServedModel
 from shoal.serve.server import ModelServer
 
 
@@ -30,7 +30,9 @@ def small_model(longest: int = 256) -> Gpt:
 
 
 def small_served(model: Gpt | None = None, **settings) -> ServedModel:
-    return ServedModel("tiny", model or small_model(), ByteTokenizer(), ChatTemplate(None, {}), Serving(**settings), (), frozenset())
+    tokenizer = ByteTokenizer()
+    served = ServedModel("tiny", model or small_model(), tokenizer, plain_template(tokenizer), Serving(**settings), (), frozenset())
+    return served._replace(stop_words=PLAIN_STOP_WORDS)
 
 
 @contextmanager

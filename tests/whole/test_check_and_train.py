@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import re
 from collections.abc import Iterator, Sequence
 from importlib import util
@@ -133,6 +135,29 @@ def test_the_check_says_what_a_file_alone_lacks(
         assert "error[missing-model]: no model is given" in capsys.readouterr().err
     assert main(["config", "check", "smolcluster/cluster_config_mp", "smolcluster/gpt_config"]) == 0
     assert "missing-model" not in capsys.readouterr().err
+
+
+def test_the_check_refuses_conversations_for_a_model_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "chats").mkdir()
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with gzip.open(tmp_path / "chats" / "train.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row) + "\n")
+    config = tmp_path / "config.yaml"
+    text = f"dialect: shoal\nmodel: {{kind: gpt}}\ndata: {{source: {{kind: text, path: {tmp_path}/chats}}, tokenizer: TOKENIZER}}\n"
+    for tokenizer in ("bytes", str(tmp_path)):
+        config.write_text(text.replace("TOKENIZER", tokenizer))
+        assert main(["config", "check", str(config)]) == 2
+        told = capsys.readouterr().err
+        assert "error[missing-template]: the rows of" in told
+        assert "set data.chat_template to chatml, llama3, qwen, plain, or to a file" in " ".join(told.split())
+        assert main(["config", "check", str(config), "--set", "data.chat_template=chatml"]) == 0
+        capsys.readouterr()
+    for file, content in (("tokenizer_config.json", '{"chat_template": "x"}'), ("chat_template.jinja", "x")):
+        (tmp_path / file).write_text(content)
+        assert main(["config", "check", str(config)]) == 0
+        (tmp_path / file).unlink()
+    assert main(["config", "check", str(config), "--set", "data.chat_template=chatlm"]) == 0
+    assert "there is nothing at chatlm" in capsys.readouterr().err
 
 
 def test_the_check_gives_the_command_for_workers_and_names_missing_data(

@@ -9,7 +9,14 @@ from shoal import ShoalError
 from shoal.cli.main import leading_flags, report, run_subcommand
 from shoal.cli.options import load, make_parser, parse, parse_with_plugins, require
 from shoal.config.load import LoadedConfig
-from shoal.config.missing_parts import missing_files, missing_files_of_earlier_phases, missing_model, missing_packages, missing_workers
+from shoal.config.missing_parts import (
+    missing_chat_template,
+    missing_files,
+    missing_files_of_earlier_phases,
+    missing_model,
+    missing_packages,
+    missing_workers,
+)
 from shoal.config.problems import ConfigError, Problem, render
 from shoal.config.schema import Run
 
@@ -44,7 +51,7 @@ def check(argv: list[str]) -> int:
     if loaded.ok:
         loaded.problems += missing_packages(loaded, severity="warning") + missing_model(loaded, severity="warning")
         loaded.problems += missing_files(loaded, severity="warning") + missing_files_of_earlier_phases(loaded, severity="warning")
-        loaded.problems += missing_workers(loaded) + _missing_base(loaded, arguments)
+        loaded.problems += missing_workers(loaded) + missing_chat_template(loaded) + _missing_base(loaded, arguments)
     if arguments.format != "text":
         print(render(loaded.problems, arguments.format))
     elif loaded.problems:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 from shoal.config.derived_values import workers_needed
 from shoal.config.load import LoadedConfig
 from shoal.config.problems import Problem, Severity
+from shoal.config.rules.chat_rows import missing_template
 from shoal.config.rules.rule import CUT_INTO_STAGES, WITHOUT_BLOCKS, names_a_model
 from shoal.config.schema import Run
-from shoal.config.schema.data import Mixture
+from shoal.config.schema.data import CHAT_TEMPLATES, Mixture
 from shoal.config.schema.task import TEXT
 from shoal.config.schema.training import EMULATED
 
@@ -129,6 +130,17 @@ def _missing(loaded: LoadedConfig, files: Iterable[tuple[str, str]], severity: S
     ]
 
 
+def missing_chat_template(loaded: LoadedConfig) -> list[Problem]:
+    """A problem where rows are conversations, and the model has no chat template."""
+    settings, run = loaded.settings, loaded.run
+    file = missing_template(run) if run.chosen_task.needs in TEXT else None
+    if file is None:
+        return []
+    message = f"the rows of {file} are conversations, and {run.data.tokenizer or 'bytes'} has no chat template"
+    help = f"set data.chat_template to {', '.join(CHAT_TEMPLATES)}, or to a file; models that are tuned to chat have their own"
+    return [Problem("missing-template", message, settings.labels("data.source.path"), settings.spelling("data.chat_template"), help)]
+
+
 def missing_workers(loaded: LoadedConfig) -> list[Problem]:
     """A warning where `shoal train` would ask for the number of workers, or wait for more than it starts."""
     run, needed = loaded.run, workers_needed(loaded.settings)
@@ -157,6 +169,8 @@ def _files_of(run: Run) -> Iterator[tuple[str, str]]:
         file = getattr(source, "path", None)
         if file is not None and source is not None and source.kind != "mnist" and not getattr(source, "download", None):
             yield "data.source.path", file
+    if run.data.chat_template is not None and run.data.chat_template not in CHAT_TEMPLATES:
+        yield "data.chat_template", run.data.chat_template
     if run.rlhf is not None and run.chosen_task.needs == "prompts" and run.rlhf.prompts is not None:
         yield "rlhf.prompts", run.rlhf.prompts
     retrieval = getattr(run.model, "retrieval", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -74,7 +75,7 @@ def assemble(
     settings choose; without them a single process computes, whatever the engine. `live`: objects that the program passes. `joins`: for
     a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
-    source = _with_parts_of_policy(run, tokenizer_of)
+    source = _with_chat_time(_with_parts_of_policy(run, tokenizer_of), world)
     samples = known or data_for(run, live, lambda: data.load(source, progress=progress))
     players = players_for(run, live, samples.info)
     answers = run.strategy.gives_answers and joins
@@ -105,13 +106,21 @@ def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World
     return SingleEngine(run, task, device, steps, learns=not task.learns_from_answers)
 
 
+def _with_chat_time(run: Run, world: World | None) -> Run:
+    """The settings with one time for the chat templates of all processes."""
+    if run.data.chat_time is not None or world is None or world.size == 1:
+        return run
+    return run.replace(data=run.data.replace(chat_time=world.broadcast_text(datetime.now().isoformat(timespec="seconds"))))
+
+
 def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
     """The settings with the tokenizer of the run's folder. A policy uses the tokenizer and the passage index of the run that it starts
     from, unless the settings name others."""
     policy, retrieval = run.rlhf.policy if run.rlhf is not None else None, data.retrieval_of(run)
     saved = own_folder / "tokenizer" if own_folder else run_folder_of(policy) / "tokenizer" if policy else None
     if saved is not None and saved.is_dir():
-        run = run.replace(data=run.data.replace(tokenizer=str(saved)))
+        own = {"chat_template": None} if own_folder else {}  # the folder holds the template, whatever became of the file it was read from
+        run = run.replace(data=run.data.replace(tokenizer=str(saved), **own))
     if policy is None or retrieval is None or retrieval.index is not None or retrieval.passages is not None:
         return run
     index = (passage_index_of(own_folder) if own_folder is not None else None) or passage_index_of(run_folder_of(policy))
@@ -267,7 +276,7 @@ def _write_data_info(directory: RunDirectory, samples: data.Data) -> None:
     fields = shapes | {"name": info.name, "fingerprint": data.local_fingerprint(samples)} | found
     DATA.write(directory.path / "data.json", fields)
     if info.tokenizer is not None:
-        info.tokenizer.save(directory.path / "tokenizer")
+        info.tokenizer.save_for_run(directory.path / "tokenizer")
 
 
 def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +11,10 @@ from shoal import data
 from shoal.config.load import ConfigFile, Override, resolve, resolve_data
 from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
+from shoal.data.text.chat_template import ChatTemplate, plain_template, template_of
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.files import read_file
 from shoal.manifest import check_manifest
 from shoal.models.generation.side_texts import SideTexts
 from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
@@ -19,12 +22,14 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
 from shoal.models.stages import required_tensors
 from shoal.runs.trained_model import open_run, side_texts_for
-from shoal.serve.api.chat_format import ChatTemplate, read_object, template_in
 from shoal.serve.gguf import converted
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model
 from shoal.serve.nodes.weights import WeightStore
 from shoal.untrusted.prompt_process import PromptProcess
 
+PLAIN_STOP_WORDS = ("\nUser:", "\nSystem:")
+"""What ends the assistant's turn in text without marks: the next label."""
+_MOST_JSON_BYTES = 64 << 20
 _ENCODER_BYTES = 8 << 30
 """Memory for encoding a request, the vocabulary included."""
 
@@ -52,6 +57,8 @@ class ServedModel(NamedTuple):
     """Where machines join, and which there are."""
     beside: SideTexts | None = None
     """The source of the texts that the model retrieves; null: it retrieves nothing, or only from its memory."""
+    stop_words: tuple[str, ...] = ()
+    """Texts that end the assistant's turn where no token does."""
     encoder: PromptProcess | None = None
     """Encodes with the tokenizer of a model's maker; null: the tokenizer is Shoal's own, or one that only transformers can read."""
 
@@ -85,19 +92,20 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
         raise ShoalError(f"the run at {target} trained a model of kind {trained.run.model.kind}, which does not write text")
     run = resolve([ConfigFile(str(trained.root / "config.yaml"))], overrides, resolved=True).run
     nodes = nodes or run.serving.num_nodes or 1
-    folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
-    ends = _ends(model, tokenizer, folders)
+    chat = _chat(tokenizer)
+    ends = _ends(model, tokenizer, Path(str(getattr(trained.run.model, "pretrained", trained.root)))) | chat.ends
     served = ServedModel(
         trained.root.resolve().name,
         model,
         tokenizer,
-        template_in(folders),
+        chat.template,
         run.serving,
-        (),
+        tokenizer.opening,
         ends,
         nodes,
         run=run,
         beside=side_texts_for(trained),
+        stop_words=chat.stop_words,
         encoder=encoder_for(tokenizer),
     )
     if isinstance(model, HuggingFace):
@@ -111,11 +119,34 @@ def _hugging_face(run: Run, name: str, nodes: int) -> ServedModel:
     model, tensors = _without_numbers(settings) or (None, None)
     if model is None or (nodes == 1 and gpt_conversion(model) is None):
         model, tensors = HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None
-    tokenizer, folder = data.load_tokenizer(settings.pretrained, token=token), Path(settings.pretrained)
-    start_ids, ends = tokenizer.opening, _ends(model, tokenizer, [folder])
-    served = ServedModel(name, model.eval(), tokenizer, template_in([folder]), run.serving, start_ids, ends, nodes, run=run)
-    served = served._replace(encoder=encoder_for(tokenizer))
+    tokenizer = data.load_tokenizer(settings.pretrained, token=token)
+    chat = _chat(tokenizer)
+    ends = _ends(model, tokenizer, Path(settings.pretrained)) | chat.ends
+    served = ServedModel(name, model.eval(), tokenizer, chat.template, run.serving, tokenizer.opening, ends, nodes, run=run)
+    served = served._replace(stop_words=chat.stop_words, encoder=encoder_for(tokenizer))
     return _computed(served, tensors or WeightStore(model.state_dict()))
+
+
+class Chat(NamedTuple):
+    """How a model's conversations are written."""
+
+    template: ChatTemplate
+    stop_words: tuple[str, ...]
+    ends: frozenset[int]
+    """The token that ends the assistant's turn, if there is one."""
+
+
+def _chat(tokenizer: data.Tokenizer) -> Chat:
+    """The template that the tokenizer came with, or turns with labels. Raises ShoalError where a template is none."""
+    template = template_of(tokenizer)
+    if template is None:
+        return Chat(plain_template(tokenizer), PLAIN_STOP_WORDS, frozenset())
+    template.check()
+    end = template.end_of_turn
+    ids = tokenizer.encode(end) if end else []
+    if len(ids) == 1:
+        return Chat(template, (), frozenset(ids))
+    return Chat(template, (end,) if end else PLAIN_STOP_WORDS, frozenset())
 
 
 def encoder_for(tokenizer: data.Tokenizer) -> PromptProcess | None:
@@ -148,9 +179,18 @@ def _without_numbers(settings: Any) -> tuple[HuggingFace, WeightStore] | None:
     return (model, tensors) if all(name in tensors for name in names) else None
 
 
-def _ends(model: Any, tokenizer: data.Tokenizer, folders: Sequence[Path]) -> frozenset[int]:
+def _ends(model: Any, tokenizer: data.Tokenizer, folder: Path) -> frozenset[int]:
     """The ids after which an answer is over: the tokenizer's, and those that the model's files name."""
     named = [tokenizer.eos_id, getattr(getattr(getattr(model, "inner", None), "config", None), "eos_token_id", None)]
-    named += [read_object(folder / "generation_config.json").get("eos_token_id") for folder in folders]
+    named.append(_read_object(folder / "generation_config.json").get("eos_token_id"))
     ids = [one for several in named for one in (several if isinstance(several, list) else [several])]
     return frozenset(one for one in ids if type(one) is int)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """What a JSON file has by name; nothing where there is none."""
+    try:
+        found = json.loads(read_file(file, _MOST_JSON_BYTES) or b"{}")
+    except (ShoalError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

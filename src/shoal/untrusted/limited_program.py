@@ -1,7 +1,7 @@
-"""The program of a process that renders a chat template or encodes text, which somebody else's files decide.
+"""The program of a process that renders chat templates or encodes text, which somebody else's files decide.
 
-It imports nothing of Shoal, so that it starts quickly: jinja2 for a template, the library of Hugging Face for a tokenizer. It reads JSON, a
-line at a time: first the template or the tokenizer, then requests. It answers each line with one, and `prompt_process.py` reads them.
+It imports nothing of Shoal, so that it starts quickly: jinja2 for templates, the library of Hugging Face for a tokenizer. It reads JSON, a
+line at a time: first the templates or the tokenizer, then requests. It answers each line with one, and `prompt_process.py` reads them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from functools import partial
 from typing import Any
 
 Answer = Callable[[Any], Any]
+_JINJA = (3, 1, 6)
+"""Older versions have known ways out of their sandbox."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages hold an answer's thoughts. Templates read the first."""
 
 
 def main() -> None:
@@ -48,15 +52,18 @@ def _reply(answer: Callable[[], Any]) -> None:
     except MemoryError:
         line = {"error": "it needs too much memory"}
     except BaseException as error:  # the library's panics are no exceptions
-        line = {"error": (str(error) or type(error).__name__)[:1000]}
+        line = {"error": _reason(error)}
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:1000]
+
+
 def _made(setup: dict[str, Any]) -> Answer:
-    if setup.get("template") is not None:
-        template = template_environment().from_string(setup["template"])
-        return lambda variables: _bounded(template.render(**variables), setup["longest"])
+    if setup.get("templates") is not None:
+        return _Renderer(setup).answer
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(setup["tokenizer"])
@@ -65,25 +72,145 @@ def _made(setup: dict[str, Any]) -> Answer:
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def _bounded(text: str, longest: int) -> str:
-    if len(text) > longest:
-        raise ValueError(f"it makes a text of {len(text):,} letters, and {longest:,} are allowed")
-    return text
+class _Renderer:
+    """Renders conversations with the templates of a model, one of which is named `default`."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._marks = _Marks()
+        environment = template_environment(self._marks, setup["now"])
+        self._templates = {name: environment.from_string(source) for name, source in setup["templates"].items()}
+        self._variables, self._longest = setup["variables"], setup["longest"]
+
+    def answer(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """For each request its text, or the reason why the template refuses it."""
+        return [self._answered(request) for request in requests]
+
+    def _answered(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._conversation(request)
+        except MemoryError:
+            raise
+        except Exception as error:
+            return {"error": _reason(error)}
+
+    def _conversation(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The text of a conversation, the ranges of its letters that generation marks enclose, and for each cut (a number of messages, and
+        whether the generation prompt follows) the length of their text; null: the whole text does not begin with it."""
+        messages = [_with_thoughts(message) for message in request["messages"]]
+        text = self._rendered(messages, request, request["generation_prompt"])
+        marks, lengths = list(self._marks.found), []
+        for count, prompt in request["cuts"]:
+            part = self._rendered(messages[:count], request, prompt)
+            lengths.append(len(part) if text.startswith(part) else None)
+        return {"text": text, "marks": marks, "cuts": lengths}
+
+    def _rendered(self, messages: list[Any], request: dict[str, Any], generation_prompt: bool) -> str:
+        tools = request["tools"]
+        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
+        variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
+        self._marks.found, self._marks.written = [], 0
+        parts = []
+        for part in template.generate(**self._variables | variables):
+            parts.append(part)
+            self._marks.written += len(part)
+            if self._marks.written > self._longest:
+                raise ValueError(f"it makes a text of {self._marks.written:,} letters, and {self._longest:,} are allowed")
+        return "".join(parts)
 
 
-def template_environment() -> Any:
-    """The environment of chat templates: sandboxed, with the functions that templates on the hub use."""
+class _Marks:
+    """The ranges that generation marks enclose, and the letters that were written so far."""
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.found: list[tuple[int, int]] = []
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    thoughts = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def template_environment(marks: _Marks, now: str | None) -> Any:
+    """The environment in which transformers renders chat templates: sandboxed, with the functions and marks that templates use. `now`: the
+    time that templates read; null: that of the clock."""
+    from importlib.metadata import version
+
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    installed = version("jinja2")
+    if tuple(int(part) for part in installed.split(".")[:3] if part.isdecimal()) < _JINJA:
+        raise ImportError(f"chat templates need jinja2 3.1.6 or newer, and {installed} is installed: pip install -U jinja2")
+
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def strftime_now(form: str) -> str:
+        return (datetime.now() if now is None else datetime.fromisoformat(now)).strftime(form)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_generation(marks), loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": refuse, "strftime_now": strftime_now, "dict": _Dict(), "namespace": _namespace()}
     return environment
+
+
+def _generation(marks: _Marks) -> Any:
+    """The statement {% generation %} … {% endgeneration %}, which encloses what the assistant writes."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class GenerationMarks(Extension):
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 reads it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Callable[[], str]) -> str:
+            text = caller()
+            marks.found.append((marks.written, marks.written + len(text)))
+            return text
+
+    return GenerationMarks
+
+
+class _Dict:
+    """The function `dict` of templates. The class itself would lead to Python's internals."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*arguments, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+
+def _namespace() -> Any:
+    """The class `namespace` of templates, without names that begin with an underscore."""
+    from jinja2.exceptions import SecurityError
+    from jinja2.utils import Namespace
+
+    def check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a template cannot store {name!r} in a namespace: rename it")
+
+    class Checked(Namespace):
+        def __init__(*arguments: Any, **named: Any) -> None:
+            itself, values = arguments[0], dict(*arguments[1:], **named)
+            for name in values:
+                check(name)
+            Namespace.__init__(itself, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check(name)
+            Namespace.__setitem__(self, name, value)
+
+    return Checked
 
 
 if __name__ == "__main__":

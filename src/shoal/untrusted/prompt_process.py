@@ -1,4 +1,4 @@
-"""A process that renders a model's chat template, or encodes text with a model's tokenizer: both are programs of the model's maker.
+"""A process that renders a model's chat templates, or encodes text with a model's tokenizer: both are programs of the model's maker.
 
 Holds: a request that takes too long or too much memory ends the process and raises an error; the next request starts another. Nothing
 else of this process waits for it.
@@ -25,20 +25,36 @@ _PROGRAM = Path(__file__).with_name("limited_program.py")
 
 
 class PromptProcess:
-    """`what` names the template or tokenizer in messages; `setup` is what the program makes it of."""
+    """`what` names the template or tokenizer in messages; `setup` is what the program makes it of. The process starts with the first
+    request; a copy that is sent to another process starts one of its own."""
 
-    def __init__(self, what: str, memory_bytes: int, **setup: str) -> None:
+    def __init__(self, what: str, memory_bytes: int, **setup: Any) -> None:
         self.what, self._lock = what, threading.Lock()
         limits = {"memory_bytes": memory_bytes, "seconds": SECONDS, "longest": LONGEST_TEXT}
         self._setup = json.dumps(setup | limits)
-        self._process = self._started()
+        self._process: subprocess.Popen[str] | None = None
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"what": self.what, "setup": self._setup}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.what, self._setup = state["what"], state["setup"]
+        self._lock, self._process = threading.Lock(), None
+
+    def start(self) -> None:
+        """Start the process, if none runs. Raises ShoalError where nothing can be made of the setup."""
+        with self._lock:
+            self._running()
 
     def ask(self, request: Any) -> Any:
         """What the template or tokenizer makes of a request. Raises ShoalError."""
         with self._lock:
-            if self._process.poll() is not None:
-                self._process = self._started()
-            return self._exchanged(self._process, json.dumps(request), SECONDS)
+            return self._exchanged(self._running(), json.dumps(request), SECONDS)
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._started()
+        return self._process
 
     def _started(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-I", str(_PROGRAM)]

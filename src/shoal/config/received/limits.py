@@ -81,6 +81,8 @@ TABLE: tuple[LimitedSettings, ...] = (
     LimitedSettings("model[factory]", Limit.FUNCTION, "function loss"),
     # --- data
     LimitedSettings("data", Limit.TOKENIZER, "tokenizer"),
+    LimitedSettings("data", Limit.OWN, "chat_template"),  # it comes with the tokenizer's files
+    LimitedSettings("data", Limit.ANY, "chat_time learn_from"),
     LimitedSettings(
         "data",
         Limit.ANY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from shoal.config.derived_values import USER_KINDS
@@ -34,6 +35,15 @@ def an_alphabet_needs_the_whole_text(settings: Settings, streams: bool, tokenize
     if streams and tokenizer == "characters":
         message = "the tokenizer `characters` must see the whole text first, and a stream shows its beginning"
         settings.report("stream", message, "data.tokenizer", "data.streaming", help="choose bytes or bpe, or data.streaming: false")
+
+
+@rule("data.chat_time")
+def templates_read_a_time(settings: Settings, time: str | None) -> None:
+    if time is not None:
+        try:
+            datetime.fromisoformat(time)
+        except ValueError:
+            settings.report("data", f"{time!r:.40} is no time", "data.chat_time", help="write it as 2026-11-19T10:00:00")
 
 
 @rule("data.streaming", "training.max_steps", "task", "data.source")

@@ -10,7 +10,7 @@ from shoal.config.rules.rule import changed, rule
 from shoal.config.schema.cluster import Kubernetes, Ray, Slurm, Ssh
 from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import EpisodicMemory, MixtureOfHeads, Retrieval
-from shoal.config.schema.task import Task
+from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.training import EMULATED, PlayerOptimizer
 
 _NEVER, _NOT_STEPS = ("never",), ("never", "epoch")
@@ -45,6 +45,8 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("data.padding_side", "data.batching", lambda batching: batching == "packed", "packed sequences are padded on the right"),
     ("data.truncation", "data.packing", lambda packing: packing == "stream", "texts are joined, so none is too long"),
     ("data.packing", "data.batching", lambda batching: batching != "packed", "each text is a sample of its own"),
+    ("data.learn_from", "task.kind", lambda kind: Task.kinds[kind].needs != "tokens", "this task has no answers in its data to learn"),
+    ("data.chat_template", "task.kind", lambda kind: Task.kinds[kind].needs not in TEXT, "this task reads no text"),
     ("data.packing", "task.kind", lambda kind: Task.kinds[kind].needs not in ("tokens", "prompts"), "this task packs nothing"),
     ("data.loader.prefetch_factor", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),
     ("data.loader.persistent_workers", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),

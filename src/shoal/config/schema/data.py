@@ -5,6 +5,9 @@ from typing import ClassVar, Literal, Union
 from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from shoal.config.parts import Part
 
+CHAT_TEMPLATES = ("chatml", "llama3", "qwen", "plain")
+"""Chat templates that come with Shoal, for models that have none."""
+
 
 class DataSource(Part, noun="data source"):
     """Where samples come from. Built by a function of settings, run and `DataRequest`; it returns `Data` or a list of `TextPart`."""
@@ -178,6 +181,13 @@ class Data(Section):
     """null: a built-in source that fits the model."""
     tokenizer: str | None = None
     """`bytes`, `bpe` (trained on the data), a name on the hub, or a path; null: the model's own, else bytes."""
+    chat_template: str | None = None
+    """Template that renders conversations: `chatml`, `llama3`, `qwen`, `plain`, or a file; null: the one that the model came with."""
+    chat_time: str | None = None
+    """The time that templates read with strftime_now, as 2026-11-19T10:00:00; null: when the run begins. It stays the same for the run."""
+    learn_from: Literal["assistant", "completion", "all"] = "assistant"
+    """What the model learns to write. `assistant`: the assistant's turns of a conversation, and the completion after a prompt.
+    `completion`: all that follows the prompt; where rows do not separate it, the last turn of the assistant. `all`: the prompts, too."""
     sequence_length: PositiveInt | None = None
     """Tokens in a training sequence; null: as many as the model takes."""
     batching: Literal["packed", "dynamic", "padded"] = "packed"

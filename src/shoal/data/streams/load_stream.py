@@ -33,17 +33,19 @@ def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, tok
     """The held-out documents of a part are among its first ones, as many as the evaluation needs."""
     name = joined_name([part.name for part in parts])
     parts = parts if run.data.mixing.enabled else [_chained(parts)]
-    for part in parts:
-        if next(part.train.read(), None) is None:
+    firsts = [next(part.train.read(), None) for part in parts]
+    for part, first in zip(parts, firsts, strict=True):
+        if first is None:
             raise ShoalError(f"{part.name} is empty: there is no text in it")
     if run.data.tokenizer == "characters":
         raise ShoalError("the tokenizer `characters` must see the whole text first: set data.streaming to false, or use `bytes` or `bpe`")
-    encoding = find_encoding(run, lambda: (text for part in parts for text in _sample_of(part, run.seed)), cache_dir, token)
+    chats = any(first[0].conversation is not None for first in firsts if first is not None)
+    encoding = find_encoding(run, lambda: (text for part in parts for text in _sample_of(part, run.seed)), cache_dir, token, chats=chats)
     train_count, eval_count = _counts(run)
     held = [_hold_out(part, encoding, -(-eval_count // len(parts)), run.seed) for part in parts]
     parts = [part._replace(train=documents) for part, (documents, _, _) in zip(parts, held, strict=True)]
     stream = _stream(parts, [out for _, out, _ in held], encoding, train_count, run)
-    info = text_info(f"{name}: a stream of {noun(encoding)}", encoding)
+    info = text_info(f"{name}: {'rows are conversations; ' if chats else ''}a stream of {noun(encoding)}", encoding)
     data = Data(stream, _held_out_samples([documents for _, _, documents in held], encoding, eval_count), info)
 
     def training_text() -> Iterable[Document]:

@@ -121,7 +121,7 @@ class SampleReader(StreamReader):
             texts = [document for _, document, _ in group]
             if self._encoding.packed:
                 refuse_contexts(texts)
-            tokens = encode(texts, self._encoding.tokenizer, self._ends(texts))
+            tokens = encode(texts, self._encoding, self._ends(texts))
             self._position = group[-1][2]
             yield [(before, self._prepare(one)) for (before, _, _), one in zip(group, tokens, strict=True)]
         self._position = self._last
@@ -137,8 +137,8 @@ class SampleReader(StreamReader):
                 yield before, document, after
             before = after
 
-    def _prepare(self, tokens: Tokens) -> Any:
-        return tokens
+    def _prepare(self, texts: list[Tokens]) -> Any:
+        return join(texts)
 
 
 class PackedReader(SampleReader):
@@ -196,8 +196,8 @@ class DocumentReader(SampleReader):
         end = self._encoding.tokenizer.eos_id
         return [() if end is None else (end,)] * len(documents)
 
-    def _prepare(self, tokens: Tokens) -> list[Sample]:
-        return list(cut(tokens, self._encoding.sequence_length, self._encoding.truncation))
+    def _prepare(self, texts: list[Tokens]) -> list[Sample]:
+        return [sample for text in texts for sample in cut(text, self._encoding.sequence_length, self._encoding.truncation)]
 
     def _next(self) -> Sample:
         while not self._queue or self._used >= len(self._queue[0][1]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -18,6 +19,26 @@ Unit = Literal["whole", "piece", "line"]
 FEW = 20
 
 
+class Conversation(NamedTuple):
+    """Messages, each with a `role` and a `content`."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    prompt_messages: int | None = None
+    """How many of the messages are a prompt, of which nothing is learned; None: the rows do not separate it."""
+    where: str = ""
+    """Its place in a file, for messages."""
+
+    def document(self) -> Document:
+        contents = [str(message.get("content") or "") for message in self.messages]
+        identity = origin_of(json.dumps([self.messages, self.tools], sort_keys=True, default=str))
+        return Document("\n".join(contents), origin=identity, conversation=self)
+
+    @property
+    def assistant_turns(self) -> int:
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+
 class Document(NamedTuple):
     """A text. The model learns to write it, after the prompt if there is one."""
 
@@ -29,6 +50,10 @@ class Document(NamedTuple):
     """Identifies the document on every machine: a digest of its content. A `#` separates the digest of a file and a line number."""
     context: str = ""
     """A text for cross-attention."""
+    continues: bool = False
+    """Whether it continues the document before it."""
+    conversation: Conversation | None = None
+    """The messages of a conversation, whose contents `text` joins."""
 
 
 def origin_of(text: str | bytes) -> str:
@@ -115,7 +140,7 @@ def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], lis
 
 def cut(document: Document) -> tuple[Document, Document]:
     """The front of a document, and its last twentieth, cut at a line break if there is one near."""
-    if document.prompt:  # an answer stays with its prompt
+    if document.prompt or document.conversation is not None:  # an answer stays with its prompt
         return document, document._replace(text="")
     text = document.text
     at = text.rfind("\n", 0, len(text) - len(text) // 20) + 1 or len(text) - len(text) // 20

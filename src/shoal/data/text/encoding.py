@@ -11,14 +11,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shoal.data.interfaces import IGNORED, Batch
+from shoal.data.text.chat_template import ChatTemplate
 from shoal.data.text.documents import Document
 from shoal.data.text.tokenizers import Tokenizer
-from shoal.data.text.tokenizers.interface import Ids
-
-Learned = NDArray[np.bool_]
+from shoal.data.text.tokenizers.interface import Ids, Learned
+from shoal.data.text.turns import LearnedText, LearnFrom, learned_texts
 
 
 class Tokens(NamedTuple):
@@ -58,6 +57,9 @@ class Encoding(NamedTuple):
     padding_side: Literal["right", "left"] = "right"
     truncation: bool = True
     packing: Literal["documents", "stream"] = "stream"
+    template: ChatTemplate | None = None
+    """Renders conversations; None: there are none, or the model has no template."""
+    learn_from: LearnFrom = "assistant"
 
     @property
     def packed(self) -> bool:
@@ -69,19 +71,29 @@ class Encoding(NamedTuple):
         return self.packed and self.packing == "documents"
 
 
-def encode(documents: Sequence[Document], tokenizer: Tokenizer, end: Sequence[Sequence[int]]) -> list[Tokens]:
-    """The tokens of each document: prompt, text, and its `end`."""
-    texts = tokenizer.encode_batch([document.text for document in documents])
-    prompts = _encode_non_empty([document.prompt for document in documents], tokenizer)
-    contexts = _encode_non_empty([document.context for document in documents], tokenizer)
+def encode(documents: Sequence[Document], encoding: Encoding, end: Sequence[Sequence[int]]) -> list[list[Tokens]]:
+    """The tokens of each document: prompt and text as one text, and its `end`. A conversation may give several texts, which end as its
+    template ends them. Before a text is what the tokenizer puts there."""
+    texts = learned_texts(documents, encoding.template, encoding.learn_from)
+    flat = iter(encoding.tokenizer.encode_learned([(text.text, text.spans) for some in texts for text in some]))
+    contexts = _encode_non_empty([document.context for document in documents], encoding.tokenizer)
+    opening = encoding.tokenizer.opening
     encoded = []
-    for document, text, tail in zip(documents, texts, end, strict=True):
-        prompt = next(prompts) if document.prompt else text[:0]
-        learned = np.ones(len(prompt) + len(text) + len(tail), np.bool_)
-        learned[: len(prompt)] = False
-        ids = np.concatenate([prompt, text, np.asarray(tail, np.int32)])
-        encoded.append(Tokens(ids, learned, (document.origin,), next(contexts) if document.context else None))
+    for document, some, tail in zip(documents, texts, end, strict=True):
+        context = next(contexts) if document.context else None
+        before = () if document.continues else opening
+        own = [_tokens(text, *next(flat), before, tail) for text in some]
+        encoded.append([Tokens(one.ids, one.learned, (document.origin,), context) for one in own])
     return encoded
+
+
+def _tokens(text: LearnedText, ids: Ids, learned: Learned, opening: Sequence[int], end: Sequence[int]) -> Tokens:
+    """The tokens of a text that is no conversation begin and end as the tokenizer says."""
+    if text.is_chat or not (opening or end):
+        return Tokens(ids, learned)
+    first = np.full(len(opening), bool(learned[:1].all()), np.bool_)  # as what follows it
+    learned = np.concatenate([first, learned, np.ones(len(end), np.bool_)])
+    return Tokens(np.concatenate([np.asarray(opening, np.int32), ids, np.asarray(end, np.int32)]), learned)
 
 
 def _encode_non_empty(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[Ids]:

@@ -177,7 +177,7 @@ def _in_pieces(file: Path, content: IO[bytes], offset: int, line: int) -> Iterat
     while block := rest + content.read(PIECE + 1 - len(rest)):
         cut = len(block) if len(block) <= PIECE else _end_of_piece(block)
         rest = block[cut:]
-        document = Document(decode(block[:cut], str(file), offset), complete=not rest)
+        document = Document(decode(block[:cut], str(file), offset), complete=not rest, continues=offset > 0)
         offset += cut
         yield document, offset, line
 

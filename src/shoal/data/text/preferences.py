@@ -138,7 +138,7 @@ def answer_samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list
 
 def _answer_tokens(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Tokens]:
     end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
-    return encode([Document(answer, prompt=prompt) for prompt, answer in texts], encoding.tokenizer, [end] * len(texts))
+    return [join(some) for some in encode([Document(answer, prompt=prompt) for prompt, answer in texts], encoding, [end] * len(texts))]
 
 
 def _answer_sample(tokens: Tokens, length: int) -> Sample:
@@ -155,7 +155,7 @@ def _with_answer_of(one: Tokens, other: Tokens) -> Tokens:
 def _contexts(texts: Sequence[str], encoding: Encoding) -> Contexts | None:
     """The contexts of samples, some of which may be empty; None: all are empty."""
     documents = [Document("", context=text) for text in texts]
-    samples = [to_sample(tokens) for tokens in encode(documents, encoding.tokenizer, [()] * len(documents))] if any(texts) else []
+    samples = [to_sample(one) for tokens in encode(documents, encoding, [()] * len(documents)) for one in tokens] if any(texts) else []
     return contexts_of(samples, encoding.sequence_length) if samples else None
 
 

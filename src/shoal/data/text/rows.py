@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shoal.data.text.documents import Document, Position, origin_of
+from shoal.data.text.conversations import reader_of
+from shoal.data.text.documents import Conversation, Document, Position, origin_of
 from shoal.errors import ShoalError
 
 FIELDS = ("text", "content", "body", "document", "article", "passage", "context", "story", "sentence", "code")
@@ -42,7 +43,13 @@ def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) ->
 def rows_to_documents(rows: Iterable[tuple[Mapping[str, Any], str, Position]], wanted: Fields) -> Iterator[tuple[Document, Position]]:
     """The documents of rows, each with the position after it. The first row determines the fields; rows without text are skipped."""
     fields: tuple[str | None, str | None] | None = None
+    chat: Callable[[Mapping[str, Any], str], Conversation] | None = None
     for row, where, after in rows:
+        if fields is None and chat is None and wanted.text is None:
+            chat = reader_of(row)
+        if chat is not None:
+            yield chat(row, where).document()._replace(context=_context(row, wanted, where)), after
+            continue
         fields = fields or fields_of(row, where, wanted)
         field, context = fields
         context_text = _text(row, context, where) if context else ""
@@ -61,6 +68,13 @@ def fields_of(row: Mapping[str, Any], where: str, wanted: Fields) -> tuple[str |
     if wanted.context is None and not any(isinstance(value, str) for value in rest.values()):
         return text_field(row, where, wanted.text), None  # a context alone is the text
     return text_field(rest, where, wanted.text), context
+
+
+def _context(row: Mapping[str, Any], wanted: Fields, where: str) -> str:
+    """The context of a row that is a conversation."""
+    if wanted.context is None and not (wanted.reads_context and CONTEXT in row):
+        return ""
+    return _text(row, wanted.context or CONTEXT, where)
 
 
 def _text(row: Mapping[str, Any], field: str, where: str) -> str:

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from shoal.config import Run
+from shoal.config.schema.data import CHAT_TEMPLATES
 from shoal.data.loaded_data import Info
+from shoal.data.text.chat_template import ChatTemplate, read_template, template_of
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
+from shoal.data.text.tokenizers.interface import chat_time
 from shoal.errors import ShoalError
 
 
-def find_encoding(run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path | None, token: str | None) -> Encoding:
-    """The encoding of documents to samples. `texts` returns the training text, for tokenizers that are trained on it."""
-    tokenizer = load_tokenizer(run.data.tokenizer or "bytes", texts=texts, cache_dir=cache_dir, token=token)
+def find_encoding(
+    run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path | None, token: str | None, *, chats: bool = False
+) -> Encoding:
+    """The encoding of documents to samples. `texts` returns the training text, for tokenizers that are trained on it; `chats`: whether
+    documents are conversations."""
+    data = run.data
+    tokenizer = load_tokenizer(data.tokenizer or "bytes", texts=texts, cache_dir=cache_dir, token=token)
     _check_vocabulary(run, tokenizer)
-    length = run.data.sequence_length
+    length = data.sequence_length
     if length is None:
         raise ShoalError(f"data.sequence_length: a text needs one, and a model of kind {run.model.kind} does not define one")
-    data = run.data
-    return Encoding(tokenizer, length, data.batching, data.padding_side, data.truncation, data.packing or "stream")
+    if data.chat_template is not None:
+        tokenizer = tokenizer.with_chat_template(read_template(data.chat_template))
+    template = _template(run, tokenizer) if chats else None
+    packing = data.packing or ("documents" if chats else "stream")
+    return Encoding(
+        tokenizer, length, data.batching, data.padding_side, data.truncation, packing, template=template, learn_from=data.learn_from
+    )
+
+
+def _template(run: Run, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of a run's conversations, which reads one time as long as the run lasts. Raises ShoalError."""
+    if tokenizer.chat_time is None:
+        tokenizer.chat_time = chat_time(run.data.chat_time or datetime.now().isoformat(), "data.chat_time")
+    template = template_of(tokenizer, tokenizer.chat_time)
+    if template is None:
+        raise ShoalError(
+            f"data.chat_template: the rows are conversations, and the tokenizer {tokenizer.name} has no chat template: set it to "
+            f"{', '.join(CHAT_TEMPLATES)}, or to a file"
+        )
+    return template
 
 
 def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
@@ -35,6 +61,12 @@ def _check_vocabulary(run: Run, tokenizer: Tokenizer) -> None:
 
 def contents(documents: Iterable[Document]) -> Iterable[str]:
     return (text for document in documents for text in (document.prompt, document.text) if text)
+
+
+def chat_note(documents: Sequence[Document]) -> str:
+    """How many of the assistant's turns conversations have; empty: the documents are none."""
+    chats = [document.conversation for document in documents if document.conversation is not None]
+    return f"rows are conversations: {sum(chat.assistant_turns for chat in chats):,} assistant turns; " if chats else ""
 
 
 def noun(encoding: Encoding, count: int | None = None) -> str:

@@ -92,7 +92,7 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     separator = encoding.tokenizer.separator
     ends = [separator] * (len(documents) - 1) + [()]
     refuse_contexts(documents)
-    encoded = encode(documents, encoding.tokenizer, ends) if documents else []
+    encoded = [join(texts) for texts in encode(documents, encoding, ends)] if documents else []
     length = encoding.sequence_length
     count = -(-(sum(map(len, encoded)) - 1) // length)
     if count <= 0:
@@ -144,8 +144,8 @@ def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
 def _cut_each(documents: Sequence[Document], encoding: Encoding) -> list[list[Sample]]:
     """The samples of each document by itself, its end-of-text token included."""
     end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
-    encoded = encode(documents, encoding.tokenizer, [end] * len(documents))
-    return [list(cut(tokens, encoding.sequence_length, encoding.truncation)) for tokens in encoded]
+    encoded = encode(documents, encoding, [end] * len(documents))
+    return [[sample for text in texts for sample in cut(text, encoding.sequence_length, encoding.truncation)] for texts in encoded]
 
 
 def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:

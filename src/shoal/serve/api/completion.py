@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from shoal import data
+from shoal.data.text.conversations import messages_of
 from shoal.models.generation.decoding import LogitPenalties, TokenDraws, Warp, warp_of
 from shoal.serve.api.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from shoal.serve.batching import BatchingEngine, EndReason, Finished, GeneratedToken, GenerationJob, JobEvent, QueueFullError
@@ -123,7 +124,7 @@ class Generation:
 
     def _job(self, index: int, choice: int, ids: list[int]) -> GenerationJob:
         request, settings = self.request, self.served.settings
-        words = [*request.stop, *(self.served.template.stop_words if request.is_chat else ())]
+        words = [*request.stop, *(self.served.stop_words if request.is_chat else ())]
         repetition = request.repetition_penalty
         return GenerationJob(
             ids,
@@ -178,7 +179,8 @@ def prompt_ids(request: GenerationRequest, served: ServedModel, vocab_size: int)
         return [_encode(prompt, served, vocab_size) for prompt in request.prompt]
     assert isinstance(request, ChatRequest)
     try:
-        text = served.template.prompt([{"role": one.role, "content": one.content} for one in request.messages])
+        turns = [one.model_dump(exclude_none=True) for one in request.messages]
+        text = served.template.prompt(messages_of(turns, "messages", "this request"))
     except Exception as error:
         raise RefusedError(400, str(error), param="messages") from None
     return [served.encode(text)]

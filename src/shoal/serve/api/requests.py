@@ -16,10 +16,11 @@ from shoal.web.auth import RefusedError
 MOST_CHOICES = 8
 MOST_STOPS = 4
 MOST_BIASES = 300
+_MOST_CALLS = 128
 _LARGEST_BODY = 4 * 2**20
 _LARGEST_SEED = 2**63
 _MOST_TOKENS = 10**9
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class StrictModel(BaseModel):
@@ -41,9 +42,22 @@ def _joined_parts(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
+class CalledFunction(StrictModel):
+    name: str
+    arguments: str = Field(description="A JSON object, as a text.")
+
+
+class ToolCall(StrictModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(StrictModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[MessageTextPart])]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_joined_parts, json_schema_input_type=str | list[MessageTextPart])] = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=_MOST_CALLS, description="What an assistant called before.")
+    tool_call_id: str | None = Field(default=None, description="Of a tool's answer: the call that it answers.")
     name: str | None = Field(default=None, description="Accepted and not used.")
 
     @model_validator(mode="before")
@@ -52,6 +66,8 @@ class ChatMessage(StrictModel):
         """Clients send an assistant's answer back with fields that are null, such as `refusal` and `tool_calls`."""
         if not isinstance(value, Mapping) or value.get("role") not in _ROLES:
             raise ValueError(f"a message must have a role: one of {', '.join(_ROLES)}")
+        if value.get("content") is None and not (value["role"] == "assistant" and value.get("tool_calls")):
+            raise ValueError("a message must have a content; an assistant's may have tool_calls instead")
         return {name: one for name, one in value.items() if one is not None}
 
 

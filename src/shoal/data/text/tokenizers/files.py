@@ -5,8 +5,10 @@ Holds: only names that transformers gives such files are read, as bytes; none of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.files import make_folder, open_file, read_file
@@ -15,11 +17,14 @@ from shoal.untrusted.tokenizer_files import MOST_FILE_BYTES
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 """Folder of further templates, such as one for conversations with tools."""
+MOST_TEMPLATE_BYTES = 4 << 20
+_CONFIG = "tokenizer_config.json"
+_SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 MOST_FILES = 64
 """Files of a tokenizer that are kept."""
 _NAMES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    _CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     TEMPLATE,
@@ -72,3 +77,56 @@ def saved_files(folder: Path) -> dict[str, Path]:
     """The files of a tokenizer that Shoal wrote, by their names in the folder, in the order of these."""
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()} if folder.is_dir() else {}
     return dict(sorted(found.items()))
+
+
+def templates_in(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The chat templates of these files, by name. As transformers has it, templates in files of their own replace those of the
+    configuration. Raises ShoalError."""
+    found = {file.removeprefix(f"{TEMPLATES}/").removesuffix(".jinja"): file for file in files if file.startswith(f"{TEMPLATES}/")}
+    if TEMPLATE in files:
+        found["default"] = TEMPLATE
+    if found:
+        return {name: template_text(files[file], file) for name, file in found.items()}
+    listed = _object(files, _CONFIG).get("chat_template")
+    if isinstance(listed, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
+        return {name: source for name, source in named.items() if isinstance(name, str) and isinstance(source, str)}
+    return {"default": listed} if isinstance(listed, str) else {}
+
+
+def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
+    """These files with one chat template, in place of all others."""
+    others = {name: content for name, content in files.items() if not name.startswith(f"{TEMPLATES}/")}
+    return others | {TEMPLATE: source.encode()}
+
+
+def special_tokens_in(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The special tokens that these files name."""
+    config, listed = _object(files, _CONFIG), _object(files, "special_tokens_map.json")
+    found = {name: token_named(config, name) or token_named(listed, name) for name in _SPECIALS}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def token_named(config: Mapping[str, Any], key: str) -> str | None:
+    """A token of a configuration, which is written as a text or as an object."""
+    value = config.get(key)
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def template_text(content: bytes, name: object) -> str:
+    """The text of a template's file. Raises ShoalError."""
+    if len(content) > MOST_TEMPLATE_BYTES:
+        raise ShoalError(f"{name} is too large: it has more than the {MOST_TEMPLATE_BYTES} bytes that such a file may have")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ShoalError(f"{name} is not UTF-8: {error}") from None
+
+
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(files.get(name) or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise ShoalError(f"{name} of the tokenizer is damaged: {error}") from None
+    return found if isinstance(found, dict) else {}

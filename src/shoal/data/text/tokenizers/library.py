@@ -14,8 +14,8 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from shoal.data.packages import import_optional
-from shoal.data.text.tokenizers.files import read_files
-from shoal.data.text.tokenizers.interface import Ids, Tokenizer
+from shoal.data.text.tokenizers.files import read_files, token_named
+from shoal.data.text.tokenizers.interface import Ids, Learned, Spans, Tokenizer
 from shoal.errors import ShoalError
 from shoal.untrusted.tokenizer_files import check_tokenizer, check_tokenizer_file, check_tokenizer_folder, panic_is_an_error
 
@@ -63,21 +63,40 @@ class LibraryTokenizer(LibraryBasedTokenizer):
         self.eos_id = vocabulary[self._eos] if self._eos is not None else None
         self.pad_id = vocabulary[self._pad] if self._pad is not None else self.eos_id or 0
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        named = {"eos_token": self._eos, "pad_token": self._pad}
+        return super().special_tokens or {name: token for name, token in named.items() if token is not None}
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         pieces = [_pieces(text) for text in texts]
         flat = [piece for text in pieces for piece in text]
         ids = (np.asarray(encoding.ids, np.int32) for some in _in_chunks(flat) for encoding in self._encodings(some))
         return [np.concatenate([next(ids) for _ in text]) for text in pieces]
 
+    def encode_learned(self, texts: Sequence[tuple[str, Spans]]) -> list[tuple[Ids, Learned]]:
+        whole = [tuple(spans) == ((0, len(text)),) for text, spans in texts]
+        plain = iter(self.encode_batch([text for (text, _), one in zip(texts, whole, strict=True) if one]))
+        some = [(text, spans) for (text, spans), one in zip(texts, whole, strict=True) if not one]
+        partly = iter(self._partly(some))
+        return [(ids := next(plain), np.ones(len(ids), np.bool_)) if one else next(partly) for one in whole]
+
+    def _partly(self, texts: Sequence[tuple[str, Spans]]) -> Iterator[tuple[Ids, Learned]]:
+        spans = iter(one for _, one in texts)
+        for some in _in_chunks([text for text, _ in texts]):
+            for encoding in self._encodings(some, with_places=True):
+                yield np.asarray(encoding.ids, np.int32), learned_tokens(encoding.offsets, next(spans))
+
     def as_json(self) -> str:
         return str(self._tokenizer.to_str())
 
-    def _encodings(self, texts: list[str]) -> list[Any]:
+    def _encodings(self, texts: list[str], with_places: bool = False) -> list[Any]:
         # A loader process may be a fork, and the library's threads do not survive a fork.
         with panic_is_an_error(self.name):
             if get_worker_info() is not None:
                 return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-            return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            encode = self._tokenizer.encode_batch if with_places else self._tokenizer.encode_batch_fast
+            return list(encode(texts, add_special_tokens=False))
 
     def _with_specials(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -118,6 +137,19 @@ class PretrainedTokenizer(LibraryBasedTokenizer):
 
     def _made_files(self) -> dict[str, bytes]:
         return {}
+
+
+def learned_tokens(places: Sequence[tuple[int, int]], spans: Spans) -> Learned:
+    """Which tokens have a letter within the ranges. `places`: the letters of each token; some libraries leave out the white space before
+    them, which belongs to the token all the same."""
+    if not places:
+        return np.zeros(0, np.bool_)
+    begin, end = np.asarray(places, np.int64).T
+    begin = np.minimum(begin, np.concatenate([[0], np.maximum.accumulate(end)[:-1]]))
+    learned = np.zeros(len(end), np.bool_)
+    for first, after in spans:
+        learned |= (begin < after) & (end > first)
+    return learned
 
 
 def _in_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -194,12 +226,6 @@ def _config(folder: Path) -> dict[str, Any]:
             if isinstance(config, dict) and (name.startswith("special") or config.get("eos_token")):
                 return config
     return {}
-
-
-def token_named(config: dict[str, Any], key: str) -> str | None:
-    value = config.get(key)
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
 
 
 def from_vocabulary_and_merges(folder: Path, name: str) -> LibraryTokenizer:

@@ -11,7 +11,7 @@ from shoal.config.path_hints import missing_path_hint
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.packages import import_optional
 from shoal.data.text.tokenizers.files import PATTERNS, TEMPLATE, read_files
-from shoal.data.text.tokenizers.interface import FORMAT, OWN_FILE, Tokenizer
+from shoal.data.text.tokenizers.interface import CHAT_TIME, CHAT_TIME_FILE, FORMAT, OWN_FILE, Tokenizer, chat_time
 from shoal.data.text.tokenizers.library import PretrainedTokenizer, from_json, from_vocabulary_and_merges, train_bpe
 from shoal.data.text.tokenizers.own import ByteTokenizer, CharacterTokenizer
 from shoal.errors import ShoalError
@@ -52,6 +52,13 @@ def load_tokenizer(
 def _from_folder(folder: Path, name: str | None = None) -> Tokenizer:
     name = name or folder.name
     check_manifest(folder, is_small)
+    made = _read_folder(folder, name)
+    time = CHAT_TIME.read(folder / CHAT_TIME_FILE)
+    made.chat_time = None if time is None else chat_time(time["time"], folder / CHAT_TIME_FILE)
+    return made
+
+
+def _read_folder(folder: Path, name: str) -> Tokenizer:
     if (own := FORMAT.read(folder / OWN_FILE)) is not None:
         made = _own(folder / OWN_FILE, own)
         made.files = {name: content for name, content in read_files(folder).items() if name == TEMPLATE}
