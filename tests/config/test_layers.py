@@ -66,6 +66,14 @@ def test_a_changed_kind_drops_the_old_kinds_settings(tmp_path: Path) -> None:
     assert loaded.run.strategy.pull_every_steps == 1, "a setting of the old kind does not leak into the new one"
 
 
+def test_settings_that_a_later_kind_replaced_are_named(tmp_path: Path) -> None:
+    layers = ("strategy: {kind: diloco, inner_steps: 7}\n", "strategy: {kind: syncps}\n")
+    (problem,) = stack(tmp_path, *layers, dialect="shoal").problems
+    assert problem.code == "no-effect"
+    assert problem.message == "`strategy.inner_steps` has no effect: a later layer changed strategy.kind"
+    assert [Path(label.span.source.name).name for label in problem.labels] == ["layer0.yaml", "layer1.yaml"]
+
+
 def test_the_same_kind_again_keeps_settings(tmp_path: Path) -> None:
     loaded = stack(tmp_path, "strategy: {kind: async, max_staleness: 3}\n", "strategy: {kind: async, adaptive: false}\n", dialect="shoal")
     assert (loaded.run.strategy.max_staleness, loaded.run.strategy.adaptive) == (3, False)

@@ -286,11 +286,12 @@ def test_too_many_sessions_are_refused_but_not_to_one_who_is_here() -> None:
     assert cluster.join("a").name == "a"
 
 
-def test_another_protocol_is_refused_with_what_to_do() -> None:
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_another_protocol_is_refused_with_what_to_do(protocol: int) -> None:
     cluster = Cluster(ASYNC)
-    answer = cluster.answers[cluster.ask(Join("a", PROTOCOL + 1, {}, key="0" * 64))]
+    answer = cluster.answers[cluster.ask(Join("a", protocol, {}, key="0" * 64))]
     assert answer["reason"] == "protocol"
-    assert "install" in answer["detail"]
+    assert f"speaks version {protocol} of the protocol, and the coordinator's version {PROTOCOL}; install the same" in answer["detail"]
 
 
 def test_records_and_ledger_lines_are_small(tmp_path: object) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,18 @@ def test_every_scene_has_good_settings_together_and_alone(name: str) -> None:
     if scene.compares:
         overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
         assert resolve([ConfigFile(file) for file in scene.files], overrides, environ={}).ok
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_what_a_demo_proposes_next_works_where_a_config_yaml_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would train is checked here."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("dialect: shoal\n")
+    for command in SCENES[name].next.split(" && "):
+        words = shlex.split(command)[1:]
+        if words[0] not in ("init", "config"):
+            words = ["config", "check", *itertools.takewhile(lambda word: not word.startswith("-"), words[1:])]
+        assert main(words) == 0, command
 
 
 @pytest.mark.parametrize("name", SCENES)

@@ -88,9 +88,12 @@ def smaller(words: list[str]) -> list[str]:
     written = yaml.safe_load(config.read_text(encoding="utf-8")) if "config.yaml" in words and config.exists() else {}
     gpt = "demo-gpt" in words or written.get("model", {}).get("kind") == "gpt"
     begins = words[1] == "train" and "--resume" not in words
-    return [word for setting in SMALLER for word in ("--set", setting)] if gpt and begins else []
+    settings = SMALLER if gpt else SHORTER if "controller" in written else ()
+    return [word for setting in settings for word in ("--set", setting)] if begins else []
 
 
+SHORTER = ("training.max_steps=4",)
+"""For the first run of volunteers, which takes two minutes to learn."""
 SMALLER = ("model.hidden_size=16", "model.num_layers=2", "model.num_heads=2", "data.max_eval_samples=32")
 
 

@@ -169,6 +169,20 @@ def test_text_that_looks_like_a_variable_survives(folder: Path, capsys: pytest.C
     assert "step-00000044 on 64 held-out samples (of the run's data, digits: 1,437 training images" in capsys.readouterr().out
 
 
+def test_a_run_that_is_not_there_is_not_resumed_and_one_that_is_there_says_how(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--run-dir", "new", "--resume") == 2
+    assert "--resume: there is no run in new; `shoal runs .` lists the runs here." in capsys.readouterr().err
+    assert not (folder / "new").exists()
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("dialect: shoal\n")
+    assert train("--run-dir", "run") == 2
+    assert "run holds a run already: add --resume to continue it, or choose another --run-dir" in capsys.readouterr().err
+    (folder / "phased" / "base").mkdir(parents=True)
+    (folder / "phased" / "base" / "config.yaml").write_text("dialect: shoal\n")
+    assert train("--run-dir", "phased", "--resume") == 2
+    assert "phased holds a run in phases; name its settings again" in capsys.readouterr().err
+
+
 def test_half_written_runs_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 0
     assert main(["eval", "typo"]) == 2
@@ -230,7 +244,7 @@ def test_settings_between_config_and_its_command(capsys: pytest.CaptureFixture[s
 def test_a_tokenizer_of_the_hub_without_a_network_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
     assert train("text.yaml", "--set", "data.tokenizer=nobody/nothing") == 2

@@ -25,7 +25,7 @@ coordinator: {heartbeat_interval_s: 1.0}
 rlhf:
   reward: exact
   prompts: prompts.jsonl
-  ppo: {rollout_size: 16, mini_batch_size: 8, epochs: 1, steps: 8, prompt_length: 4, response_length: 8}
+  ppo: {rollout_size: 16, mini_batch_size: 8, epochs: 1, steps: 5, prompt_length: 4, response_length: 8}
 """
 
 
@@ -70,16 +70,16 @@ def test_a_run_survives_its_workers_and_learner_and_its_answers_can_be_reproduce
     assert "phase 1, base: done already" in output
     assert ledger.read_text().splitlines()[:3] == before
     summary = json.loads((tmp_path / "run" / "policy" / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["samples"]) == ("completed", 8, 8 * 16)
+    assert (summary["status"], summary["steps"], summary["samples"]) == ("completed", 5, 5 * 16)
     assert {"score", "kl"} <= set(summary["metrics"]["eval"])
     monkeypatch.chdir(tmp_path)
-    assert main(["audit", "run/policy", "--regenerate", "20"]) == 0
+    assert main(["audit", "run/policy", "--regenerate", "12"]) == 0
     told = capsys.readouterr().out
-    assert "20 units were made again: 20 are the same, token for token" in told
+    assert "12 units were made again: 12 are the same, token for token" in told
     assert "nothing is missing, nothing is counted twice" in told
     told_of = [json.loads(line) for line in ledger.read_text().splitlines()]
     forged = [line | {"answers": [[unit, base, "0" * 64] for unit, base, _ in line.get("answers", ())]} for line in told_of]
-    made = regenerate(Path("run/policy"), forged, 20)
-    assert (made.same, len(made.others)) == (0, 20)
+    made = regenerate(Path("run/policy"), forged, 12)
+    assert (made.same, len(made.others)) == (0, 12)
     assert made.most < 10, "hardly any of these draws lies so near to another token"
     assert made.violations()

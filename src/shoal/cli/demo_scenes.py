@@ -78,7 +78,7 @@ SCENES = {
         ),
         shows="digits",
         page="docs/README.md",
-        next="shoal init && shoal train config.yaml --workers 3",
+        next="shoal init first.yaml && shoal train first.yaml --workers 3",
         compares="accuracy",
     ),
     "classroom": Scene(
@@ -141,7 +141,7 @@ SCENES = {
         shows="poem",
         seconds=45.0,
         page="docs/volunteers.md",
-        next="shoal init --preset dist-llm-train/first-run && shoal train config.yaml",
+        next="shoal init volunteers.yaml --preset dist-llm-train/first-run && shoal train volunteers.yaml",
     ),
     "islands": Scene(
         title="Two islands of two processes each (DiLoCo over FSDP) meet every 10 steps, over 50 Mbit/s.",
@@ -160,7 +160,7 @@ SCENES = {
         ),
         shows="text",
         page="docs/islands.md",
-        next="shoal init --preset diloco/small-scale && shoal config check",
+        next="shoal init islands.yaml --preset diloco/small-scale && shoal config check islands.yaml",
     ),
     "mixture": Scene(
         title="A mixture of eight experts, of which each token asks two, is trained by two workers.",

@@ -70,6 +70,8 @@ def goes_on_by_folder(arguments: argparse.Namespace) -> bool:
 def _continued(arguments: argparse.Namespace) -> bool:
     """Use the settings in the run's folder if it is resumed without others; returns whether that is so."""
     alone = goes_on_by_folder(arguments)
+    if arguments.run_dir and not arguments.config:
+        _refuse_other_folder(arguments, alone)
     if arguments.resume and arguments.run_dir:
         from shoal.runs.folder.plugin_record import expect_those_of
 
@@ -78,6 +80,19 @@ def _continued(arguments: argparse.Namespace) -> bool:
         arguments.files = [os.path.join(arguments.run_dir, "config.yaml")]
         arguments.dialect = "shoal"
     return alone
+
+
+def _refuse_other_folder(arguments: argparse.Namespace, alone: bool) -> None:
+    """Refuse to resume a run that is not there, and to start one without settings where there is one."""
+    folder = Path(arguments.run_dir)
+    there = (folder / "config.yaml").exists()
+    if alone and not there and any((folder / phase / "config.yaml").exists() for phase in ("base", "policy")):
+        raise ShoalError(f"--resume: {folder} holds a run in phases; name its settings again, before --run-dir {folder} --resume")
+    if alone and not there:
+        where = f"there is no run in {arguments.run_dir}; `shoal runs .` lists the runs here"
+        raise ShoalError(f"--resume: {where}. To start one, name its settings and leave --resume out")
+    if there and not arguments.files and not arguments.resume and not os.path.exists("config.yaml"):
+        raise ShoalError(f"{arguments.run_dir} holds a run already: add --resume to continue it, or choose another --run-dir")
 
 
 def carry_out(plan: StartPlan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:

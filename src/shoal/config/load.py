@@ -370,15 +370,13 @@ class _Loader:
         return Problem(fault.code, f"`{spelling}`: {fault.message}", (Label(node.span, note),), spelling, fault.help)
 
     def without_effect(self, settings: Settings) -> list[Problem]:
-        """A warning for each written key that takes effect only with another kind."""
+        """A warning for each written key that takes effect only with another kind, or that a later layer's kind has replaced."""
         alive = {id(assignment.key) for history in settings.history.values() for assignment in history}
         warnings = []
         for assignment, reason, by in settings.dropped:
-            if (
-                assignment.only_for
-                and assignment.node.span.source.kind not in ("default", "environment")
-                and id(assignment.key) not in alive
-            ):
+            written = assignment.node.span.source.kind not in ("default", "environment")
+            own = assignment.only_for or not self.resolved  # a run's own file has every setting of its kinds
+            if written and own and id(assignment.key) not in alive:
                 labels: tuple[Label, ...] = (Label(assignment.key),)
                 if by and by.node.span.source.kind != "default":
                     labels = (*labels, Label(by.node.span, "decided here"))

@@ -274,7 +274,8 @@ class PipelineHost:
         if kind not in (ASK, FAILED) or not (_is_word(name) and is_worker_name(name) and _is_word(instance) and isinstance(last, int)):
             return {"kind": "refused", "reason": "malformed", "detail": "that is nothing that a machine of this run says"}
         if header.get("protocol") != PROTOCOL:
-            return {"kind": "refused", "reason": "protocol", "detail": f"this coordinator speaks version {PROTOCOL} of the protocol"}
+            detail = f"another version: this coordinator's shoal speaks version {PROTOCOL}; install the same version on both"
+            return {"kind": "refused", "reason": "protocol", "detail": detail}
         if kind == FAILED:
             if instance in self.gathering.places:  # reports of machines without a stage are ignored
                 self.failed = f"{name} cannot take part: {str(header.get('reason', ''))[:LONGEST_REASON]}"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ShoalError
 from shoal.protocol.worker_names import NAME_RULE, is_worker_name
 
-PROTOCOL = 5
+PROTOCOL = 6
 _MOST = 2**53
 _MOST_FIGURES = 1024
 _MOST_EXPERTS = 4096

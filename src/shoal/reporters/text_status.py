@@ -25,7 +25,7 @@ def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "progress", progress_of(status)
     yield "figures", figures_of(status)
     if status["contributions"]:
-        yield "sent in", counted(status["contributions"])
+        yield "updates", counted(status["contributions"])
     if status["refused"]:
         yield "refused", ", ".join(f"{count} {reason}" for reason, count in status["refused"].items())
     if status["received_bytes"] or status["sent_bytes"]:
@@ -80,11 +80,11 @@ def in_columns(cells: Cells, rows: Sequence[Mapping[str, Any]], with_task: bool 
     return [tuple(cells), *(tuple(cell(row) for cell in cells.values()) for row in rows)]
 
 
-def _since(row: Mapping[str, Any]) -> str:
+def _joined(row: Mapping[str, Any]) -> str:
     return time.strftime("%H:%M:%S", time.localtime(row["since"])) if row.get("since") else "-"
 
 
-def _heard(row: Mapping[str, Any]) -> str:
+def _last_seen(row: Mapping[str, Any]) -> str:
     return f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] not in ("gone", "left") else "-"
 
 
@@ -113,15 +113,15 @@ def shares_of(row: Mapping[str, Any]) -> str:
 CELLS: Cells = {
     "worker": lambda row: str(row["worker"]),
     "state": lambda row: str(row["state"]),
-    "since": _since,
-    "heard": _heard,
+    "joined": _joined,
+    "last seen": _last_seen,
     "address": lambda row: str(row.get("address") or "-"),
     "updates/s": lambda row: "-" if row.get("rate") is None else f"{row['rate']:.3g}",
     "lag": lambda row: str(row["lag"]),
     "accepted": lambda row: str(row["accepted"]),
     "rejected": _rejected,
-    "received": lambda row: in_bytes(row["bytes"]),
-    "compute/wait/send": shares_of,
+    "received from": lambda row: in_bytes(row["bytes"]),
+    "computing/waiting/sending": shares_of,
     "memory": lambda row: in_bytes(row["memory_bytes"]) if row.get("memory_bytes") else "-",
 }
 

@@ -58,7 +58,8 @@ class MemberLifecycle:
     def join(self, turn: Turn, event: RequestReceived, asked: Join) -> None:
         """Let in a worker that proves that it has its key. Its first request is answered with a challenge to sign."""
         if asked.protocol != PROTOCOL:
-            return turn.refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
+            versions = f"this worker's shoal speaks version {asked.protocol} of the protocol, and the coordinator's version {PROTOCOL}"
+            return turn.refuse(event.caller, "protocol", f"another version: {versions}; install the same version of shoal on both")
         if not asked.proof:
             return turn.emit(Reply(event.caller, self.authenticator.challenge(event.session, turn.now)))
         challenge, refusal = self.authenticator.check_proof(asked, "join", None, turn.now, event.address)
