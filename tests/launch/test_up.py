@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from shoal.cli.main import main
+from shoal.cli.up import _report_unfit
 from shoal.config import missing_parts
 from shoal.launch import ssh_workers
-from shoal.launch.up_file import running_process
+from shoal.launch.up_file import note_started, running_process, unfit_workers, written_while_up
 from shoal.version import __version__
 from tests.support.eventually import eventually
 from tests.support.small_slurm import tiny_slurm
@@ -39,7 +40,8 @@ def by_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = folder / "bin" / "ssh"
     program.parent.mkdir()
     program.write_text(
-        f"#!{sys.executable}\nimport os, sys\nhost, command = sys.argv[-2:]\nif host == 'nobody':\n    sys.exit('ssh: no route') or 255\n"
+        f"#!{sys.executable}\nimport os, sys\nhost, command = sys.argv[-2:]\n"
+        "if host == 'nobody':\n    print('ssh: no route', file=sys.stderr)\n    sys.exit(255)\n"
         f"home = os.path.join({str(folder)!r}, 'homes', host)\nos.makedirs(home, exist_ok=True)\nos.chdir(home)\n"
         "os.environ['HOME'] = home\nos.execv('/bin/sh', ['sh', '-c', command])\n"
     )
@@ -107,6 +109,39 @@ def test_machines_that_are_not_fit_are_named_with_what_to_do(by_ssh: Path, capsy
     wheel = ["--set", "launch.ssh.python=no-such-python", "--set", "launch.ssh.wheel=shoal-0.0.1-py3-none-any.whl"]
     assert main(["up", "fleet.yaml", *more, *wheel, "--run-dir", "b"]) == 2
     assert f"no wheel of version {__version__}" in capsys.readouterr().err
+
+
+def test_workers_that_cannot_work_are_noted_where_the_run_is_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with written_while_up(tmp_path):
+        assert unfit_workers(tmp_path) is None, "not all were tried yet"
+        note_started(tmp_path, {"ann": "ann: no route"})
+        assert unfit_workers(tmp_path) == {"ann": "ann: no route"}
+    assert unfit_workers(tmp_path) is None
+    assert _report_unfit({"ann": "ann: no route"}, 2, "run") == 2
+    assert "error: 1 of 2 workers cannot work; the run is up without them:\n  ann: no route\n" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_fleet_of_which_a_machine_cannot_work_is_up_and_the_exit_code_says_so(by_ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [
+        "--set",
+        "launch.kind=ssh",
+        "--set",
+        f"launch.ssh.python={sys.executable}",
+        "--set",
+        "cluster.hosts={ann: {host: nobody}, bo: {host: bo}}",
+    ]
+    assert main(["up", "fleet.yaml", *more, *FOR_EVER, "--run-dir", "run", "--host", "127.0.0.1"]) == 2
+    try:
+        told = capsys.readouterr()
+        assert "1 worker is being started (ssh)" in told.out
+        assert (
+            "error: 1 of 2 workers cannot work; the run is up without them:\n  ann: `ssh nobody` does not work: ssh: no route" in told.err
+        )
+        assert told.err.endswith("shoal down run && shoal up --run-dir run --resume\n")
+        assert running_process(Path("run")) is not None
+    finally:
+        main(["down", "run"])
 
 
 def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path) -> None:

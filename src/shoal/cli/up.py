@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +29,8 @@ _LOG = "up.log"
 _STDIN = "--stdin"
 """The process in the background reads its arguments from standard input: one may be a secret, and other users see a command line."""
 _POLL_INTERVAL_S = 0.1
-_OPEN_S = 600.0
-"""Time limit for the coordinator to start listening; it may download data first."""
+_OPEN_S = 1800.0
+"""Time limit for the coordinator to start listening and to try all machines; it may download data, and install a wheel on them."""
 
 
 def run(argv: list[str]) -> int:
@@ -131,7 +132,8 @@ def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) 
     """Start a background process, wait until workers can join, and return."""
     from shoal.launch.forkserver import OpenedProcess, write_line
     from shoal.launch.ray_workers import require_ray
-    from shoal.launch.up_file import running_process
+    from shoal.launch.start_mode import StartMode
+    from shoal.launch.up_file import running_process, unfit_workers
 
     if plan.run.launch.kind == "ray":
         require_ray()
@@ -147,13 +149,26 @@ def _leave_running(plan: StartPlan, folder: Path, argv: list[str], named: bool) 
     with suppress(OSError):  # it has ended, which is noticed below
         write_line(process, json.dumps(arguments))
         process.stdin.close()
-    until = time.monotonic() + _OPEN_S
-    while b"shoal join " not in (said := log.read_bytes()[spoken:]) and process.poll() is None and time.monotonic() < until:
+    until, unfit = time.monotonic() + _OPEN_S, None
+    coordinates = plan.mode is StartMode.COORDINATES  # else machines join a pipeline by themselves
+    while process.poll() is None and time.monotonic() < until:
+        unfit = unfit_workers(folder) if coordinates else {} if b"shoal join " in log.read_bytes()[spoken:] else None
+        if unfit is not None:
+            break
         time.sleep(_POLL_INTERVAL_S)
     if process.poll() not in (None, 0):
-        sys.stderr.write(said.decode(errors="replace"))
+        sys.stderr.write(log.read_bytes()[spoken:].decode(errors="replace"))
         return process.poll() or 1
     where = os.path.relpath(folder)
-    print(f"{plan.workers} workers are being started ({plan.run.launch.kind}); their logs are in {where}/workers")
+    count = plan.workers - len(unfit or ())
+    print(f"{count} worker{'s are' if count != 1 else ' is'} being started ({plan.run.launch.kind}); their logs are in {where}/workers")
     print(f"see it:       shoal status {where}\nwhat it says: {where}/{_LOG}\nend it:       shoal down {where}")
-    return 0
+    return _report_unfit(unfit, plan.workers, where) if unfit else 0
+
+
+def _report_unfit(unfit: Mapping[str, str], workers: int, where: str) -> int:
+    """Say which machines cannot work, and what to do; returns the exit code."""
+    reasons = "\n".join(f"  {reason}" for reason in unfit.values())
+    sys.stderr.write(f"error: {len(unfit)} of {workers} workers cannot work; the run is up without them:\n{reasons}\n")
+    sys.stderr.write(f"when these machines are ready: shoal down {where} && shoal up --run-dir {where} --resume\n")
+    return 2

@@ -20,6 +20,7 @@ from shoal.launch import forkserver
 from shoal.launch.engine_processes import EngineProcesses
 from shoal.launch.local import LocalWorkers, factory_arguments, fair_threads, gpus_for, worker_names
 from shoal.launch.start_mode import StartMode, StartPlan
+from shoal.launch.up_file import note_started
 from shoal.transports.addresses import is_loopback
 from shoal.transports.connect import listening_hosts
 
@@ -221,6 +222,8 @@ class _Coordination(NamedTuple):
             loop.on_tick = lambda: launcher.look_after(loop.message, loop.report_exit)
             with closing(launcher):
                 launcher.start()
+                if self.plan.options.up:
+                    note_started(loop.directory.path, {one.name: one.failed for one in launcher.workers if getattr(one, "failed", "")})
                 outcome = _outcome(loop)
         if torchrun is not None:
             torchrun.announce_end(outcome.summary)

@@ -1,10 +1,11 @@
-"""The id of the process of `shoal up`: up.json in the run's folder, from `shoal up` until its end, so that `shoal down` finds it."""
+"""The process of `shoal up`: up.json in the run's folder, from `shoal up` until its end, so that `shoal down` finds it. It also says which
+workers could not be started, once all machines were tried."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,11 +24,23 @@ def written_while_up(folder: Path) -> Iterator[None]:
     """Note that this process keeps the run up, while it does."""
     make_folder(folder)
     path = folder / _FILE
-    _FORMAT.write(path, {"pid": os.getpid(), "began": start_time(os.getpid())})
+    _FORMAT.write(path, {"pid": os.getpid(), "began": start_time(os.getpid()), "unfit": None})
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def note_started(folder: Path, unfit: Mapping[str, str]) -> None:
+    """Note that all workers were tried. `unfit`: by name, why a worker could not be started."""
+    if running_process(folder) == os.getpid():
+        _FORMAT.write(folder / _FILE, {"pid": os.getpid(), "began": start_time(os.getpid()), "unfit": dict(unfit)})
+
+
+def unfit_workers(folder: Path) -> dict[str, str] | None:
+    """By name, why a worker could not be started; None while they are being started, or where nothing is up."""
+    saved = _FORMAT.read(folder / _FILE)
+    return saved.get("unfit") if saved and still_runs(saved["pid"], saved["began"]) else None
 
 
 def running_process(folder: Path) -> int | None:
