@@ -13,6 +13,7 @@ from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.models import build
+from shoal.runs.folder.checkpoint import Checkpoints, read_checkpoint
 from shoal.tasks.language import LanguageModelling
 from tests.support import rank_processes
 from tests.support.processes import Processes, processes_in
@@ -38,6 +39,20 @@ def test_a_gpu_follows_the_cpu() -> None:
     for batch in batches(10):
         expected, found = cpu.step([batch]), gpu.step([batch])
         assert float(found.metrics["loss"]) == pytest.approx(float(expected.metrics["loss"]), rel=2e-3)
+
+
+def test_a_checkpoint_is_copied_to_page_locked_memory(tmp_path: Path) -> None:
+    checkpoints, weights = Checkpoints(tmp_path, 9), {"w": torch.arange(5.0, device="cuda"), "b": torch.ones(3, device="cuda").half()}
+    checkpoints.prepare(64)
+    checkpoints.save_behind(1, weights, {"count": torch.tensor(7), "moment": weights["w"][1:4]})
+    for value in weights.values():
+        value.zero_()
+    checkpoints.wait()
+    found = read_checkpoint(checkpoints.all()[0])
+    assert found.weights["w"].tolist() == [0, 1, 2, 3, 4]
+    assert found.weights["b"].dtype == torch.float16
+    assert found.state["moment"].tolist() == [1, 2, 3]
+    assert int(found.state["count"]) == 7
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shoal.config import Run, load
+from shoal.config.data_shapes import DataShapes
 from shoal.config.load import resolve_data
 from shoal.config.schema.training import GradientHealth, Optimizer, OptimizerName, Schedule
 from shoal.engines import SingleEngine
@@ -21,6 +22,7 @@ from shoal.engines.optim.optimizers import arguments, build, step
 from shoal.errors import ShoalError
 from shoal.models import build as build_models
 from shoal.tasks.classification import Classification
+from shoal.tasks.language import LanguageModelling
 from shoal.updates.layout import FlatNetwork
 
 
@@ -100,12 +102,9 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
 @pytest.mark.parametrize("length", [12, 128])
 @pytest.mark.parametrize("tied", [True, False])
 def test_muon_leaves_tables_of_words_to_adamw(tied: bool, length: int) -> None:
-    class Words:
-        image_shape, num_classes, vocab_size = None, None, 61
-
     model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": length, "tied_embeddings": tied}
     run = resolve_data({"model": model, "training": {"optimizer": {"name": "Muon"}}}, name="test", dialect="shoal", environ={}).run
-    network = FlatNetwork(build_models(run, Words())["model"])
+    network = FlatNetwork(build_models(run, DataShapes(vocab_size=61))["model"])
     optimizer = build(run.training.optimizer, network)
     muon, adamw = ({id(parameter) for parameter in group["params"]} for group in optimizer.param_groups)
     names = {id(parameter): name for name, parameter in network.network.named_parameters()}
@@ -178,6 +177,30 @@ def test_compile_gives_the_same_gradient() -> None:
     plain.gradients([batch])
     compiled.gradients([batch])
     assert torch.allclose(plain.networks["model"].gradient, compiled.networks["model"].gradient, atol=1e-6)
+
+
+@pytest.mark.whole
+def test_an_evaluation_uses_what_is_compiled_for_training_steps() -> None:
+    shapes, graphs = DataShapes(vocab_size=61), list[str]()
+    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 8, "dropout": 0.0}
+    run = resolve_data({"model": model}, name="test", dialect="shoal", environ={}).run
+    made = [SingleEngine(run, LanguageModelling(build_models(run, shapes)), torch.device("cpu"), 10) for _ in range(2)]
+    plain, compiled = made
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append("compiled")
+        return graph
+
+    task: Any = compiled.task
+    task.compile()
+    task.outputs = torch.compile(type(task).outputs.__get__(task), backend=keep, dynamic=False)
+    ids = torch.arange(90).view(10, 9) % 61
+    rows = [{"input_ids": part[:, :-1].contiguous(), "labels": part[:, 1:].contiguous()} for part in ids.split(4)]  # 4, 4 and 2
+    for engine in made:
+        engine.gradients(rows[:1])
+    seen = len(graphs)
+    assert compiled.evaluate(iter(rows)) == pytest.approx(plain.evaluate(iter(rows)), rel=1e-5)
+    assert len(graphs) == seen > 0
 
 
 # --- schedules ---------------------------------------------------------------------------------

@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.config.data_shapes import DataShapes
+from shoal.config.load import resolve_data
+from shoal.engines import SingleEngine
+from shoal.errors import ShoalError
+from shoal.models import build
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface.as_gpt import gpt_conversion
+from shoal.models.huggingface.as_gpt import as_huggingface, gpt_conversion, weights_for
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.kernels.cpu_packing import PackedProduct, pack_matrices
+from shoal.tasks.language import LanguageModelling
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
+NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -70,6 +77,63 @@ def test_our_layers_give_the_logits_of_the_models_own(kind, settings):
 )
 def test_a_model_that_computes_otherwise_keeps_its_own_layers(kind, settings):
     assert gpt_conversion(made(kind, **settings)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 16, "num_key_value_heads": 2}),
+        ("gpt2", NO_DROPOUT),
+    ],
+)
+def test_both_kinds_of_layers_learn_the_same_and_are_written_by_the_same_names(tmp_path, kind, settings):
+    made(kind, **settings).inner.save_pretrained(tmp_path)
+    batch = {"input_ids": torch.arange(48).view(4, 12) % 50, "labels": (torch.arange(48).view(4, 12) + 1) % 50}
+    losses, weights = {}, {}
+    for layers in ("own", "original"):
+        engine = learner(tmp_path, layers, "SGD")  # Adam makes steps of the rounding errors of gradients that are 0
+        losses[layers] = [float(engine.step([batch]).metrics["loss"]) for _ in range(4)]
+        model = engine.task.players["model"]
+        assert isinstance(model, Gpt if layers == "own" else HuggingFace)
+        weights[layers] = (as_huggingface(model) if layers == "own" else model).state_dict()
+    assert losses["own"] == pytest.approx(losses["original"], rel=1e-5)
+    assert losses["own"][-1] < losses["own"][0]
+    assert weights["own"].keys() == weights["original"].keys()
+    for name, value in weights["own"].items():
+        torch.testing.assert_close(value, weights["original"][name], atol=2e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def learner(folder, layers: str, optimizer: str = "AdamW") -> SingleEngine:
+    settings = {
+        "model": {"kind": "huggingface", "pretrained": str(folder), "layers": layers},
+        "training": {"device": "cpu", "optimizer": {"name": optimizer, "learning_rate": 1e-3}},
+    }
+    run = resolve_data(settings, name="test", dialect="shoal", environ={}).run
+    return SingleEngine(run, LanguageModelling(build(run, DataShapes(vocab_size=50))), torch.device("cpu"), 10)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gpt2"])
+def test_weights_are_found_by_the_names_of_either_kind_of_layers(kind):
+    model = made(kind)
+    theirs = dict(model.named_parameters()) | {"head.weight": torch.ones(1)}
+    ours = gpt_conversion(model).convert(model.state_dict().__getitem__)
+    by_our_names = weights_for(ours, theirs)
+    assert {"token_embedding.weight", "head.weight"} <= by_our_names.keys()
+    back = weights_for(model, by_our_names)
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], value) for name, value in theirs.items())
+    assert weights_for(model, theirs) is theirs
+
+
+def test_layers_that_would_learn_otherwise_are_kept_or_refused(tmp_path):
+    made("gpt2", embd_pdrop=0.0).inner.save_pretrained(tmp_path / "uneven")
+    made("llama").inner.save_pretrained(tmp_path / "llama")
+    assert isinstance(learner(tmp_path / "uneven", "auto").task.players["model"], HuggingFace)
+    assert isinstance(learner(tmp_path / "llama", "auto", "Muon").task.players["model"], HuggingFace), "it steps whole matrices"
+    assert isinstance(learner(tmp_path / "llama", "auto").task.players["model"], Gpt)
+    with pytest.raises(ShoalError, match=r"model\.layers: Shoal's own layers do not compute the same as GPT2LMHeadModel"):
+        learner(tmp_path / "uneven", "own")
 
 
 @torch.inference_mode()

@@ -73,6 +73,7 @@ def gpt2(tmp_path_factory) -> Path:
 
 
 def built(shapes, folder: Path, seed: int = 42, sequence_length: int = 32, vocab_size: int = 40, **settings: object) -> torch.nn.Module:
+    settings = {"layers": "original"} | settings
     run = Run(model=schema.HuggingFace(pretrained=str(folder), **settings), data=Data(sequence_length=sequence_length), seed=seed)
     return build(run, shapes(vocab_size=vocab_size))["model"]
 

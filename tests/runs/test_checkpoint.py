@@ -52,6 +52,27 @@ def test_a_copied_checkpoint_holds_what_there_was_whenever_it_is_written(tmp_pat
     assert found.state["counts"] == {"x": 1}
 
 
+def test_a_thread_writes_the_values_of_the_moment_one_checkpoint_at_a_time(tmp_path: Path) -> None:
+    checkpoints, weights = Checkpoints(tmp_path / "checkpoints", 9), torch.ones(2)
+    for step in (1, 2, 3):
+        checkpoints.save_behind(step, {"model.w": weights}, {"moment": 10 * weights})
+        weights.add_(1)
+    checkpoints.wait()
+    found = [read_checkpoint(path) for path in checkpoints.all()]
+    assert [one.weights["model.w"].tolist() for one in found] == [[1, 1], [2, 2], [3, 3]]
+    assert [one.state["moment"].tolist() for one in found] == [[10, 10], [20, 20], [30, 30]]
+
+
+def test_what_a_thread_could_not_write_is_told_by_the_next_call(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 9)
+    (tmp_path / "checkpoints").touch()
+    checkpoints.save_behind(1, {"model.w": torch.ones(1)}, {})
+    with pytest.raises(ShoalError, match="cannot save a checkpoint"):
+        checkpoints.save_behind(2, {"model.w": torch.ones(1)}, {})
+    checkpoints.wait()
+    assert checkpoints.all() == []
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=3), inner, max_size=3) | st.tuples(inner),

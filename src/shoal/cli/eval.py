@@ -48,6 +48,6 @@ def evaluate(path: str) -> CheckpointEvaluation:
     batches = held_out_batches(run, samples)
     if batches is None or samples is None:
         raise ShoalError("this run's data has no held-out part to evaluate on")
-    parts.engine.load_weights(trained.checkpoint.weights_to_use)
+    parts.engine.load_weights(trained.checkpoint.weights)
     count, found = held_out_count(run, samples), trained.checkpoint
     return CheckpointEvaluation(str(found.path), found.step, parts.data.info.name, count, parts.engine.evaluate(batches()))

@@ -251,6 +251,17 @@ class BoolType(Checker):
         return self.wrong(tree, path, faults, f"write `{word}`" if word else "")
 
 
+class SwitchType(BoolType):
+    """True, false, or the word for a choice that Shoal makes."""
+
+    def __init__(self, word: str) -> None:
+        self.word, self.expected = word, f"true, false or `{word}`"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        value = tree.value if isinstance(tree, YamlNode) else tree
+        return value if isinstance(value, str) and value == self.word else super().check(tree, path, faults)
+
+
 class NumberType(Checker):
     expected = "a number"
 
@@ -494,6 +505,8 @@ def checker_of(annotation: Any) -> Checker:
         return MappingType(checker_of(arguments[1]))
     if origin in (Union, UnionType):
         rest = tuple(argument for argument in arguments if argument is not NoneType)
+        if rest[0] is bool and len(rest) == 2:
+            return SwitchType(get_args(rest[1])[0])
         inner = TaggedType({kind_of(section): section for section in rest}) if len(rest) > 1 else checker_of(rest[0])
         return OptionalType(inner) if len(rest) < len(arguments) else inner
     if isinstance(annotation, type) and issubclass(annotation, Section):

@@ -72,6 +72,8 @@ def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
             return {"type": "object", "additionalProperties": _of(checker.item, definitions)}
         case f.ChoiceType():
             return {"anyOf": [{"enum": list(checker.choices)}, _INTERPOLATED]}
+        case f.SwitchType():
+            return {"anyOf": [{"type": "boolean"}, {"enum": [checker.word]}, _INTERPOLATED]}
         case f.BoolType():
             return {"anyOf": [{"type": "boolean"}, _INTERPOLATED]}
         case f.NumberType():

@@ -57,6 +57,8 @@ class Engine(ABC):
         self.average: WeightAverage | None = None
         """The moving average of the weights, of a run that keeps one."""
         self._spare: Batch | None = None
+        self.notes: list[str] = []
+        """What the engine decided, for the user."""
         self.statistics: list[Tensor] = []
         """BatchNorm's running figures, of networks that are whole in this process."""
         self.kept = [one for player in task.players.values() for one in step_states(player)]
@@ -370,7 +372,7 @@ class Engine(ABC):
         """The task's evaluation metrics, with dropout off and statistics fixed. Every process evaluates all batches, since sharded
         weights need all processes; the first process's result is used."""
         for player in self.task.players.values():
-            player.eval()
+            player.train(self.task.evaluates_in_training_mode)
         try:
             with self.precision():
                 metrics = self.task.evaluate(self.on_device(batch) for batch in batches)

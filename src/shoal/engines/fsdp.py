@@ -49,7 +49,7 @@ class FsdpEngine(Engine):
         self.run, self.mesh = run, init_device_mesh(device.type, (world.size,))
         self.shards = {name: ShardedNetwork(player, run, self.mesh) for name, player in task.players.items()}
         self.layouts = {name: shards.layout for name, shards in self.shards.items()}
-        if run.training.compile:
+        if run.training.compile is True:
             task.compile()
         self.optimizers = {name: optimizers.make(self.chosen[name], list(shards.rows.values())) for name, shards in self.shards.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")

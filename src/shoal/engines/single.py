@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.engines.base import Engine, add_figures, tensors_of
 from shoal.engines.batch_weights import BatchWeights, length
+from shoal.engines.compile_choice import reason_to_compile
 from shoal.engines.cuda_graph import PassRecorder
 from shoal.engines.health import read_later
 from shoal.engines.optim import named_state, optimizers
@@ -52,7 +53,10 @@ class SingleEngine(Engine):
             for network in self.networks.values():
                 network.offer_room()
         self.statistics = [buffer for player in task.players.values() for buffer in statistics(player)]
-        if run.training.compile:
+        gain = reason_to_compile(run, task, device, total_steps) if learns and run.training.compile == "auto" else ""
+        if gain:
+            self.notes.append(gain)
+        if run.training.compile is True or gain:
             exclude_from_compilation()
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}

@@ -6,6 +6,8 @@ K key and value heads, E head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -111,11 +113,15 @@ class FeedForward(BlockPart):
 class Gpt(Trunk):
     """GPT: the same attention and feed-forward in every layer."""
 
+    conversion: Any = None
+    """How its tensors follow from those of a Hugging Face model, where it computes one: see `huggingface/as_gpt.py`."""
+
     def __init__(self, settings: schema.Gpt, vocab_size: int, variant: Variant = PLAIN) -> None:
         def parts(layer: int) -> tuple[BlockPart, BlockPart]:
             return Attention(settings, settings.dropout, variant), FeedForward(settings, variant)
 
         super().__init__(settings, vocab_size, parts, variant=variant)
+        self.trains_as_it_evaluates = settings.dropout == 0
 
 
 def players(model: schema.Gpt, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:

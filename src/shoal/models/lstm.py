@@ -93,7 +93,7 @@ class Lstm(nn.Module):
         sizes = [size for size in packed_documents(lengths_BM, input_ids_BL.shape[1]).lengths_N.tolist() if size]
         x_BLD = F.dropout(self.token_embedding(input_ids_BL), self.dropout, self.training)
         with _no_fp16_on_cpu(x_BLD):
-            outputs, _ = self.recurrent(pack_sequence(x_BLD.flatten(0, 1).split(sizes), enforce_sorted=False))
+            outputs, _ = self.recurrent(pack_sequence(list(torch.split(x_BLD.flatten(0, 1), sizes)), enforce_sorted=False))
         hidden_BLD = torch.cat(unpack_sequence(outputs)).view(*input_ids_BL.shape, -1)
         return F.dropout(hidden_BLD, self.dropout, self.training)
 

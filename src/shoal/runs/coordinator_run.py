@@ -237,9 +237,9 @@ class CoordinatorLoop(RecordedLoop):
     def totals(self) -> dict[str, int]:
         return self.traffic.bytes
 
-    def save(self) -> None:
+    def save(self, wait: bool = True) -> None:
         self.driver.drain()
-        super().save()
+        super().save(wait)
         path = self.run.coordinator.checkpoint_path
         if path is not None:
             save_weights(Path(path), self.engine.weights())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
+from shoal.config.schema.model import HuggingFace
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
+from shoal.models.huggingface.as_gpt import weights_for
 from shoal.runs.build_run import stream_text
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import read_weights
@@ -24,7 +28,8 @@ from shoal.updates.state_packing import Checkpoint
 
 
 class TrainedModel(NamedTuple):
-    """A run's networks with the weights of its newest checkpoint, or of its copy on the hub."""
+    """A run's networks with the weights of its newest checkpoint, or of its copy on the hub. The checkpoint has the weights to use, by the
+    names of these networks, and no state."""
 
     run: Run
     task: tasks.Task
@@ -53,12 +58,25 @@ def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     eos_id = tokenizer.eos_id if tokenizer else None
     shapes = DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id)
+    if isinstance(run.model, HuggingFace):  # what is exported and served has the layers of transformers
+        run = run.replace(model=run.model.replace(layers="original"))
     task = tasks.build(run, models.build(run, shapes), shapes)
-    checkpoint = read_weights(pushed) if pushed.exists() else find_weights(path, warn)
-    SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights_to_use)
+    found = read_weights(pushed) if pushed.exists() else find_weights(path, warn)
+    checkpoint = Checkpoint(found.path, found.step, _named_as_in(task, found.weights_to_use), {})
+    SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()
     return TrainedModel(run, task, checkpoint, tokenizer, root, passage_index_of(root))
+
+
+def _named_as_in(task: tasks.Task, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names that they have in the networks of a task, whichever layers trained."""
+    found = dict(saved)
+    for player, network in task.players.items():
+        prefix = f"{player}.trunk." if hasattr(network, "trunk") else f"{player}."
+        own = {name.removeprefix(prefix): found.pop(name) for name in saved if name.startswith(prefix)}
+        found |= {f"{prefix}{name}": value for name, value in weights_for(getattr(network, "trunk", network), own).items()}
+    return found
 
 
 def generate_text(

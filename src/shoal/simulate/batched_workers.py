@@ -234,7 +234,7 @@ def reason_not_batched(run: Run, engine: SingleEngine, leased: bool) -> str:
         "the model drops activations at random": any(map(_has_dropout, modules)),
         f"training.precision is {training.precision.kind}": training.precision.kind != "fp32",
         "training.gradient_checkpointing computes activations again": training.gradient_checkpointing,
-        "training.compile is on": training.compile,
+        "training.compile is on": training.compile is True,
         "the gradient of each sample is clipped": run.updates.privacy.enabled and run.updates.privacy.unit == "sample",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -45,6 +45,8 @@ class Task(ABC):
     """Whether batches are answers of the model itself, so that it must generate text while it learns."""
     draws_images: bool = False
     """Whether `images` can be called."""
+    evaluates_in_training_mode: bool = False
+    """Whether the networks compute the same in training and in evaluation, and stay in training mode, for which they are compiled."""
 
     add_up: Callable[[Tensor], Tensor] = staticmethod(lambda values: values)
     """The sum over all processes that step together, each of which must call this."""

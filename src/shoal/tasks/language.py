@@ -48,6 +48,8 @@ class LanguageModelling(Task):
         self.penalties = penalties or Penalties()
         self.eos_id = eos_id
         self.left_padding = left_padding
+        self._most_rows = 0
+        """Of all batches of evaluations."""
         if self.penalties.eos_weight and eos_id is None:
             raise ShoalError("training.penalties.eos_weight needs a tokenizer with an end-of-text token")
         if self.memory is not None and left_padding:
@@ -58,6 +60,8 @@ class LanguageModelling(Task):
 
     def compile(self) -> None:
         self.outputs = torch.compile(self.outputs)  # type: ignore[method-assign]
+        model = self.players["model"]
+        self.evaluates_in_training_mode = type(self) is LanguageModelling and bool(getattr(model, "trains_as_it_evaluates", False))
 
     @property
     def memory(self) -> Any:
@@ -178,7 +182,20 @@ class LanguageModelling(Task):
         return index_L - (index_L * starts_BL).cummax(1).values
 
     def _held_out_loss(self, batch: Batch) -> Tensor:
-        return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])
+        if self.evaluates_in_training_mode:
+            with torch.enable_grad():  # what is compiled for training steps is compiled with gradients
+                logits_BLV = self.outputs(self._filled(batch))[0].detach()[: len(batch["labels"])]
+        else:
+            logits_BLV = self.outputs(batch)[0]
+        return cross_entropy(logits_BLV[..., : self.vocab_size], batch["labels"])
+
+    def _filled(self, batch: Batch) -> Batch:
+        """The last batch, which may have fewer rows, with rows that do not count: other sizes would be compiled anew."""
+        rows = len(batch["labels"])
+        self._most_rows = max(self._most_rows, rows)
+        if rows == self._most_rows:
+            return batch
+        return {name: torch.cat([value, value[-1:].expand(self._most_rows - rows, *value.shape[1:])]) for name, value in batch.items()}
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         losses = {"loss": self._held_out_loss(batch)}

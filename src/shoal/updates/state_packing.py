@@ -24,19 +24,19 @@ class Checkpoint(NamedTuple):
         return self.weights if average is None else {**self.weights, **average["weights"]}
 
 
-def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested data with each tensor replaced by its name in `tensors`. Numeric keys stay numbers.
+def packed(value: Any, name: str, tensors: dict[str, Tensor], copy: bool = True) -> Any:
+    """Nested data with each tensor replaced by its name in `tensors`, which gets a copy unless `copy` is false. Numeric keys stay numbers.
 
     A tensor on the device `meta` stands for one that another process writes under this name.
     """
     if isinstance(value, Tensor):
         if not value.is_meta:
-            tensors[name] = value.clone()
+            tensors[name] = value.clone() if copy else value
         return {"$tensor": name}
     if isinstance(value, dict):
-        return {"$items": [[key, packed(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+        return {"$items": [[key, packed(item, f"{name}.{key}", tensors, copy)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        items = [packed(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        items = [packed(item, f"{name}.{i}", tensors, copy) for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     return value
 

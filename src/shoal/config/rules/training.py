@@ -264,7 +264,7 @@ def sharding_takes_one_network(settings: Settings, engine: str, task: Task | Non
 
 
 @rule("engine.kind", "model.kind", "training.compile", "training.precision.kind")
-def pipelines_cut_language_models(settings: Settings, engine: str, model: str, compile: bool, precision: str) -> None:
+def pipelines_cut_language_models(settings: Settings, engine: str, model: str, compile: bool | str, precision: str) -> None:
     """Pipeline stages are layers of a transformer that compute independently."""
     if engine != "pipeline":
         return
@@ -272,7 +272,7 @@ def pipelines_cut_language_models(settings: Settings, engine: str, model: str, c
         message = f"a pipeline has the layers of one model on several machines, and a model of kind {model} is not cut"
         help = f"choose model.kind {', '.join(CUT_INTO_STAGES)}, or engine ddp"
         settings.report("engine", message, "engine.kind", "model.kind", help=help)
-    if compile:
+    if compile is True:
         settings.report("engine", "the stages of a pipeline are not compiled", "training.compile", "engine.kind", help="set it to false")
     if precision in EMULATED:
         message = f"the stages of a pipeline do not emulate {precision}"
@@ -298,9 +298,9 @@ def stages_have_no_adapters(settings: Settings, engine: str, lora: Any) -> None:
 
 
 @rule("engine.kind", "engine.zero_stage", "training.compile")
-def partitioned_weights_are_not_compiled(settings: Settings, engine: str, stage: int, compile: bool) -> None:
+def partitioned_weights_are_not_compiled(settings: Settings, engine: str, stage: int, compile: bool | str) -> None:
     """ZeRO 3 gathers a layer's weights in hooks that torch's compiler does not see: to the compiler they are empty."""
-    if engine == "deepspeed" and stage == 3 and compile:
+    if engine == "deepspeed" and stage == 3 and compile is True:
         message = "weights that ZeRO 3 cuts into parts are not there when torch compiles the model"
         settings.report("engine", message, "training.compile", "engine.zero_stage", help="set it to false, or take ZeRO 2 or fsdp")
 

@@ -227,7 +227,7 @@ class Lora(Section):
     """Names of the layers that get one; empty: the library's choice for the model."""
 
 
-class HuggingFace(Model, built_by="shoal.models.huggingface.model:players"):
+class HuggingFace(Model, built_by="shoal.models.huggingface.build:players"):
     """Any causal language model of the Hugging Face hub, or a local copy of one."""
 
     kind: Literal["huggingface"] = "huggingface"
@@ -242,6 +242,9 @@ class HuggingFace(Model, built_by="shoal.models.huggingface.model:players"):
     """Expected number of transformer blocks; another number is an error. null: not checked."""
     lora: Lora | None = None
     """Fine-tune with LoRA; null: train all weights."""
+    layers: Literal["auto", "own", "original"] = "auto"
+    """Whose layers train: Shoal's own, which are faster and compute the same (Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2), or those of
+    transformers. auto: own where they compute the same and the optimizer works element by element. Exports are the same with both."""
 
 
 class LiveModel(Model, built_by="shoal.models.build:refuse_live_model"):

@@ -38,7 +38,7 @@ class DeepSpeedEngine(Engine):
             check_disk_access()
         for player in task.players.values():
             player.to(device).train()
-        if run.training.compile:
+        if run.training.compile is True:
             task.compile()
         mesh, limit = init_device_mesh(device.type, (world.size,)), self.clip_limit()
         self.networks = {

@@ -394,7 +394,7 @@ def _check(run: Run, task: Task) -> None:
     """Refuse what a pipeline cannot do. Raises ShoalError."""
     if list(task.players) != ["model"] or not hasattr(task, "beside_tokens"):
         raise ShoalError(f"engine.kind: pipeline learns language modelling, and the task is {run.chosen_task.kind}: take another engine")
-    if run.training.compile:
+    if run.training.compile is True:
         raise ShoalError("training.compile: the stages of a pipeline are not compiled: set it to false")
     if run.training.precision.kind in EMULATED:
         raise ShoalError(f"training.precision.kind: a pipeline does not emulate {run.training.precision.kind}: take bf16, fp16 or fp32")

@@ -21,10 +21,11 @@ from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.small_copy import narrowed, small_copy
-from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, sources
+from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, parts_of, sources
 from shoal.models.layers.rotary import Rotary, to_adjacent_pairs
 from shoal.models.stages import load_tensors, required_tensors, without_weights
 from shoal.models.transformer import PLAIN, Variant
+from shoal.untrusted.huggingface import causal_model_of
 
 Get = Callable[[str], Tensor]
 """Gives a tensor by its name."""
@@ -41,11 +42,13 @@ class GptConversion:
 
     def __init__(self, inner: Any) -> None:
         """Raises ShoalError, AttributeError or similar for other architectures."""
-        config = inner.config
+        self.config = config = inner.config
         self.vocab_size: int = config.vocab_size
         self.gpt2 = config.model_type == "gpt2"
         self.names: Mapping[str, Any] = GPT2_NAMES if self.gpt2 else LLAMA_NAMES
         self.settings = _of_gpt2(config) if self.gpt2 else _of_llama(config)
+        self.trains_alike = _dropouts(config) == {self.settings.dropout}
+        """Whether training drops the same shares of activations."""
         if self.settings.max_seq_len > _MOST_POSITIONS:
             raise ShoalError("its table of positions would fill the memory")
         self.frequencies: Tensor | None = None
@@ -63,6 +66,7 @@ class GptConversion:
             made = Gpt(self.settings, self.vocab_size, self.variant)
         if self.frequencies is not None:
             made.rotary = Rotary(self.settings.max_seq_len, self._head_size, self.frequencies)
+        made.conversion = self
         return made.eval()
 
     def sources(self, name: str) -> list[str]:
@@ -80,6 +84,12 @@ class GptConversion:
         if name.endswith(("query_norm.weight", "key_norm.weight")):
             parts = [to_adjacent_pairs(parts[0], self._head_size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def originals(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The inverse of `tensor`: the tensors of the model's own files, by name, of which a tensor of `Gpt` is made."""
+        settings = self.settings
+        heads = settings.num_heads, settings.num_kv_heads or settings.num_heads
+        return {source: part.contiguous() for source, part in parts_of(self.names, name, tensor, heads, self._head_size).items()}
 
     def convert(self, get: Get) -> Gpt:
         """The model with its weights."""
@@ -134,6 +144,7 @@ def _of_gpt2(config: Any) -> schema.Gpt:
         max_seq_len=config.n_positions,
         norm_eps=config.layer_norm_epsilon,
         tied_embeddings=config.tie_word_embeddings,
+        dropout=config.resid_pdrop,
     )
 
 
@@ -142,6 +153,14 @@ def _kinds(config: Any) -> list[str]:
     if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
         return ["window"]
     return list(getattr(config, "layer_types", None) or [])
+
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout")
+
+
+def _dropouts(config: Any) -> set[float]:
+    """The shares of activations that the model drops in training, at whatever place."""
+    return {float(getattr(config, name)) for name in _DROPOUTS if getattr(config, name, None) is not None} or {0.0}
 
 
 _KNOWN: dict[str, GptConversion | None] = {}
@@ -163,10 +182,10 @@ def _computes_the_same(inner: Any) -> GptConversion | None:
     """Compare a small random copy with its conversion: prefill, one decode step, and a padded row in a batch."""
     try:
         found = GptConversion(inner)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)
             small = HuggingFace(small_copy(narrowed(inner.config, 0, min(2, inner.config.num_hidden_layers))))
-        ours = GptConversion(small.inner).convert(small.state_dict().__getitem__)
+            ours = GptConversion(small.inner).convert(small.state_dict().__getitem__)
     except (ShoalError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return None
     ids_BL, mask_BS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
@@ -178,3 +197,31 @@ def _computes_the_same(inner: Any) -> GptConversion | None:
 
 def _close(theirs: Tensor, ours: Tensor) -> bool:
     return bool((theirs - ours).abs().max() <= _TOLERANCE * theirs.abs().max())
+
+
+def weights_for(network: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights by the names that they have in a network, whether they were saved with Shoal's own layers or with those of transformers.
+    Other tensors keep their names."""
+    if isinstance(network, HuggingFace) and "token_embedding.weight" in weights:
+        conversion = gpt_conversion(network)
+        if conversion is not None:
+            own = required_tensors(conversion.make())
+            made = {name: part for full in own if full in weights for name, part in conversion.originals(full, weights[full]).items()}
+            return {name: value for name, value in weights.items() if name not in own} | made
+    conversion = getattr(network, "conversion", None)
+    if conversion is not None and "token_embedding.weight" not in weights:
+        own = {name: conversion.sources(name) for name in required_tensors(network)}
+        used = {source for sources in own.values() for source in sources}
+        if used <= set(weights):
+            made = {name: conversion.tensor(name, weights.__getitem__) for name in own}
+            return {name: value for name, value in weights.items() if name not in used} | made
+    return weights
+
+
+def as_huggingface(model: Any) -> HuggingFace:
+    """A network that was converted, as a model of transformers again."""
+    conversion: GptConversion = model.conversion
+    with without_weights():
+        made = HuggingFace(causal_model_of(conversion.config))
+    load_tensors(made, weights_for(made, {name: value.detach() for name, value in required_tensors(model).items()}))
+    return made

@@ -19,8 +19,8 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, NEOX_NAMES, Names, sources
-from shoal.models.layers.rotary import THETA, to_half_pairs
+from shoal.models.huggingface.tensor_names import GPT2_NAMES, LLAMA_NAMES, NEOX_NAMES, Names, parts_of
+from shoal.models.layers.rotary import THETA
 from shoal.untrusted.huggingface import causal_model_of
 
 _EXPECTED = {
@@ -115,15 +115,6 @@ def _named(model: Gpt, settings: schema.Gpt, names: Names) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if name.startswith("value_head."):  # of a policy's training
             continue
-        value, targets = parameter.detach().cpu().float(), sources(names, name)
-        if names is GPT2_NAMES:
-            parts = [value.t() if value.dim() == 2 and name.startswith("blocks.") else value]
-        elif "query_key_value" in name:
-            query, key, content = torch.split(value, [settings.num_heads * size, kv_heads * size, kv_heads * size])
-            parts = [to_half_pairs(query, size), to_half_pairs(key, size), content]
-            if names is NEOX_NAMES:  # head by head
-                parts = [torch.stack([part.view(-1, size, *part.shape[1:]) for part in parts], 1).flatten(0, 2)]
-        else:
-            parts = list(value.chunk(len(targets)))
-        found |= {target.removeprefix("inner."): part for target, part in zip(targets, parts, strict=True)}
+        parts = parts_of(names, name, parameter.detach().cpu().float(), (settings.num_heads, kv_heads), size)
+        found |= {target.removeprefix("inner."): part for target, part in parts.items()}
     return found

@@ -1,9 +1,14 @@
-"""Names of the tensors of Llama, GPT-2 and GPT-NeoX in transformers, by the names of the modules of Shoal's own GPT."""
+"""Names and layout of the tensors of Llama, GPT-2 and GPT-NeoX in transformers, by the names of the modules of Shoal's own GPT."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.models.layers.rotary import to_half_pairs
 
 Names = Mapping[str, Any]
 
@@ -55,3 +60,20 @@ def sources(names: Names, name: str) -> list[str]:
         return [f"{source}.{kind}" for source in names[module]]
     _, layer, part = module.split(".", 2)
     return [f"{names['layers']}.{layer}.{source}.{kind}" for source in names[part]]
+
+
+def parts_of(names: Names, name: str, value: Tensor, heads: tuple[int, int], head_size: int) -> dict[str, Tensor]:
+    """The tensors of the model's own files, by name, that a tensor of `Gpt` is concatenated from. `heads`: of queries, and of keys."""
+    targets = sources(names, name)
+    if names is GPT2_NAMES:  # its matrices are transposed, except for the embeddings
+        parts = [value.t() if value.dim() == 2 and name.startswith("blocks.") else value]
+    elif "query_key_value" in name:
+        query, key, content = torch.split(value, [count * head_size for count in (heads[0], heads[1], heads[1])])
+        parts = [to_half_pairs(query, head_size), to_half_pairs(key, head_size), content]
+        if names is NEOX_NAMES:  # head by head
+            parts = [torch.stack([part.view(-1, head_size, *part.shape[1:]) for part in parts], 1).flatten(0, 2)]
+    elif name.endswith(("query_norm.weight", "key_norm.weight")):
+        parts = [to_half_pairs(value, head_size)]
+    else:
+        parts = list(value.chunk(len(targets)))
+    return dict(zip(targets, parts, strict=True))

@@ -29,5 +29,6 @@ def attend_to_each(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, length
     elif groups > 1:
         key_TKE, value_TKE = (heads.repeat_interleave(groups, dim=1) for heads in (key_TKE, value_TKE))
     query_THE, key_TKE, value_TKE = (heads.contiguous() for heads in (query_THE, key_TKE, value_TKE))
-    attended: Tensor = varlen_attn(query_THE, key_TKE, value_TKE, bounds, bounds, longest, longest, **given)
-    return attended
+    attended: Any = varlen_attn(query_THE, key_TKE, value_TKE, bounds, bounds, longest, longest, **given)
+    whole: Tensor = attended
+    return whole

@@ -74,10 +74,9 @@ def attend_inside(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, docu
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sizes: list[int], dropout: float) -> Tensor:
     """Attention [tokens, H, E], document by document. Splitting copies nothing, and the gradients of all parts are written once."""
     grouped = query.shape[1] != key.shape[1]
-    attended = [
-        F.scaled_dot_product_attention(
-            *(heads.transpose(0, 1).unsqueeze(0) for heads in of_document), is_causal=True, dropout_p=dropout, enable_gqa=grouped
-        )
-        for of_document in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-    ]
-    return torch.cat([heads_1HLE.squeeze(0).transpose(0, 1) for heads_1HLE in attended])
+    attended = []
+    for of_document in zip(*(torch.split(heads, sizes) for heads in (query, key, value)), strict=True):
+        query_1HLE, key_1KLE, value_1KLE = (heads.transpose(0, 1).unsqueeze(0) for heads in of_document)
+        heads_1HLE = F.scaled_dot_product_attention(query_1HLE, key_1KLE, value_1KLE, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+        attended.append(heads_1HLE.squeeze(0).transpose(0, 1))
+    return torch.cat(attended)

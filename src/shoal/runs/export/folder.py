@@ -140,7 +140,7 @@ def _write(trained: TrainedModel, folder: Path) -> None:
         if trained.tokenizer is not None:
             trained.tokenizer.save(folder)
         return
-    save_weights(folder / "model.safetensors", trained.checkpoint.weights_to_use)
+    save_weights(folder / "model.safetensors", trained.checkpoint.weights)
     for name in ("config.yaml", "data.json", plugin_record.FILE):
         if (trained.root / name).exists():
             shutil.copy(trained.root / name, folder / name)

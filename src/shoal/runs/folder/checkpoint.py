@@ -22,6 +22,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +44,73 @@ _FORMAT = 3
 _OWN_CHECKSUM = ', "checksum": "'
 _PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _FILES = ("weights.safetensors", "state.safetensors")
+_ALIGNED = 64
+"""Copies begin at multiples of this number of bytes, as their types demand."""
 _DIGEST = "sha256"
 """Field of the metadata of a file of weights that stands alone."""
+
+
+class HostCopies:
+    """Copies in main memory of tensors of any device. A GPU copies to page-locked memory at the full speed of its link; that memory is kept
+    for the next copies, so the copies are valid until then."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size: int) -> None:
+        """Allocate the page-locked memory, which takes the system a third of a second for a gigabyte."""
+        if size > len(self._room):
+            self._room = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values = {name: value.detach() for name, value in tensors.items()}
+        on_gpu = {name: value for name, value in values.items() if value.is_cuda}
+        ends = list(accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in on_gpu.values()))
+        self.reserve(ends[-1] if on_gpu else 0)
+        copies = {name: value.clone() for name, value in values.items() if not value.is_cuda}
+        for (name, value), start in zip(on_gpu.items(), [0, *ends], strict=False):
+            copies[name] = self._room[start : start + value.nbytes].view(value.dtype).view(value.shape)
+            copies[name].copy_(value, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
 
 
 class Checkpoints:
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self._copies = HostCopies()
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: Future[Any] | None = None
+
+    def prepare(self, size: int) -> None:
+        """Let the thread allocate the memory that `save_behind` copies this number of bytes to."""
+        self._begin_behind(lambda: self._copies.reserve(size))
+
+    def _begin_behind(self, work: Callable[[], Any]) -> None:
+        self.wait()
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way = self._thread.submit(work)
+
+    def save_behind(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+        """Copy the values, and let a thread write the checkpoint. One is written at a time: this waits for the one before, and raises
+        ShoalError where it failed."""
+        self.wait()  # its values are copied to the memory of the one before
+        self._begin_behind(self.copied(step, weights, state))
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that a thread writes. Raises ShoalError where it failed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
 
     def save(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: World | None = None) -> None:
         """Write a checkpoint, point `latest` at it, and delete the oldest. Raises ShoalError; the older ones are then kept.
 
         Where there are several `writers`, each writes its part: all must call this, and all succeed or raise.
         """
+        self.wait()
         tensors = dict[str, Tensor]()
         plain = packed(state, "", tensors)
         if writers is None or writers.talk is None:
@@ -65,9 +120,13 @@ class Checkpoints:
 
     def copied(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Callable[[], Path]:
         """A function that writes a checkpoint of the current values, from any thread: all tensors are copied first."""
-        copies, tensors = {name: value.detach().clone() for name, value in weights.items()}, dict[str, Tensor]()
-        plain = packed(state, "", tensors)
-        return lambda: self._save(step, copies, tensors, plain)
+        tensors = dict[str, Tensor]()
+        plain = packed(state, "", tensors, copy=False)
+        copies = self._copies.take(
+            {f"w{name}": value for name, value in weights.items()} | {f"s{name}": one for name, one in tensors.items()}
+        )
+        copied_weights, copied_state = ({name[1:]: value for name, value in copies.items() if name[0] == kind} for kind in "ws")
+        return lambda: self._save(step, copied_weights, copied_state, plain)
 
     def _save(self, step: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], plain: Any) -> Path:
         partial = self._partial(step)
@@ -148,6 +207,11 @@ class Checkpoints:
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         return newest_readable(self.all(), read_checkpoint, warn)
+
+
+def may_save_behind(engine: Engine) -> bool:
+    """Whether a thread may write a checkpoint: where a GPU trains, whose memory is another than that of the copy, in one process."""
+    return engine.device.type == "cuda" and engine.world.talk is None
 
 
 def newest_readable(paths: list[Path], read: Callable[[Path], Checkpoint], warn: Callable[[str], None]) -> Checkpoint | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,14 @@ from shoal.engines import Engine
 from shoal.errors import ShoalError
 from shoal.files import check_format
 from shoal.protocol.messages import SeatAssigned
-from shoal.runs.folder.checkpoint import Checkpoints, newest_readable, random_states, read_checkpoint, restore_random_states
+from shoal.runs.folder.checkpoint import (
+    Checkpoints,
+    may_save_behind,
+    newest_readable,
+    random_states,
+    read_checkpoint,
+    restore_random_states,
+)
 from shoal.updates.state_packing import Checkpoint
 from shoal.updates.worker_state import PartialRound, RoundStart
 
@@ -69,7 +77,10 @@ class WorkerCheckpoints:
 
     def _write(self, place: Checkpoints, number: int, state: dict[str, Any]) -> None:
         try:
-            place.save(number, self.engine.weights(), state, self.engine.world)
+            if may_save_behind(self.engine):
+                place.save_behind(number, self.engine.weights(), state)
+            else:
+                place.save(number, self.engine.weights(), state, self.engine.world)
         except ShoalError as error:
             self.tell(f"warning: {error}")
 
@@ -161,6 +172,9 @@ class WorkerCheckpoints:
     def delete_partial_round(self) -> None:
         """Delete the half round; of processes that share it, only the first does."""
         self._half = None
+        if self.halves is not None:
+            with suppress(ShoalError):  # what could not be written is not needed either
+                self.halves.wait()
         if self.halves is not None and self.engine.world.first and self.halves.folder.exists():
             shutil.rmtree(self.halves.folder, ignore_errors=True)
 

@@ -17,7 +17,7 @@ from shoal.config import Run
 from shoal.data import Feed
 from shoal.engines import Engine
 from shoal.errors import ShoalError
-from shoal.runs.folder.checkpoint import Checkpoints, random_states, restore_random_states
+from shoal.runs.folder.checkpoint import Checkpoints, may_save_behind, random_states, restore_random_states
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.monitoring.best_weights import metric_of
 from shoal.runs.monitoring.loss_progress import LossProgress
@@ -29,6 +29,8 @@ from shoal.updates.state_packing import Checkpoint
 INTERRUPTED, STOPPED_EARLY = "interrupted", "stopped early"
 _LEAST_STEPS = 2
 """Steps after which a loss can be expected to have moved."""
+_BYTES_PER_WEIGHT, _BYTES_BESIDE = 12, 16 << 20
+"""Of a checkpoint: a weight and its two moments in float32; about what random numbers and rounded addresses take."""
 _RECENT_EVENTS, _LONGEST_EVENT = 50, 1000
 
 
@@ -269,12 +271,29 @@ class Recorder:
 
     # --- state -------------------------------------------------------------------------------------
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint with this state. Weights that are not finite are never saved."""
+    def save(self, state: dict[str, Any], wait: bool = True) -> None:
+        """Write a checkpoint with this state. Weights that are not finite are never saved. `wait`: until it is written; else, where a GPU
+        trains in one process, a thread writes it while the run goes on."""
         if not self.engine.finite():
             raise ShoalError(f"the weights are not finite at {self.step_name} {self.step}; the checkpoints before it are untouched")
-        self.checkpoints.save(self.step, self.engine.weights(), state, self.engine.world)
+        if not wait and may_save_behind(self.engine):
+            self.checkpoints.save_behind(self.step, self.engine.weights(), state)
+        else:
+            self.checkpoints.save(self.step, self.engine.weights(), state, self.engine.world)
         self.saved_at = self.step
+
+    def prepare_checkpoints(self) -> None:
+        """Reserve the memory that a GPU copies checkpoints to: weights, and two moments of each."""
+        if may_save_behind(self.engine) and self.run.checkpoint.strategy != "never":
+            self.checkpoints.prepare(_BYTES_PER_WEIGHT * self.engine.size + _BYTES_BESIDE)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint that a thread writes. Where it failed, the user is told, and the step counts as not saved."""
+        try:
+            self.checkpoints.wait()
+        except ShoalError as error:
+            self.message(f"warning: {error}")
+            self.saved_at = -1
 
     def state_dict(self) -> dict[str, Any]:
         return {

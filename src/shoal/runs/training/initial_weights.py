@@ -12,6 +12,7 @@ from shoal.config import Run
 from shoal.engines.base import tensors_of
 from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
+from shoal.models.huggingface.as_gpt import weights_for
 from shoal.runs.folder.checkpoint import load_weights, read_weights, save_weights
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.monitoring.best_weights import find_weights
@@ -43,7 +44,8 @@ def load_policy_weights(run: Run, players: dict[str, nn.Module], own_folder: Pat
     kept = own_folder / FILE if own_folder is not None else None
     weights = _plain(load_weights(kept)) if kept is not None and kept.exists() else _weights_of(policy)
     for player in players.values():
-        _load(getattr(player, "trunk", player), weights, policy)
+        network = getattr(player, "trunk", player)
+        _load(network, weights_for(network, weights), policy)
 
 
 def _weights_of(policy: str) -> dict[str, Tensor]:

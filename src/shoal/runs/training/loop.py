@@ -44,6 +44,7 @@ class TrainingLoop(RecordedLoop):
             self.feed.close()  # ends the processes that load ahead
 
     def _steps(self) -> None:
+        self.recorder.prepare_checkpoints()
         accumulation, total = self.run.training.gradient_accumulation_steps, self.engine.total_steps
         self.best.open()
         while not (complete := self.step >= total or self._epochs_are_over) and not self._ends_early():
@@ -61,6 +62,7 @@ class TrainingLoop(RecordedLoop):
         kept = "no step was taken before"
         if self.step:
             try:
+                self.recorder.wait_for_checkpoint()
                 if self.recorder.saved_at != self.step:
                     self.save()
                 kept = f"the weights of step {self.step} are kept in {self.recorder.checkpoints.folder / f'step-{self.step:08d}'}"

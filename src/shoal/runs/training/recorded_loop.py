@@ -58,8 +58,9 @@ class RecordedLoop(ABC):
         """Counts since the run began, over all its starts; every record of figures contains them."""
         return {}
 
-    def save(self) -> None:
-        self.recorder.save(self.state_dict())
+    def save(self, wait: bool = True) -> None:
+        """Save a checkpoint. `wait`: until it is written."""
+        self.recorder.save(self.state_dict(), wait)
 
     def record_evaluation(self, metrics: dict[str, float], step: int, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         """Record the evaluation of the weights of a step, and keep them if they are the best so far."""
@@ -96,7 +97,7 @@ class RecordedLoop(ABC):
         if self._due(self.run.checkpoint, before):
             try:
                 with self.engine.phases.on_host("checkpoint"):
-                    self.save()
+                    self.save(wait=False)
             except ShoalError as error:
                 self.message(f"warning: {error}; training goes on")
 
@@ -114,6 +115,7 @@ class RecordedLoop(ABC):
         if self.best.kept:
             self.message(self.best.describe(recorder.step_name))
         evaluated = complete and recorder.latest["eval"].get("step") != self.step and self.evaluate()
+        recorder.wait_for_checkpoint()
         if evaluated or recorder.saved_at != self.step:  # the state contains the last evaluation
             self.save()
 

@@ -98,6 +98,8 @@ def _loop(
     write_run(loaded, parts, directory, reporters)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
     loop = TrainingLoop(recorder, parts.engine, parts.feed, evaluation_batches(parts), sample_writer(parts, directory))
+    for note in parts.engine.notes:
+        recorder.message(note)
     parts.feed.start(warn, new=checkpoint is None)
     if (begun := checkpoint or start) is not None:
         loop.resume(begun, same_run=begun is checkpoint)

@@ -1,0 +1,178 @@
+"""Full fine-tuning of a Hugging Face Llama on one GPU in bf16: `SingleEngine` beside a plain compiled loop of transformers.
+
+258M and 1.1B parameters, rows of 1,024 tokens: as a stream, and with four documents in a row that do not attend to each other. The plain
+loop keeps them apart by position_ids, which transformers turns into a mask for SDPA. Both have random weights from one folder, fused AdamW
+in fp32, autocast, the same clipping, torch.compile, and are interleaved in one run. Operations: six for each weight that multiplies, and
+attention over half of the pairs. The pause is what `shoal train` as a user starts it takes for an evaluation and a checkpoint beyond the
+usual time of a step. `python benchmarks/gpu_finetune.py` prints the table.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from run import Row
+from torch import Tensor
+
+from shoal.config.data_shapes import DataShapes
+from shoal.config.load import resolve_data
+from shoal.engines import SingleEngine
+from shoal.models import build
+from shoal.tasks.language import LanguageModelling
+
+LENGTH, VOCABULARY, DOCUMENTS = 1024, 16_000, 4
+STEPS, ROUNDS, WARM_UP = 10, 4, 6
+PEAK = 780e12
+"""Measured operations per second of a bf16 product on an H200."""
+
+
+class Size(NamedTuple):
+    name: str
+    batch: int
+    shape: dict[str, Any]
+
+
+SIZES = (
+    Size("258M", 16, {"hidden_size": 1024, "num_hidden_layers": 20, "num_attention_heads": 16, "intermediate_size": 2816}),
+    Size("1.1B", 8, {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}),
+)
+
+
+def folder_of(size: Size, place: Path) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_key_value_heads": size.shape["num_attention_heads"] // 4}
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **size.shape, **heads, **none)
+    with torch.device("cuda"):
+        made = LlamaForCausalLM(config)
+    made.cpu().save_pretrained(place / size.name)
+    return str(place / size.name)
+
+
+def operations(size: Size, model: torch.nn.Module, pairs: int) -> float:
+    """Operations of a step."""
+    weights = sum(parameter.numel() for parameter in model.parameters()) - VOCABULARY * size.shape["hidden_size"]
+    attention = 4 * size.shape["num_hidden_layers"] * size.shape["hidden_size"] * pairs / 2
+    return 3 * (2 * weights * size.batch * LENGTH + size.batch * attention)
+
+
+Step = Callable[[], Tensor]
+
+
+def ours(folder: str, batch: dict[str, Tensor]) -> tuple[Step, torch.nn.Module]:
+    training = {"precision": {"kind": "bf16"}, "compile": True, "optimizer": {"name": "AdamW", "learning_rate": 1e-5}}
+    settings = {"model": {"kind": "huggingface", "pretrained": folder}, "training": training, "data": {"sequence_length": LENGTH}}
+    run = resolve_data(settings, name="bench", dialect="shoal", environ={}).run
+    task = LanguageModelling(build(run, DataShapes(vocab_size=VOCABULARY)))
+    engine = SingleEngine(run, task, torch.device("cuda"), 10_000, learns=True)
+    return lambda: engine.step([batch]).metrics["loss"], task.players["model"]
+
+
+def peer(folder: str, batch: dict[str, Tensor]) -> Step:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").cuda().train()
+    model, optimizer = torch.compile(plain), torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=True)
+    given = {"input_ids": batch["input_ids"], "use_cache": False}
+    if "document_lengths" in batch:
+        given["position_ids"] = torch.arange(LENGTH // DOCUMENTS, device="cuda").repeat(DOCUMENTS).expand_as(batch["input_ids"])
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = model(**given).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def seconds(step: Step) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        loss = step()
+    torch.cuda.synchronize()
+    assert float(loss) == float(loss)
+    return (time.perf_counter() - start) / STEPS
+
+
+def compared(size: Size, folder: str, packed: bool) -> Row:
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    ids = torch.randint(VOCABULARY, (size.batch, LENGTH + 1), device="cuda")
+    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    if packed:
+        batch["document_lengths"] = torch.full((size.batch, DOCUMENTS), LENGTH // DOCUMENTS, device="cuda")
+    own, model = ours(folder, batch)
+    theirs, losses = peer(folder, batch), []
+    for step in (own, theirs):
+        losses.append([float(step()) for _ in range(WARM_UP)])
+    difference = max(abs(one - other) / other for one, other in zip(*losses, strict=True))
+    taken: dict[str, list[float]] = {"ours": [], "peer": []}
+    for _ in range(ROUNDS):
+        taken["ours"].append(seconds(own))
+        taken["peer"].append(seconds(theirs))
+    middle = {name: statistics.median(values) for name, values in taken.items()}
+    tokens, pairs = size.batch * LENGTH, LENGTH**2 // (DOCUMENTS if packed else 1)
+    share = operations(size, model, pairs) / middle["ours"] / PEAK
+    note = f"{share:.0%} of 780 TFLOP/s, losses within {difference:.1e}, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB for both"
+    name = f"gpu-finetune Llama {size.name}, full, {'documents' if packed else 'stream'}"
+    return Row(name, tokens / middle["ours"], tokens / middle["peer"], "tokens/s", middle["peer"] / middle["ours"], "≥ 1.3", note)
+
+
+def pause(folder: str, place: Path) -> Row:
+    """The longest time between two steps of `shoal train` with an evaluation and a checkpoint every 50 steps, beyond the median."""
+    text = place / "text.txt"
+    text.write_text("".join(path.read_text(errors="replace") for path in sorted(Path(torch.__file__).parent.glob("*.py"))) * 4)
+    settings = [f"model.pretrained={folder}", "model.kind=huggingface", "data.source.kind=text", f"data.source.path={text}"]
+    settings += ["data.tokenizer=bytes", f"data.sequence_length={LENGTH}", "data.batching=packed", "training.batch_size=16"]
+    settings += ["training.max_steps=200", "training.precision.kind=bf16", "logging.every_steps=1", "training.compile=true"]
+    settings += ["evaluation.strategy=steps", "evaluation.every_steps=50", "checkpoint.strategy=steps", "checkpoint.every_steps=50"]
+    settings += ["data.max_eval_samples=64"]
+    options = [word for one in settings for word in ("--set", one)]
+    (place / "bench.yaml").write_text("dialect: shoal\n")
+    command = [sys.executable, "-m", "shoal", "train", str(place / "bench.yaml"), "--run-dir", str(place / "run"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    records = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = {record["step"]: record["wall_s"] for record in records if record["split"] == "train"}
+    gaps = {number: steps[number] - steps[number - 1] for number in sorted(steps) if number - 1 in steps}
+    usual = statistics.median(gaps.values())
+    pauses = [round(gaps[number] - usual, 2) for number in (51, 101, 151) if number in gaps]
+    print(f"pauses after steps 50, 100, 150: {pauses} s; a step takes {usual:.3f} s", file=sys.stderr)
+    name = f"gpu-finetune pause for an evaluation and a checkpoint, {Path(folder).name}"
+    return Row(name, max(pauses), usual, "s", max(pauses), "≤ 1", f"all pauses: {pauses}; peer: a step")
+
+
+def measure() -> Iterator[Row]:
+    torch.set_float32_matmul_precision("high")
+    with tempfile.TemporaryDirectory() as name:
+        for size in SIZES:
+            folder = folder_of(size, Path(name))
+            if size is SIZES[0]:
+                yield pause(folder, Path(name))
+            yield compared(size, folder, packed=False)
+            yield compared(size, folder, packed=True)
+
+
+if __name__ == "__main__":
+    for row in measure():
+        print(row, flush=True)

@@ -1,0 +1,85 @@
+"""From the settings to a Hugging Face network: pretrained weights, LoRA adapters, and Shoal's own layers where they compute the same."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from shoal.config import Run
+from shoal.config.data_shapes import DataShapes
+from shoal.config.schema import model as schema
+from shoal.config.schema.training import WHOLE_MATRICES
+from shoal.errors import ShoalError
+from shoal.models.gpt import Gpt
+from shoal.models.huggingface import pretrained
+from shoal.models.huggingface.as_gpt import gpt_conversion
+from shoal.models.huggingface.model import HuggingFace
+
+
+def players(model: schema.HuggingFace, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
+    token = run.hub.token.reveal() if run.hub.token else None
+    network = HuggingFace(pretrained.load(model, token))
+    _check_fit(network, model, run, shapes)
+    if model.lora is not None:
+        network.inner = _with_lora(network.inner, model.lora)
+    return {"model": _with_own_layers(network, model, run) or network}
+
+
+def _with_own_layers(network: HuggingFace, model: schema.HuggingFace, run: Run) -> Gpt | None:
+    """The same network with Shoal's own layers; None where the settings or the architecture say otherwise. Raises ShoalError."""
+    optimizers = {run.training.optimizer.name, *(player.name for player in run.training.players.values())}
+    if model.layers == "original" or (model.layers == "auto" and optimizers & set(WHOLE_MATRICES)):
+        return None
+    conversion = gpt_conversion(network)
+    if conversion is None or not conversion.trains_alike:
+        if model.layers == "own":
+            raise ShoalError(
+                f"model.layers: Shoal's own layers do not compute the same as {type(network.inner).__name__} (model.pretrained: "
+                f"{model.pretrained}) in training: set it to auto"
+            )
+        return None
+    return conversion.convert(network.state_dict().__getitem__).train()
+
+
+def _with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
+    """The model with frozen weights and trainable adapters."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ShoalError("model.lora needs peft: pip install peft") from error
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules) or None,
+    )
+    try:
+        with warnings.catch_warnings():
+            # GPT-2's matrices are transposed; peft handles that, and warns
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            adapted: nn.Module = peft.get_peft_model(inner, config)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ShoalError(f"model.lora.target_modules: {reason}; layers of this model: {', '.join(_layer_names(inner))}") from error
+    return adapted
+
+
+def _layer_names(inner: nn.Module) -> list[str]:
+    """The last name component of every linear layer."""
+    matrices = (name for name, parameter in inner.named_parameters() if parameter.dim() == 2 and name.endswith(".weight"))
+    return sorted({name.split(".")[-2] for name in matrices})
+
+
+def _check_fit(network: HuggingFace, model: schema.HuggingFace, run: Run, shapes: DataShapes) -> None:
+    if shapes.vocab_size is not None and network.vocab_size < shapes.vocab_size:
+        raise ShoalError(
+            f"the model (model.pretrained: {model.pretrained}) knows {network.vocab_size} tokens, but the tokenizer (data.tokenizer) has "
+            f"{shapes.vocab_size}; set data.tokenizer to null for the model's own"
+        )
+    length = run.data.sequence_length
+    if network.max_seq_len is not None and length is not None and length > network.max_seq_len:
+        raise ShoalError(
+            f"data.sequence_length is {length}, but the model (model.pretrained: {model.pretrained}) takes {network.max_seq_len} tokens"
+        )
