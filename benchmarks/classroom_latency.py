@@ -3,21 +3,29 @@
 The coordinator is the real one, in a process of its own; three workers in theirs lease units through real desks and hand in a gradient
 that was prepared before. What counts starts when the last `submit` of a round has returned, and ends when a worker has decoded the new
 version: read what was handed in, aggregate, an Adam step for each network, journal, publish, be told, claim, read and decode 25 MB
-(6.3 MB with the codec int8). Nobody polls: the interval is a minute. `CODEC=none python benchmarks/classroom_latency.py` tells where the
-coordinator's time goes, too.
+(6.3 MB with the codec int8). No process polls: the interval is a minute. `CODEC=none python benchmarks/classroom_latency.py` prints where
+the coordinator's time goes, too; with `--phases` also when each step of a round was done. The coordinator has as many threads as
+`shoal coordinate` has; a worker has one.
 
 All records of a round are written when it closes. The checksums of their frames are not on this way: they were computed part by part as
-the frames were read. Nor is a copy of the mean: it is computed where the optimizer reads it. What is left, in milliseconds of one core of
-a Xeon (AVX-512) for 25 MB a gradient, three of them: the coordinator reads the last gradient 8 (and the database 11), checks it for
-finite numbers 4, averages 11, Adam 12, a copy to send 4, sends it 10 (and the database stores it 45, in two processes at once); each
-worker reads it 8 (and the database 11), and checks and copies it. So the database has most of the time, above all for storing the new
-weights in its rows of 2 kB.
+the frames were read. Nor is a copy of the mean: it is computed where the optimizer reads it. A snapshot waits until the weights are read.
 
-100 ms are the goal, and on two cores, where database, coordinator and three workers take turns, they are out of reach without a codec.
-Before checksums and the mean were changed as above, the way of one round on a Xeon of 2.5 GHz, in ms after the last `submit`: 2 to 28 the
-gradient is read, to 31 decoded, to 47 averaged, to 61 stepped, to 68 copied, to 82 printing begins in threads of its own, to 106 journal,
-ledger and units, to 120 printing and the commit, to 165 the first worker has read and decoded 25 MB, while two others do the same. Each
-of these is one or two passes over 25 MB.
+100 ms are the goal. On two cores, where database, coordinator and three workers take turns, they are out of reach without a codec: a round
+takes about 260 ms of processor time after the last `submit`. For 25 MB a gradient, three of them, in ms on a Xeon of 2.5 GHz:
+
+    last gradient is read       database 15, coordinator 15     checked for finite numbers  5
+    mean 12, Adam 11, copy 7                                    new weights are stored      database 57, coordinator 16
+    journal, ledger and units   database and coordinator 15     three workers read them     database 3 × 14, workers 3 × 12
+    they check and copy them    3 × 8
+
+On the wall, medians of a round of 170 ms: the gradient is read after 20, decoded after 24, stepped after 42, copied after 46, the commit is
+confirmed after 110, the workers are told after 115, and the first has read the weights after 158.
+
+Storing the weights takes longest: 9 of the 57 are for receiving them, the rest is for 12,700 rows of 2 kB and their index. What was tried
+for it and takes as long in all: INSERT instead of COPY (database 48, coordinator 22), one connection, parts of 64 kB or 1 MB, no foreign
+key, other limits of malloc, smaller buffers, a busier background writer. Rows of 8,100 bytes, which are not cut up, take 28 and 17,
+but every reading of them takes 8 more, and a class has more readers than writers. Writing over an old file takes 6, but a function that
+returns a file's content to students would keep all of it until its last row; of rows in a table it keeps references.
 """
 
 from __future__ import annotations
@@ -68,6 +76,8 @@ class Seen(NamedTuple):
     gradient_bytes: int
     where: dict[str, float]
     """Milliseconds of the coordinator per round."""
+    phases: dict[str, float]
+    """When each step of a round was done, in milliseconds after the last `submit`: medians, in this order."""
 
 
 def measure(codec: str = "none") -> Seen:
@@ -78,7 +88,7 @@ def measure(codec: str = "none") -> Seen:
                 connection, "pupil", "secret", "coordinator"
             )  # all of them in one role, which a student's connections would not do for
         where = {name: value for name, value in server.access._asdict().items() if name != "options"}
-        helpers = [Helper(__file__, "coordinate", 1, folder=folder, codec=codec, **where)]
+        helpers = [Helper(__file__, "coordinate", folder=folder, codec=codec, **where)]
         try:
             helpers[0].hear()
             student = server.access._replace(user="pupil", password="secret").address
@@ -104,14 +114,14 @@ def _watch(helpers: list[Helper], access: Access, size: int) -> Seen:
     for submits, _ in told:
         for version, at in submits:
             submitted[version] = max(submitted.get(version, 0.0), at)
-    waits: dict[int, list[float]] = {}
+    waits: dict[int, list[list[float]]] = {}
     for _, versions in told:
-        for version, at in versions:
+        for version, *at in versions:
             if version - 1 in submitted:
-                waits.setdefault(version, []).append(at - submitted[version - 1])
-    rounds, whole = len(submitted), list(waits.values())
+                waits.setdefault(version, []).append([moment - submitted[version - 1] for moment in at])
+    rounds, whole = len(submitted), [[steps[-1] for steps in found] for found in waits.values()]
     helpers[0].say([started, time.time()])
-    where = helpers[0].hear()
+    where, spans = helpers[0].hear()
     return Seen(
         [min(found) for found in whole],
         [wait for found in whole for wait in found],
@@ -119,7 +129,28 @@ def _watch(helpers: list[Helper], access: Access, size: int) -> Seen:
         (after[1] - before[1]) / rounds,
         size,
         {name: 1000 * seconds / rounds for name, seconds in where.items()},
+        _phases(spans, {submitted[version - 1]: found for version, found in waits.items()}),
     )
+
+
+def _phases(spans: list[tuple[str, float, float]], waits: dict[float, list[list[float]]]) -> dict[str, float]:
+    """When the coordinator and the workers had done each step, in milliseconds after the last `submit` of a round. `spans`: what the
+    coordinator did, and when it had done it; `waits`: by the time of the last `submit`, the seconds until each worker was told of the new
+    weights, had read them, and had decoded them."""
+    done: dict[str, list[float]] = {}
+    for start, found in waits.items():
+        told = min(steps[0] for steps in found)
+        ends: dict[str, float] = {}
+        for name, at, _ in spans:
+            if start <= at <= start + told:
+                ends[name] = at - start
+        first, last = min(found, key=lambda steps: steps[-1]), max(found, key=lambda steps: steps[-1])
+        for which, steps in (("the first worker", first), ("the last worker", last)):
+            ends |= {f"{which} {step}": at for step, at in zip(("is told", "has read", "has decoded"), steps, strict=True)}
+        for name, at in ends.items():
+            done.setdefault(name, []).append(1000 * at)
+    medians = {name: statistics.median(times) for name, times in done.items() if 2 * len(times) >= len(waits)}
+    return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
 def _sizes(connection: Any) -> tuple[int, int]:
@@ -170,8 +201,8 @@ def coordinate(given: dict[str, Any]) -> None:
 
     def tell() -> None:
         span = Span(*json.loads(sys.stdin.readline()))
-        shares = clock.shares(span)
-        print(json.dumps({name: share * (span.end - span.start) for name, share in shares.items()}), flush=True)
+        shares = {name: share * (span.end - span.start) for name, share in clock.shares(span).items()}
+        print(json.dumps([shares, [spent for spent in clock.spent if span.holds(spent[1])]]), flush=True)
 
     threading.Thread(target=tell, daemon=True).start()
     loop.train()
@@ -204,16 +235,17 @@ def work(given: dict[str, Any]) -> None:
     sys.stdin.readline()
     have, begun = weights.version, weights.version
     submits: list[tuple[int, float]] = []
-    versions: list[tuple[int, float]] = []
+    versions: list[tuple[int, float, float, float]] = []
     waits = True
     while have < begun + WARM_UP + ROUNDS:
         units = desk.claim(1, 60.0)
+        told = time.time()
         newer = desk.weights(have)
         if newer is not None:
-            have = newer.version
+            have, read = newer.version, time.time()
             codecs.renew(base, newer.header["weights"], codec, newer.frames[:-1])
             if waits:
-                versions.append((have, time.time()))
+                versions.append((have, told, read, time.time()))
             if have == begun + WARM_UP:
                 submits.clear(), versions.clear()
                 print(json.dumps("warm"), flush=True)
@@ -228,13 +260,19 @@ def work(given: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
         {"coordinate": coordinate, "work": work}[sys.argv[1]](json.loads(sys.argv[2]))
         sys.exit()
     seen = measure(os.environ.get("CODEC", "none"))
     for title, waits in (("first", seen.first_s), ("all", seen.all_s)):
-        print(f"{title}: median {1000 * statistics.median(waits):.0f} ms, {1000 * min(waits):.0f} to {1000 * max(waits):.0f} ms")
+        least, median, nine, most = (
+            1000 * at for at in (min(waits), statistics.median(waits), statistics.quantiles(waits, n=10)[-1], max(waits))
+        )
+        print(f"{title}: median {median:.0f} ms, nine of ten within {nine:.0f} ms, {least:.0f} to {most:.0f} ms")
     log, grown = seen.wal_bytes / 1e6, seen.grown_bytes / 1e6
     print(f"{seen.gradient_bytes / 1e6:.1f} MB a gradient; a round: {log:.1f} MB of log, {grown:.1f} MB larger")
     for name, milliseconds in sorted(seen.where.items(), key=lambda item: -item[1]):
         print(f"{milliseconds:7.1f} ms  {name}")
+    if "--phases" in sys.argv:
+        for name, milliseconds in seen.phases.items():
+            print(f"after {milliseconds:5.0f} ms: {name}")

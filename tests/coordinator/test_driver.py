@@ -64,14 +64,41 @@ class Wire:
     def close(self) -> None: ...
 
 
+class Board(Wire):
+    """A server that takes weights and units for a database, and keeps none."""
+
+    def is_from_leases(self, request: Request) -> bool:
+        return False
+
+    def iteration(self) -> None: ...
+    def consume(self, request: Request) -> None: ...
+    def issue(self, *units: Any) -> None: ...
+    def publish(self, version: int, kind: str, header: dict[str, Any], frames: Any) -> None: ...
+    def set_end(self, status: str | None) -> None: ...
+    def keep_out(self, worker: str, out: bool) -> None: ...
+    def has_open_units(self) -> bool:
+        return False
+
+    def notes(self) -> list[str]:
+        return []
+
+    def workers(self) -> list[dict[str, Any]]:
+        return []
+
+    def workers_here(self) -> int:
+        return 0
+
+
 class World:
     """Virtual time: a heap of things that happen, one after the other."""
 
-    def __init__(self, folder: Path, strategy: Policies, seed: int, steps: int = 24, updates: Updates | None = None) -> None:
-        self.updates = updates or Updates()
+    def __init__(
+        self, folder: Path, strategy: Policies, seed: int, steps: int = 24, updates: Updates | None = None, board: Board | None = None
+    ) -> None:
+        self.updates, self.board = updates or Updates(), board
         self.folder, self.strategy, self.random = folder, strategy, random.Random(seed)
         self.now, self.heap, self._order = 0.0, list[tuple[float, int, Callable[[], None]]](), itertools.count()
-        self.wire, self.versions = Wire(), list[int]()
+        self.wire, self.versions, self.published_at = board or Wire(), list[int](), [0.0]
         self.plan = RunPlan(self.updates, 0, 3, 1, steps, None, 24, 5.0, 0.5)
         if strategy.feed.leased:  # eight epochs of six units, of which two make a version
             self.plan = self.plan._replace(
@@ -100,6 +127,7 @@ class World:
             capture,
             lambda: self.now,
             lambda: next(sessions),
+            self.board,
             threads=False,
         )
         driver = CoordinatorDriver(coordinator, around)
@@ -120,6 +148,7 @@ class World:
         self.driver = self.begin(resume=True)
 
     def published(self, version: Published, replaying: bool) -> None:
+        self.published_at.append(self.now)
         if not replaying:
             self.versions.append(version.version)
 
@@ -234,6 +263,30 @@ def test_a_coordinator_that_dies_twice_loses_nothing_it_confirmed(tmp_path: Path
     )
     assert world.driver.coordinator.state.version == 24
     assert violations(world) == []
+
+
+def snapshots_after_s(folder: Path, monkeypatch: pytest.MonkeyPatch, step_s: float) -> list[float]:
+    """How long after a version was published each snapshot was written, in a run with weights in a database."""
+    world = World(folder, STRATEGIES["workunits"], 1, board=Board())
+    world.driver._long_journal = 2500  # some rounds; a round makes it less than half as long again
+    write, after = world.driver.snapshots.write, list[float]()
+    monkeypatch.setattr(world.driver.snapshots, "write", lambda *state: (after.append(world.now - world.published_at[-1]), write(*state)))
+    for number in range(3):
+        Walker(world, f"w{number}", step_s)
+    while not world.driver.coordinator.finished:
+        world.now, _, what = heapq.heappop(world.heap)
+        what()
+    world.driver.close()
+    return after
+
+
+def test_a_snapshot_waits_until_the_new_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    after = snapshots_after_s(tmp_path / "seconds", monkeypatch, 2.0)
+    assert after
+    assert min(after) >= 0.3
+    without_pause = snapshots_after_s(tmp_path / "always reading", monkeypatch, 0.01)
+    assert without_pause
+    assert max(without_pause) < 0.3
 
 
 def dead_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -28,6 +28,10 @@ _JOURNAL_STATES = 4
 """A snapshot is taken when the journal is this many times as large as a snapshot. Up to three journals exist at a time, and writing over
 one is cheap only while the system has it in memory."""
 _MOST_RECORDS = 8000
+_READ_S = 0.3
+"""Right after new weights were published in a database, all workers read them: a snapshot waits for this long."""
+_LONGER = 1.5
+"""How much longer a journal may become until then: where rounds are short, workers always read."""
 
 
 class SnapshotContent(NamedTuple):
@@ -71,6 +75,7 @@ class CoordinatorDriver:
         self.snapshots = SnapshotWriter(deps.store, deps.say, deps.threads)
         self._replaying = False
         self._tick_at = 0.0
+        self._read_until = 0.0
         self._listens_until: float | None = None
         self._long_journal = max(_LEAST_JOURNAL_BYTES, _JOURNAL_STATES * 16 * coordinator.learner.vector.numel())
 
@@ -98,7 +103,7 @@ class CoordinatorDriver:
         self._tick_at = now + TICK_S
         for note in self.leases.notes.read(now) if self.leases is not None else ():
             self.deps.say(note)
-        if self.snapshots.due(self._journal_is_long(), now):
+        if self.snapshots.due(self._journal_is_long(_LONGER if now < self._read_until else 1.0), now):
             self.snapshot(wait=False)
         return True
 
@@ -151,6 +156,7 @@ class CoordinatorDriver:
             self.store.carry_out(lambda: self._carry_out_all(effects, also))
         for effect in effects:
             if isinstance(effect, Published):
+                self._read_until = self.deps.clock() + _READ_S if self.leases is not None else 0.0
                 self.deps.published(effect, self._replaying)
             elif isinstance(effect, (Note, StopRun)):
                 self.deps.say(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
@@ -214,10 +220,10 @@ class CoordinatorDriver:
 
     # --- durability -----------------------------------------------------------------------------
 
-    def _journal_is_long(self) -> bool:
-        """Whether a snapshot is due. A journal of this length is replayed in a second or two."""
+    def _journal_is_long(self, longer: float) -> bool:
+        """Whether a snapshot is due. A journal of this length is replayed in a second or two; it may be `longer` times as long."""
         journal = self.store.journal
-        return journal.bytes_since_snapshot > self._long_journal or journal.records_since_snapshot > _MOST_RECORDS
+        return journal.bytes_since_snapshot > longer * self._long_journal or journal.records_since_snapshot > longer * _MOST_RECORDS
 
     def snapshot(self, wait: bool = True) -> None:
         """Write a snapshot and begin a new journal, which is created first, so that there is always one."""
