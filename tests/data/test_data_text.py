@@ -452,10 +452,13 @@ def test_bad_preferences(tmp_path: Path, make_run: Make) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first\n\nsecond\n")
-    assert read_prompts(tmp_path / "a.txt") == [Prompt("first"), Prompt("second")]
+    lines = tmp_path / "a.txt"
+    assert read_prompts(lines) == [Prompt("first", where=f"{lines}:1"), Prompt("second", where=f"{lines}:3")]
     rows = [{"prompt": "third", "answer": 4, "context": "a number"}, {"prompt": "fourth"}]
-    assert read_prompts(write_rows(tmp_path / "a.jsonl", rows)) == [Prompt("third", "4"), Prompt("fourth")]
-    assert read_prompts(tmp_path / "a.jsonl", True) == [Prompt("third", "4", "a number"), Prompt("fourth")]
+    found, with_context = read_prompts(write_rows(tmp_path / "a.jsonl", rows)), read_prompts(tmp_path / "a.jsonl", True)
+    assert [one[:3] for one in found] == [("third", "4", ""), ("fourth", None, "")]
+    assert [one[:3] for one in with_context] == [("third", "4", "a number"), ("fourth", None, "")]
+    assert (found[0].columns, found[0].where) == ({"expected": 4, "context": "a number"}, f"{tmp_path / 'a.jsonl'}:1")
     with pytest.raises(ShoalError, match=r"c\.jsonl:1: `context` must be a text, and it is int"):
         read_prompts(write_rows(tmp_path / "c.jsonl", [{"prompt": "?", "context": 3}]), True)
     with pytest.raises(ShoalError, match=r"b\.jsonl:1: `prompt` must be a text"):

@@ -63,7 +63,7 @@ class PhaseTimes:
 
     def _read(self) -> None:
         """Add up the time between events that the GPU has passed."""
-        while len(self._events) > 1 and self._events[1][1].query():
+        while len(self._events) > 1 and self._events[1][1].query():  # type: ignore[no-untyped-call]
             (phase, begun), (_, ended) = self._events.pop(0), self._events[0]
             if phase:
                 self._add(phase, begun.elapsed_time(ended) / 1000)

@@ -17,6 +17,7 @@ from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
 from shoal.runs.live_objects import LiveObjects, import_function
 from shoal.runs.monitoring.recorder import Reporter
+from shoal.runs.rlhf.rewards.function import name_of
 
 Config = TrainerConfig | Run | str | Path | Sequence[str | Path] | Mapping[str, Any]
 
@@ -79,22 +80,27 @@ def overrides_of(overrides: Iterable[str]) -> list[Override]:
 # --- live parts --------------------------------------------------------------------------------------
 
 
-def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> ProgramObjects:
+def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any, reward: Any) -> ProgramObjects:
     """Check the objects that the program passes. Raises ArgumentError."""
     if model is not None and not isinstance(model, nn.Module) and not _is_factory(model):
         made = " (a class: make an object of it)" if isinstance(model, type) else ""
         raise ArgumentError("model", f"a torch.nn.Module, or the name of a function that makes one as 'module:function'{made}", model)
     _check_data("data", data)
     _check_data("eval_data", eval_data)
-    for name, function in (("collate", collate), ("loss", loss)):
+    for name, function in (("collate", collate), ("loss", loss), ("reward", reward)):
         if function is not None and not callable(function) and not _is_factory(function):
             raise ArgumentError(name, "a function, or the name of one as 'module:function'", function)
     if metrics is not None and not (isinstance(metrics, Mapping) and all(callable(metric) for metric in metrics.values())):
         raise ArgumentError("metrics", "a dict of functions by name, each of which takes the model and a batch", metrics)
     settings = [*_settings("model", "model", model, loss=loss), *_settings("data", "data.source", data, eval_data, collate)]
+    if reward is not None:
+        settings.append(Override("rlhf.reward.kind", "function", f"reward={name_of(reward)}"))
+    if _is_factory(reward):
+        settings.append(Override("rlhf.reward.function", reward, f"reward={reward}"))
     parts = {"model": model, "data": data, "collate": collate, "loss": loss}
     live = tuple(name for name, part in parts.items() if part is not None and not _is_named(name, part, parts))
-    return ProgramObjects(_live_objects(model, data, eval_data, collate, loss, metrics), settings, live)
+    objects = _live_objects(model, data, eval_data, collate, loss, metrics)
+    return ProgramObjects(objects._replace(reward=None if _is_factory(reward) else reward), settings, live)
 
 
 def _is_named(name: str, part: Any, parts: Mapping[str, Any]) -> bool:

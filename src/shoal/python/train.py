@@ -31,6 +31,7 @@ def train(
     collate: Callable[[list[Any]], Any] | str | None = None,
     loss: Callable[[nn.Module, Any], Any] | str | None = None,
     metrics: Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
+    reward: Callable[..., float] | str | None = None,
     reporters: Iterable[Reporter] = (),
     workers: int | None = None,
     overrides: Iterable[str] = (),
@@ -44,7 +45,8 @@ def train(
     `config` is a file, a preset, a list of them, a dict of settings, a `TrainerConfig` or a `Run`; `overrides` are `path=value`, as on the
     command line. `model`, `data` and `eval_data` replace those of the configuration: a torch.nn.Module, which is trained in place, and data
     sets, lists of samples or other iterables. `collate(samples)` returns a batch, `loss(model, batch)` a scalar or a dict with `loss`;
-    `metrics` are functions of model and batch for held-out data.
+    `metrics` are functions of model and batch for held-out data; `reward(prompt, answer, **columns)` scores an answer, with the other
+    columns of the prompt's row (task ppo).
 
     Each except `metrics` may be a name, `"module:function"`. Workers that need live objects are threads of this process; others are
     processes. The default strategy for several workers is syncps. `progress` prints on standard error what `shoal train` prints.
@@ -54,7 +56,7 @@ def train(
     _check_main()
     load_plugins(*map(str, plugins))
     check_workers(workers)
-    own, watching = check_objects(model, data, eval_data, collate, loss, metrics), reporters_of(reporters)
+    own, watching = check_objects(model, data, eval_data, collate, loss, metrics, reward), reporters_of(reporters)
     load = loader_of(config, [*own.settings, *overrides_of(overrides)])
     plan = plan_start(load, StartOptions(str(run_dir) if run_dir is not None else None, resume, workers, default_workers=1, live=own.live))
     _check_fit(plan, own)

@@ -15,6 +15,7 @@ from shoal.config import Run
 from shoal.config.load import LoadedConfig
 from shoal.config.ranks import RankPlace, batch_share
 from shoal.config.schema.model import Moe
+from shoal.config.schema.rlhf import FunctionReward
 from shoal.data.interfaces import Progress
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
@@ -27,6 +28,8 @@ from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects, data_for, players_for, task_for
 from shoal.runs.monitoring.recorder import Reporter
+from shoal.runs.rlhf.rewards.function import name_of, score_with
+from shoal.runs.rlhf.rewards.interface import Score, checked
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
 from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of, save_initial_weights
 from shoal.strategies import run_length
@@ -90,7 +93,7 @@ def assemble(
     if answers:
         task.answer_only(samples.info.finder)
     if task.learns_from_answers:
-        return _with_rollouts(run, samples, task, device, length, world)
+        return _with_rollouts(run, samples, task, device, length, world, live)
     part = batch_share(run, rank, ranks)
     feed = feed_for_seat(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
@@ -131,7 +134,7 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
 
 
 def _with_rollouts(
-    run: Run, samples: data.Data, task: Task, device: torch.device, length: CountSteps | None, world: World | None
+    run: Run, samples: data.Data, task: Task, device: torch.device, length: CountSteps | None, world: World | None, live: LiveObjects
 ) -> RunParts:
     """The parts of a run whose feed generates its batches with the model."""
     assert run.rlhf is not None
@@ -140,10 +143,20 @@ def _with_rollouts(
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
     reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
     engine = _engine(run, task, device, steps, world)
-    reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
+    reward = reward_for(run, live)
     policy = cast("PolicyGradient", task)  # the only task that learns from answers
     feed = RolloutFeed(run, policy, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
     return RunParts(run, samples, engine, feed)
+
+
+def reward_for(run: Run, live: LiveObjects) -> Score:
+    """The reward of a run: the program's function, or that of the settings."""
+    assert run.rlhf is not None
+    if live.reward is not None:
+        return checked(score_with(live.reward), f"{name_of(live.reward)} (reward=)")
+    settings = run.rlhf.reward
+    name = settings.function if isinstance(settings, FunctionReward) else None
+    return checked(settings.builder()(settings, run), name or f"`{settings.kind}`")
 
 
 def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.ShardFeed:

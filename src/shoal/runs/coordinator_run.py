@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,7 +213,7 @@ class CoordinatorLoop(RecordedLoop):
             if problem:
                 self.message(problem)
             if metrics:
-                self.record_evaluation(metrics, step, lambda weights=weights: weights)
+                self.record_evaluation(metrics, step, partial(dict, weights))
             else:
                 for reporter in self.recorder.reporters:
                     reporter.drawn()

@@ -33,6 +33,7 @@ class LiveObjects(NamedTuple):
     collate: Collate | None = None
     loss: LossFunction | None = None
     metrics: Mapping[str, Metric] | None = None
+    reward: Callable[..., Any] | None = None
 
     def copied(self) -> LiveObjects:
         """The same objects with a copy of the model, for one worker."""

@@ -78,6 +78,15 @@ class ExactReward(Reward, built_by="shoal.runs.rlhf.rewards.exact:build"):
     """Ignore upper and lower case."""
 
 
+class FunctionReward(Reward, built_by="shoal.runs.rlhf.rewards.function:build"):
+    """A function in Python, `function(prompt, answer, **columns)`: the score of an answer, with the other columns of the prompt's row."""
+
+    kind: Literal["function"] = "function"
+    function: str | None = None
+    """The function as `module:function`, called where answers are scored: by the run itself, or its coordinator. null: a program passes it
+    to `shoal.train` as `reward=`."""
+
+
 class WeightedReward(Section):
     """One reward of a sum."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from shoal.config.fields import EMPTY
 from shoal.config.schema.data import Preferences
 from shoal.data.interfaces import Batch, Indices, SelectableSamples, as_index
 from shoal.data.text.context_text import Contexts, DocumentSamples, Origins, contexts_of
@@ -283,6 +284,10 @@ class Prompt(NamedTuple):
     answer: str | None = None
     context: str = ""
     """A text for cross-attention."""
+    columns: Mapping[str, Any] = EMPTY
+    """The other fields of its row, for rewards; `answer` is called `expected`."""
+    where: str = ""
+    """Its file and line."""
 
 
 def read_prompts(path: str | Path, reads_context: bool = False) -> list[Prompt]:
@@ -296,7 +301,8 @@ def read_prompts(path: str | Path, reads_context: bool = False) -> list[Prompt]:
 def _prompts(file: Path, reads_context: bool) -> list[Prompt]:
     with open_file(file) as content:
         if not is_rows(file):
-            return [Prompt(line) for line in decode(content.read(), str(file)).splitlines() if line.strip()]
+            lines = enumerate(decode(content.read(), str(file)).splitlines(), 1)
+            return [Prompt(line, where=f"{file}:{number}") for number, line in lines if line.strip()]
         return [_prompt(row, where, reads_context) for row, where, _, _ in read_rows(file, content)]
 
 
@@ -306,4 +312,5 @@ def _prompt(row: dict[str, object], where: str, reads_context: bool) -> Prompt:
         prompt = _dialogue(prompt, _PROMPT, where) + _TURN
     if not isinstance(prompt, str) or not prompt:
         raise ShoalError(f"{where}: `{_PROMPT}` must be a text: the fields are {', '.join(f'`{key}`' for key in row)}")
-    return Prompt(prompt, None if answer is None else str(answer), _context(row, CONTEXT if reads_context else None, where))
+    columns = {"expected" if name == "answer" else name: value for name, value in row.items() if name != _PROMPT}
+    return Prompt(prompt, None if answer is None else str(answer), _context(row, CONTEXT if reads_context else None, where), columns, where)

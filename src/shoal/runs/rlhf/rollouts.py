@@ -13,7 +13,7 @@ Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shoal import data
 from shoal.config import Run
+from shoal.config.fields import EMPTY
 from shoal.config.schema.rlhf import Rlhf
 from shoal.data.interfaces import State
 from shoal.data.splits import held_out_numbers
@@ -63,6 +64,10 @@ class RolloutPrompt(NamedTuple):
     """The context that the policy reads beside the prompt."""
     own: tuple[str, ...] = ()
     """The documents that the prompt comes from; no passages are taken from them."""
+    columns: Mapping[str, Any] = EMPTY
+    """The other columns of its row, for rewards."""
+    where: str = ""
+    """Its file and line."""
 
 
 def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[RolloutPrompt]]:
@@ -85,7 +90,8 @@ def prompts_of(run: Run, samples: data.Data) -> tuple[list[RolloutPrompt], list[
 
 def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> RolloutPrompt:
     context_ids = tuple(tokenizer.encode(prompt.context)) if prompt.context else ()
-    return RolloutPrompt(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
+    ids = tokenizer.encode(prompt.text)[-longest:]
+    return RolloutPrompt(ids, prompt.text, prompt.answer, prompt.context, context_ids, own, prompt.columns, prompt.where)
 
 
 def _beginnings(samples: Any, tokenizer: data.Tokenizer, run: Run) -> list[RolloutPrompt]:
@@ -405,7 +411,7 @@ class RolloutFeed(AnswerFeed):
         found = []
         for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
             ids = [token for token in row_T[real_T].tolist() if token != self.eos_id]
-            found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer, one.context, one.own))
+            found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer, one.context, one.own, one.columns, one.where))
         return found
 
     def _paired(self, rollout: Rollout) -> Batch:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from shoal.config import Run
 from shoal.config.schema.rlhf import Reward, SumReward, TrainedReward
-from shoal.runs.rlhf.rewards.interface import Answer, Score
+from shoal.runs.rlhf.rewards.interface import Answer, Score, checked
 
 
 def build(settings: SumReward, run: Run) -> Score:
     runs = iter(settings.runs)
     rewards = [(part.weight, _with_its_run(part.reward, runs)) for part in settings.parts]
-    parts: list[tuple[float, Score]] = [(weight, reward.builder()(reward, run)) for weight, reward in rewards]
+    parts: list[tuple[float, Score]] = [(weight, checked(reward.builder()(reward, run), f"`{reward.kind}`")) for weight, reward in rewards]
 
     def score(answers: Sequence[Answer]) -> list[float]:
         columns = [[weight * one for one in part(answers)] for weight, part in parts]

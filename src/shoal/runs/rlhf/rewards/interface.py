@@ -1,9 +1,16 @@
-"""Interface of rewards: answers in, scores out."""
+"""Interface of rewards: answers in, scores out. `checked` refuses scores that are none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shoal.config.fields import EMPTY
+from shoal.errors import ShoalError, printable
+
+_SHOWN = 60
+"""Letters of a prompt and an answer in a message."""
 
 
 class Answer(NamedTuple):
@@ -17,6 +24,14 @@ class Answer(NamedTuple):
     """The text that the policy read beside the prompt."""
     own: tuple[str, ...] = ()
     """The documents that the prompt comes from: no passages of them are read."""
+    columns: Mapping[str, Any] = EMPTY
+    """The other columns of the prompt's row; its `answer` is called `expected`."""
+    where: str = ""
+    """File and line of the prompt, where it has them."""
+
+    def __str__(self) -> str:
+        prompt, text = (printable(one if len(one) <= _SHOWN else f"{one[:_SHOWN]}…") for one in (self.prompt, self.text))
+        return f"{f'{self.where}, ' if self.where else ''}the prompt {prompt!r} and the answer {text!r}"
 
 
 def filled(question: str, answer: Answer) -> str:
@@ -27,3 +42,18 @@ def filled(question: str, answer: Answer) -> str:
 
 Score = Callable[[Sequence[Answer]], list[float]]
 """A score for each answer."""
+
+
+def checked(score: Score, name: str) -> Score:
+    """The same scores. Raises ShoalError, with the reward and the row, where there is not one finite number for each answer."""
+
+    def scores(answers: Sequence[Answer]) -> list[float]:
+        found = list(score(answers))
+        if len(found) != len(answers):
+            raise ShoalError(f"the reward {name} gave {len(found)} scores for {len(answers)} answers: it must give one for each")
+        for answer, value in zip(answers, found, strict=True):
+            if not math.isfinite(value):
+                raise ShoalError(f"the reward {name} gave {value} for {answer}")
+        return found
+
+    return scores
