@@ -170,7 +170,16 @@ def test_documented_persistence_options(run) -> None:
 HEAVY = ("torch", "transformers", "psycopg", "pydantic", "numpy", "rich", "datasets")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "check", "demo-gpt"], ["config", "show", "gpu/base"], ["init", "--list"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["config", "check", "demo-gpt"],
+        ["config", "check", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu"],
+        ["config", "show", "gpu/base"],
+        ["init", "--list"],
+    ],
+)
 def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom shoal.cli.main import main\n"

@@ -7,7 +7,7 @@ import sys
 
 from shoal import ShoalError
 from shoal.cli.main import leading_flags, report, run_subcommand
-from shoal.cli.options import load, make_parser, parse, parse_with_plugins, require
+from shoal.cli.options import base_command, load, make_parser, parse, parse_with_plugins, require
 from shoal.config.load import LoadedConfig
 from shoal.config.missing_parts import (
     missing_chat_template,
@@ -65,7 +65,6 @@ def _missing_base(loaded: LoadedConfig, arguments: argparse.Namespace) -> list[P
     """A warning where `shoal train` would refuse to train the base that a policy starts from, since it is large."""
     if loaded.run.rlhf is None:
         return []
-    from shoal.cli.rlhf_phases import base_command
     from shoal.launch.rlhf_phases import in_phases, refuse_large_base
 
     if not in_phases(loaded.run):

@@ -156,3 +156,9 @@ def slowdowns(texts: Sequence[str]) -> dict[str, float]:
         if not 1 <= factors[name] < float("inf"):
             raise ShoalError(f"--slowdown: write {name}=8 to make it 8 times slower")
     return factors
+
+
+def base_command(arguments: argparse.Namespace) -> str:
+    """The command that trains the base of a run in phases."""
+    layers = [f"--{layer} {path}" for layer in LAYERS if layer != "rlhf_config" and (path := getattr(arguments, layer))]
+    return " ".join(["shoal train", *arguments.files, *layers])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.cli.options import LAYERS, load
+from shoal.cli.options import base_command, load
 from shoal.cli.run_command import carry_out, weather_and_speeds
 from shoal.config.load import LoadedConfig, Override
 from shoal.config.missing_parts import missing_files
@@ -77,12 +77,6 @@ def _root(plan: StartPlan, arguments: argparse.Namespace) -> Path:
     if rank_place() is not None:
         raise ShoalError("torchrun's processes must agree on the folder of a run in phases: add --run-dir")
     return Path(plan.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.run.name or 'rlhf'}"
-
-
-def base_command(arguments: argparse.Namespace) -> str:
-    """The command that trains the base."""
-    layers = [f"--{layer} {path}" for layer in LAYERS if layer != "rlhf_config" and (path := getattr(arguments, layer))]
-    return " ".join(["shoal train", *arguments.files, *layers])
 
 
 def _plan_phase(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path) -> StartPlan:

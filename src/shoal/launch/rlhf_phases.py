@@ -16,7 +16,6 @@ from shoal.config.load import Override
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.schema.rlhf import FineTune, SumReward, TrainedReward
 from shoal.errors import ShoalError
-from shoal.runs.folder.run_reader import read_summary
 
 _SMALL = 30_000_000
 """Parameters of a base that is trained first without being asked for. gpu/tiny has about 20 million, and takes some minutes on a CPU."""
@@ -101,4 +100,6 @@ def refuse_large_base(run: Run, command: str) -> None:
 
 def is_done(folder: Path) -> bool:
     """Whether a phase's run was completed."""
+    from shoal.runs.folder.run_reader import read_summary
+
     return read_summary(folder).get("status") in ("completed", "stopped early")
