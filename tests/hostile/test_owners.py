@@ -19,7 +19,7 @@ from shoal.coordinator.audit.run import audit
 from shoal.runs.folder.run_reader import complete_status
 from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.prometheus import metrics_page
-from shoal.runs.owner import write_owner_file
+from shoal.runs.owner import OwnerFile, read_owner_file, write_owner_file, write_public_address
 from shoal.worker.session import SessionEndedError
 from tests.support.eventually import eventually
 from tests.support.live_coordinator import TOKEN, Honest, Live
@@ -96,6 +96,17 @@ def test_a_worker_is_shown_out_and_hears_why_and_the_audit_tells_it(live: Owned,
     assert report.violations == []
     assert any("the owner keeps out eve" in line for line in report.checked)
     assert shoal("evict", live.folder, "eve", "--undo")[0] == 0
+
+
+def test_a_copy_of_an_owner_file_names_the_address_that_other_machines_reach(tmp_path: Path) -> None:
+    write_owner_file(tmp_path, Invitation("tcp://192.168.1.5:7000", TOKEN, KEYS.public))
+    write_public_address(tmp_path, "class.example:9000")
+    assert OwnerFile.read(tmp_path / "owner.json").address == "tcp://192.168.1.5:7000", "this machine asks the address where it listens"
+    copy = tmp_path / "copy.json"
+    copy.write_bytes((tmp_path / "owner.json").read_bytes())
+    assert read_owner_file(copy).address == "tcp://class.example:9000"
+    write_owner_file(tmp_path, Invitation("tcp://192.168.1.5:7000", TOKEN, KEYS.public))
+    assert read_owner_file(tmp_path / "owner.json").address == "tcp://192.168.1.5:7000"
 
 
 def test_whoever_has_the_run_token_and_another_key_orders_nothing(live: Owned, shoal, tmp_path: Path) -> None:

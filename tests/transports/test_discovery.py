@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as some
 
 from shoal.cli.main import main
 from shoal.errors import ShoalError
+from shoal.launch import side_processes
 from shoal.transports.discovery import CLASS, COORDINATOR, Announcement, announced_name, announcement_of, checked, require_long_token
 from shoal.transports.keys import fingerprint, key_text, new_keys
 
@@ -149,3 +151,12 @@ def test_without_the_package_the_command_says_what_to_install(
     for command in (["join"], ["serve", "run", "--announce"], ["coordinate", str(config), "--announce"]):
         assert main(command) == 2
         assert "pip install 'shoal[discovery]'" in capsys.readouterr().err
+
+
+def test_an_announcer_that_says_nothing_ends_and_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_processes, "_ANNOUNCING_S", 0.05)
+    command = ["sh", "-c", "exec sleep 1000"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with pytest.raises(ShoalError, match="said nothing for 0 s; start without --announce"):
+            side_processes._begin(process, HONEST)
+        assert process.wait() == -9

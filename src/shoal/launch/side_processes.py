@@ -18,6 +18,8 @@ from shoal.launch.waiting import wait_or_kill
 from shoal.transports.discovery import Announcement
 
 _PARTING_S = 5.0
+_ANNOUNCING_S = 60.0
+"""Time limit for the announcer to begin; the network's other names are asked for meanwhile."""
 _ANNOUNCER = "shoal.transports.discovery"
 _NO_SECRETS = {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "LC_ALL"}
 """Environment variables that the announcer gets: none holds a secret."""
@@ -69,15 +71,20 @@ def announced(announcement: Announcement, tell: Callable[[str], None]) -> Iterat
 
 
 def _begin(process: subprocess.Popen[str], announcement: Announcement) -> None:
-    """Send the announcement to the process, and wait until it is announced. Raises ShoalError."""
+    """Send the announcement to the process, and wait until it is announced. A process that does not answer is killed. Raises ShoalError."""
     assert process.stdin is not None
     assert process.stdout is not None
+    late = threading.Timer(_ANNOUNCING_S, process.kill)
+    late.start()
     try:
         process.stdin.write(json.dumps(announcement._asdict()) + "\n")
         process.stdin.flush()
         answer = process.stdout.readline()
     except OSError:
         answer = ""
-    error = json.loads(answer)["error"] if answer else "the process that announces it ended at once"
+    finally:
+        late.cancel()
+    silent = f"the process that announces it ended at once, or said nothing for {_ANNOUNCING_S:.0f} s; start without --announce"
+    error = json.loads(answer)["error"] if answer else silent
     if error:
         raise ShoalError(f"--announce: {error}")

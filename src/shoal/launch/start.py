@@ -151,6 +151,7 @@ def _built(
 def _public_address(plan: StartPlan, folder: Path, address: str, listening: Sequence[str]) -> str:
     """Where other machines reach the coordinator; empty: at the address where it listens. Raises ShoalError where none can reach it."""
     from shoal.runs.invitation import keep_public_address, reached_address
+    from shoal.runs.owner import write_public_address
 
     given = plan.options.public_address
     if given is not None and all(map(is_loopback, listening)):
@@ -158,7 +159,10 @@ def _public_address(plan: StartPlan, folder: Path, address: str, listening: Sequ
     if not plan.options.invite:
         return ""
     public = keep_public_address(Path(plan.run.coordinator.state_path or folder / "coordinator"), given)
-    return reached_address(address, public) if public else ""
+    if not public:
+        return ""
+    write_public_address(folder, public)
+    return reached_address(address, public)
 
 
 def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None, live: LiveObjects) -> StartedRun:

@@ -15,7 +15,7 @@ from shoal.files import JsonFormat
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import OwnerCommand, header_of
 from shoal.runs.folder.run_reader import UNFINISHED_STATES, RunFolder, clean, complete_status
-from shoal.runs.invitation import Invitation
+from shoal.runs.invitation import Invitation, reached_address
 from shoal.transports.connect import connect
 from shoal.transports.interface import Client, ConnectOptions, Message, Unreachable
 
@@ -31,15 +31,18 @@ class OwnerFile(NamedTuple):
     """The coordinator's public key; None where the transport is not encrypted, or is a database."""
     secret: str
     """The owner's secret key."""
+    public: str = ""
+    """The address for other machines, where it is another one (--public-address)."""
 
     @classmethod
     def read(cls, path: Path) -> OwnerFile | None:
         """None where there is no such file. Raises ShoalError where it is not an owner.json."""
         saved = _FORMAT.read(path)
-        return None if saved is None else cls(*(saved[name] for name in cls._fields))
+        return None if saved is None else cls(*(saved[name] for name in _NEEDED), saved.get("public", ""))
 
 
-_FORMAT = JsonFormat("owner file", 1, OwnerFile._fields, private=True)
+_NEEDED = ("address", "token", "key", "secret")
+_FORMAT = JsonFormat("owner file", 1, _NEEDED, private=True)
 
 
 def write_owner_file(folder: Path, invitation: Invitation) -> str:
@@ -51,13 +54,20 @@ def write_owner_file(folder: Path, invitation: Invitation) -> str:
     return identity.key
 
 
+def write_public_address(folder: Path, public: str) -> None:
+    """Add HOST[:PORT], at which other machines reach the coordinator, to the owner.json of a run's folder: copies of it are used there."""
+    owner = OwnerFile.read(folder / FILE)
+    if owner is not None:
+        _FORMAT.write(folder / FILE, owner._replace(public=reached_address(owner.address, public))._asdict())
+
+
 def read_owner_file(path: Path) -> OwnerFile:
     """Read the owner.json of a run's folder, or a copy of one. Raises ShoalError where the run has no running coordinator."""
     if not path.is_dir():
         found = OwnerFile.read(path)
         if found is None:
             raise ShoalError(f"there is no {path}: name a run's folder, or a copy of the owner.json in it")
-        return found
+        return found._replace(address=found.public or found.address)
     folder = RunFolder(path)
     found, state = OwnerFile.read(path / FILE), folder.status()["state"]
     if state not in UNFINISHED_STATES:
