@@ -227,7 +227,7 @@ class _Coordination(NamedTuple):
             with closing(launcher):
                 launcher.start()
                 if self.plan.options.up:
-                    note_started(loop.directory.path, {one.name: one.failed for one in launcher.workers if getattr(one, "failed", "")})
+                    note_started(loop.directory.path, {one.name: why for one in launcher.workers if (why := getattr(one, "failed", ""))})
                 outcome = _outcome(loop)
         if torchrun is not None:
             torchrun.announce_end(outcome.summary)

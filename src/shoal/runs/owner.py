@@ -38,7 +38,7 @@ class OwnerFile(NamedTuple):
     def read(cls, path: Path) -> OwnerFile | None:
         """None where there is no such file. Raises ShoalError where it is not an owner.json."""
         saved = _FORMAT.read(path)
-        return None if saved is None else cls(*(saved[name] for name in _NEEDED), saved.get("public", ""))
+        return None if saved is None else cls(**{name: saved[name] for name in _NEEDED}, public=saved.get("public", ""))
 
 
 _NEEDED = ("address", "token", "key", "secret")
