@@ -174,7 +174,7 @@ def gap_beside_a_long_prompt(sides: Sides) -> Row:
 def models(folder: Path) -> Iterator[Model]:
     yield Model("stories15M", stories(folder / "stories"), 100, 110)
     try:
-        from shoal.serve.gguf import converted, demo_file
+        from shoal.runs.converted_models import converted, demo_file
 
         yield Model("SmolLM2-135M", converted(demo_file()), 32, 512, demo_file())
     except ShoalError as missing:

@@ -219,7 +219,7 @@ def test_a_gguf_file_is_converted_once_and_keeps_its_weights(tmp_path, monkeypat
     gguf = pytest.importorskip("gguf")
     import numpy as np
 
-    from shoal.serve.gguf import converted, demo_file
+    from shoal.runs.converted_models import converted, demo_file
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     file = tmp_path / "small.gguf"
@@ -233,9 +233,9 @@ def test_a_gguf_file_is_converted_once_and_keeps_its_weights(tmp_path, monkeypat
     assert converted(file) == folder
     assert (folder / "config.json").stat().st_mtime_ns == before
     (tmp_path / "bad.gguf").write_bytes(b"no model")
-    with pytest.raises(ShoalError, match="cannot be read"):
+    with pytest.raises(ShoalError, match="can be read"):
         converted(tmp_path / "bad.gguf")
-    monkeypatch.setattr("shoal.serve.gguf._PACKAGE", "no_such_package")
+    monkeypatch.setattr("shoal.runs.converted_models._PACKAGE", "no_such_package")
     with pytest.raises(ShoalError, match="pip install"):
         demo_file()
 

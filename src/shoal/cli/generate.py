@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from shoal.cli.main import warn
-from shoal.cli.options import parse_with_plugins
+from shoal.cli.options import MODEL_HELP, parse_with_plugins
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.files import writing
@@ -28,12 +28,12 @@ _COMPARED = 3
 def run(argv: list[str]) -> int:
     arguments = _parsed(argv)
 
-    from shoal.runs.trained_model import open_run
+    from shoal.runs.trained_model import open_model
 
     if arguments.compare:
         _compare(arguments)
         return 0
-    trained = open_run(arguments.run, warn)
+    trained = open_model(arguments.run, warn)
     if arguments.grid:
         _draw(trained, arguments.grid)
     else:
@@ -42,8 +42,8 @@ def run(argv: list[str]) -> int:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("shoal generate", description="Generate text or images with a run's newest checkpoint.")
-    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or one of its checkpoints")
+    parser = argparse.ArgumentParser("shoal generate", description="Generate text or images with a model.")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=MODEL_HELP)
     parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print the answers of two runs side by side")
     parser.add_argument("--prompt", default="", help="beginning of the text")
     parser.add_argument("--context", default="", help="context text for a model with cross-attention")
@@ -99,11 +99,11 @@ def _pieces(trained: TrainedModel, arguments: argparse.Namespace, seed: int) -> 
 
 def _compare(arguments: argparse.Namespace) -> None:
     """Print answers of two runs to the same prompt, with the same random numbers, in two columns."""
-    from shoal.runs.trained_model import open_run
+    from shoal.runs.trained_model import open_model
 
     names, columns = arguments.compare, []
     for name in names:
-        trained = open_run(name, warn)
+        trained = open_model(name, warn)
         columns.append(["".join(_pieces(trained, arguments, arguments.seed + number)) for number in range(_COMPARED)])
     print(f"prompt: {arguments.prompt}")
     for row in [tuple(names), *zip(*columns, strict=True)]:

@@ -27,6 +27,9 @@ _LONGEST_TOKEN = 10_000
 SWITCHES = ("--allow_emulation", "--allow-emulation")
 """Settings that may be written without a value, meaning true."""
 
+MODEL_HELP = "a run, one of its checkpoints, a run in phases, a folder of Hugging Face or PEFT, or a GGUF file"
+"""What a command opens as a model; see `runs/trained_model.py`."""
+
 
 def make_parser(name: str, description: str, *, files: str = "*") -> argparse.ArgumentParser:
     """A parser with the common options."""

@@ -18,6 +18,7 @@ from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.rlhf_phases import Phase, is_done, phases
 from shoal.launch.start_mode import StartOptions, StartPlan, plan_start
+from shoal.runs.folder.phases import ANSWERS, BASE, POLICY
 
 
 def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
@@ -40,7 +41,7 @@ def train_in_phases(plan: StartPlan, arguments: argparse.Namespace, overrides: l
         code = carry_out(plans[phase.name], [*argv, "--run-dir", str(root), "--phase", phase.name], workers)
         if not is_done(folder):
             return code
-    if speaks and is_done(root / "policy"):
+    if speaks and is_done(root / POLICY):
         _print_comparison(plan, root)
     return code
 
@@ -61,9 +62,9 @@ def _print(text: str, speaks: bool) -> None:
 def _print_comparison(plan: StartPlan, root: Path) -> None:
     """Print the command that compares base and policy."""
     assert plan.run.rlhf is not None
-    before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), plan.run.rlhf.policy)
+    before = next((str(root / name) for name in (ANSWERS, BASE) if (root / name).is_dir()), plan.run.rlhf.policy)
     if before is not None:
-        sys.stderr.write(f'what changed: shoal generate --compare {before} {root / "policy"} --prompt "…"\n')
+        sys.stderr.write(f'what changed: shoal generate --compare {before} {root / POLICY} --prompt "…"\n')
 
 
 def _root(plan: StartPlan, arguments: argparse.Namespace) -> Path:

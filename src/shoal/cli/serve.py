@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
         raise ShoalError(f"serving needs {' and '.join(missing)}: pip install 'shoal[serve]'")
     overrides = [parse_override(text) for text in arguments.settings]
 
-    from shoal.serve.gguf import demo_file
+    from shoal.runs.converted_models import demo_file
     from shoal.serve.load_model import open_served
     from shoal.serve.server import require_key
 

@@ -19,7 +19,8 @@ from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.files import writing
 from shoal.reporters import class_table
-from shoal.reporters.text_status import event_lines, lines, member_rows
+from shoal.reporters.text_status import event_lines, figures_of, lines, member_rows, progress_of
+from shoal.runs.folder.phases import phases_in
 from shoal.runs.folder.run_reader import RunFolder, newest_run
 from shoal.runs.owner import fetch_status, read_owner_file
 from shoal.transports.database_address import is_address
@@ -37,6 +38,8 @@ def run(argv: list[str]) -> int:
     arguments, overrides = parse(_parser(), argv)
     if (owner := owner_file(arguments.files)) is not None:
         return _show_status(fetch_status(read_owner_file(owner)), arguments.json)
+    if phases := phases_of(arguments.files):
+        return _show_phases(phases, arguments)
     folder = folder_of(arguments.files) or _folder_of_settings(arguments, overrides)
     if folder is not None:
         return _show_folder(folder, arguments.json, arguments.grid)
@@ -99,6 +102,24 @@ def owner_file(files: list[str]) -> Path | None:
     """The path of an owner.json, if the argument is one."""
     path = Path(files[0]) if len(files) == 1 else None
     return path if path is not None and path.suffix == ".json" and path.is_file() else None
+
+
+def phases_of(files: list[str]) -> list[RunFolder]:
+    """The phases that have begun, if the argument is the folder of a run in phases."""
+    return [RunFolder(path) for path in phases_in(Path(files[0]))] if len(files) == 1 else []
+
+
+def _show_phases(phases: list[RunFolder], arguments: argparse.Namespace) -> int:
+    if arguments.grid:
+        raise ShoalError(f"--grid: name one phase, such as {phases[-1].path}")
+    found = {phase.path.name: phase.status() for phase in phases}
+    if arguments.json:
+        print(json.dumps({"phases": found}, indent=2))
+        return 0
+    rows = [(name, str(status["state"]), progress_of(status), figures_of(status)) for name, status in found.items()]
+    _print_rows([("phase", "state", "progress", "figures"), *rows])
+    print(f"\n`shoal status {phases[-1].path}` shows one of them")
+    return 0
 
 
 def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]) -> RunFolder | None:

@@ -16,6 +16,7 @@ from shoal.config.load import Override
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.schema.rlhf import FineTune, SumReward, TrainedReward
 from shoal.errors import ShoalError
+from shoal.runs.folder.phases import ANSWERS, BASE, POLICY, REWARD
 
 _SMALL = 30_000_000
 """Parameters of a base that is trained first without being asked for. gpu/tiny has about 20 million, and takes some minutes on a CPU."""
@@ -46,25 +47,25 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
     if policy is None and run.model.kind != "huggingface":
         refuse_large_base(run, command)
         yield Phase(
-            "base",
+            BASE,
             "rlhf.policy is not given, and the model is small: its base is trained first",
             (_set("rlhf", "null"), _set("task.kind", "language-modelling"), *alone),
             below_rlhf=True,
         )
-        start = [_set("rlhf.policy", str(root / "base"))]
+        start = [_set("rlhf.policy", str(root / BASE))]
     if run.rlhf.fine_tune is not None:
         answers = _of_pairs("language-modelling", run.rlhf.fine_tune, run.rlhf.fine_tune.preferences)
-        yield Phase("answers", "the policy learns the chosen answers of the pairs", (*start, *answers, *alone))
-        start = [_set("rlhf.policy", str(root / "answers"))]
+        yield Phase(ANSWERS, "the policy learns the chosen answers of the pairs", (*start, *answers, *alone))
+        start = [_set("rlhf.policy", str(root / ANSWERS))]
     folders: list[str] = []
     for one in reward.untrained:
         assert one.preferences is not None  # a rule sees to that
-        name = "reward" if not folders else f"reward-{len(folders) + 1}"
+        name = REWARD if not folders else f"{REWARD}-{len(folders) + 1}"
         yield Phase(name, "the reward model learns from the pairs", (*start, *_of_pairs("reward", one, one.preferences), *alone))
         folders.append(str(root / name))
     if folders:
         start += [_set("rlhf.reward.runs", json.dumps(folders)) if isinstance(reward, SumReward) else _set("rlhf.reward.run", *folders)]
-    yield Phase("policy", f"the policy learns from its own answers ({run.rlhf.algorithm})", tuple(start), with_workers=not run.alone)
+    yield Phase(POLICY, f"the policy learns from its own answers ({run.rlhf.algorithm})", tuple(start), with_workers=not run.alone)
 
 
 def _set(path: str, value: str) -> Override:

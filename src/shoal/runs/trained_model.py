@@ -1,8 +1,8 @@
-"""Opens the networks of a past run, without its data."""
+"""Opens a model, whatever form it has: a run, a run in phases, a folder of Hugging Face or PEFT, a GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.config.data_shapes import DataShapes
+from shoal.config.load import ConfigFile, Override, resolve, resolve_data
 from shoal.config.schema.model import HuggingFace
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
@@ -18,18 +19,23 @@ from shoal.errors import ShoalError
 from shoal.manifest import check_manifest
 from shoal.models.huggingface.as_gpt import weights_for
 from shoal.runs.build_run import stream_text
+from shoal.runs.converted_models import converted
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import read_weights
+from shoal.runs.folder.phases import newest_policy
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.folder.run_reader import DATA
 from shoal.runs.monitoring.best_weights import find_weights
-from shoal.runs.training.initial_weights import passage_index_of
+from shoal.runs.training.initial_weights import passage_index_of, run_folder_of
 from shoal.updates.state_packing import Checkpoint
+
+PUSHED = "model.safetensors"
+"""The weights of an exported run, or of its copy on the hub."""
 
 
 class TrainedModel(NamedTuple):
-    """A run's networks with the weights of its newest checkpoint, or of its copy on the hub. The checkpoint has the weights to use, by the
-    names of these networks, and no state."""
+    """Networks with the weights of a run's newest checkpoint, of its copy on the hub, or of a folder of Hugging Face. The checkpoint has
+    the weights to use, by the names of these networks, and no state."""
 
     run: Run
     task: tasks.Task
@@ -40,33 +46,88 @@ class TrainedModel(NamedTuple):
     """The index for retrieval."""
 
 
-def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
-    """The networks of a past run, without its data. Raises ShoalError."""
-    folder = Path(path)
-    root = folder.parent.parent if (folder / "state.json").exists() else folder
-    pushed = root / "model.safetensors"  # a copy from the hub
-    if not (root / "config.yaml").exists() or not (pushed.exists() or (root / "provenance.json").exists()):
-        raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
-    if pushed.exists():
+def find_model(target: str, warn: Callable[[str], None]) -> str:
+    """The run, the checkpoint or the folder of Hugging Face that a target names: one of these, a run in phases, a GGUF file or a PEFT
+    folder. Raises ShoalError where there is none."""
+    folder = Path(target)
+    if is_run(folder):
+        return target
+    if (phase := newest_policy(folder)) is not None:
+        warn(f"{target} is a run in phases: its phase {phase.name} is used")
+        return str(phase)
+    found = converted(folder)
+    if (found / "config.json").is_file():
+        return str(found)
+    raise ShoalError(
+        f"there is no run or model at {target}: name the folder of a run (`shoal runs` lists them), one of its checkpoints, a folder of "
+        "Hugging Face or of PEFT, or a GGUF file"
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, of its copy on the hub, or one of its checkpoints."""
+    return (folder / "config.yaml").is_file() or (folder / "state.json").is_file()
+
+
+def settings_of(target: str, warn: Callable[[str], None], overrides: Sequence[Override] = ()) -> Run:
+    """The settings of a run, or those of a folder of Hugging Face, as `find_model` gives it. A model of Hugging Face has the layers of
+    transformers, which are those that are exported and served. Raises ShoalError."""
+    run = _settings_of_run(target, warn, overrides) if is_run(Path(target)) else _settings_of_folder(target, overrides)
+    return run.replace(model=run.model.replace(layers="original")) if isinstance(run.model, HuggingFace) else run
+
+
+def _settings_of_folder(folder: str, overrides: Sequence[Override]) -> Run:
+    return resolve_data({"model": {"kind": "huggingface", "pretrained": folder}}, name=folder, dialect="shoal", overrides=overrides).run
+
+
+def _settings_of_run(target: str, warn: Callable[[str], None], overrides: Sequence[Override]) -> Run:
+    root = run_folder_of(target)
+    pushed = (root / PUSHED).exists()
+    if not (root / "config.yaml").exists() or not (pushed or (root / "provenance.json").exists()):
+        raise ShoalError(f"there is no run at {target}: `shoal runs` lists those there are")
+    if pushed:
         check_manifest(root)
     plugin_record.expect_those_of(root)
-    run = RunDirectory(root).config() if pushed.exists() else RunDirectory(root).config_as_written(warn)
+    if overrides:
+        return resolve([ConfigFile(str(root / "config.yaml"))], overrides, resolved=True).run
+    return RunDirectory(root).config() if pushed else RunDirectory(root).config_as_written(warn)
+
+
+def open_model(target: str, warn: Callable[[str], None]) -> TrainedModel:
+    """The networks of everything that `find_model` finds. Raises ShoalError."""
+    found = find_model(target, warn)
+    if is_run(Path(found)):
+        return open_run(found, warn)
+    run, tokenizer = settings_of(found, warn), data.load_tokenizer(found)
+    task = _evaluating(run, DataShapes(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id))
+    for player in task.players.values():
+        player.to(choose_device(run.training.device))
+    return TrainedModel(run, task, Checkpoint(Path(found), 0, {}, {}), tokenizer, Path(found))
+
+
+def open_run(path: str, warn: Callable[[str], None]) -> TrainedModel:
+    """The networks of a past run, without its data. Raises ShoalError."""
+    run, root = settings_of(path, warn), run_folder_of(path)
     raw = DATA.read(root / "data.json")
     if raw is None:
         raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json")
     shape = tuple(raw["image_shape"]) if raw["image_shape"] else None
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     eos_id = tokenizer.eos_id if tokenizer else None
-    shapes = DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id)
-    if isinstance(run.model, HuggingFace):  # what is exported and served has the layers of transformers
-        run = run.replace(model=run.model.replace(layers="original"))
-    task = tasks.build(run, models.build(run, shapes), shapes)
-    found = read_weights(pushed) if pushed.exists() else find_weights(path, warn)
-    checkpoint = Checkpoint(found.path, found.step, _named_as_in(task, found.weights_to_use), {})
+    task = _evaluating(run, DataShapes(shape, raw["num_classes"], raw["vocab_size"], eos_id))
+    checkpoint = weights_for_task(path, task, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()
     return TrainedModel(run, task, checkpoint, tokenizer, root, passage_index_of(root))
+
+
+def weights_for_task(path: str, task: tasks.Task, warn: Callable[[str], None]) -> Checkpoint:
+    """The weights to use of a run, of its copy on the hub, or of one of its checkpoints, by the names that they have in the networks of the
+    task. Raises ShoalError."""
+    pushed = run_folder_of(path) / PUSHED
+    found = read_weights(pushed) if pushed.exists() else find_weights(path, warn)
+    return Checkpoint(found.path, found.step, _named_as_in(task, found.weights_to_use), {})
 
 
 def _named_as_in(task: tasks.Task, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,6 +138,14 @@ def _named_as_in(task: tasks.Task, saved: Mapping[str, Tensor]) -> dict[str, Ten
         own = {name.removeprefix(prefix): found.pop(name) for name in saved if name.startswith(prefix)}
         found |= {f"{prefix}{name}": value for name, value in weights_for(getattr(network, "trunk", network), own).items()}
     return found
+
+
+def _evaluating(run: Run, shapes: DataShapes) -> tasks.Task:
+    """The task with its networks, in evaluation mode."""
+    task = tasks.build(run, models.build(run, shapes), shapes)
+    for player in task.players.values():
+        player.eval()
+    return task
 
 
 def generate_text(

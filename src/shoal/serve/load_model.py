@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal import data
-from shoal.config.load import ConfigFile, Override, resolve, resolve_data
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.data.text.chat_template import ChatTemplate, plain_template, template_of
@@ -21,8 +21,7 @@ from shoal.models.huggingface.as_gpt import GptConversion, gpt_conversion
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
 from shoal.models.stages import required_tensors
-from shoal.runs.trained_model import open_run, side_texts_for
-from shoal.serve.gguf import converted
+from shoal.runs.trained_model import find_model, is_run, open_run, settings_of, side_texts_for
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model
 from shoal.serve.nodes.weights import WeightStore
 from shoal.untrusted.prompt_process import PromptProcess
@@ -69,20 +68,23 @@ class ServedModel(NamedTuple):
 def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> ServedModel:
     """The model that is named on the command line: one folder, or files of a configuration. `nodes`: machines to spread its layers over;
     null: as many as the settings say. Raises ShoalError."""
-    target, folder = targets[0], Path(targets[0])
-    if len(targets) == 1 and ((folder / "config.yaml").is_file() or (folder / "state.json").is_file()):
-        return _run(target, overrides, warn, nodes)
-    if len(targets) == 1 and folder.suffix == ".gguf":
-        target, folder = str(converted(folder)), converted(folder)
-    if len(targets) == 1 and (folder / "config.json").is_file():
-        settings = {"model": {"kind": "huggingface", "pretrained": target}}
-        run = resolve_data(settings, name=target, dialect="shoal", overrides=overrides).run
-        return _hugging_face(run, folder.resolve().name, nodes or run.serving.num_nodes or 1)
+    if len(targets) == 1 and _is_model(Path(targets[0])):
+        target = find_model(targets[0], warn)
+        if is_run(Path(target)):
+            return _run(target, overrides, warn, nodes)
+        run = settings_of(target, warn, overrides)
+        return _hugging_face(run, Path(target).resolve().name, nodes or run.serving.num_nodes or 1)
+    target = targets[0]
     run = resolve([ConfigFile(one) for one in targets], overrides).run
     if run.model.kind != "huggingface":
         raise ShoalError(f"{target} names a model of kind {run.model.kind}, which must be trained first: serve the folder of its run")
     machines = 1 + max(len(run.cluster.workers), run.cluster.num_workers or 0)
     return _hugging_face(run, str(getattr(run.model, "pretrained", target)), nodes or run.serving.num_nodes or machines)
+
+
+def _is_model(place: Path) -> bool:
+    """Whether a target is to be opened as a model, not read as a configuration."""
+    return place.is_dir() or place.suffix == ".gguf"
 
 
 def _run(target: str, overrides: list[Override], warn: Callable[[str], None], nodes: int | None) -> ServedModel:

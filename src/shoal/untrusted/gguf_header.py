@@ -23,13 +23,16 @@ _LEAST_BYTES = 50 / 256
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
+_VOCABULARY, _RULE = _NAMES = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+"""The kind of the vocabulary, and the rule by which it cuts texts into words."""
 
 
-def check_gguf(file: Path) -> None:
-    """Raises ShoalError where the header of a GGUF file is malformed or claims more than the file has."""
+def check_gguf(file: Path) -> str | None:
+    """The name of the rule by which a byte-level vocabulary cuts texts into words; None: it has none. Raises ShoalError where the header of
+    a GGUF file is malformed or claims more than the file has."""
     try:
         with file.open("rb") as content:
-            _Header(file, content).check()
+            return _Header(file, content).check()
     except OSError as error:
         raise ShoalError(f"{file} cannot be read: {error.strerror or error}") from None
 
@@ -40,19 +43,24 @@ class _Header:
         self.size = file.stat().st_size
         self.array_items = 0
 
-    def check(self) -> None:
+    def check(self) -> str | None:
         if self._bytes(4) != b"GGUF":
             self._refuse("it does not begin with GGUF")
         if (version := self._number("I")) not in _VERSIONS:
             self._refuse(f"its version is {version}, and versions 2 and 3 are read")
         tensors, entries = self._count("tensors"), self._count("entries")
-        fields = {}
+        fields, names = {}, dict[str, str]()
         for _ in range(entries):
             key = self._text(_LONGEST_KEY).decode("utf-8", "replace")
-            fields[key] = self._value(self._number("I"))
+            kind = self._number("I")
+            if key in _NAMES and kind == _STRING:
+                names[key] = self._text(_LONGEST_KEY).decode("utf-8", "replace")
+            else:
+                fields[key] = self._value(kind)
         check_config(fields, str(self.file))
         if sum(self._elements() for _ in range(tensors)) * _LEAST_BYTES > self.size:
             self._refuse("its tensors need more bytes than it has")
+        return names.get(_RULE) if names.get(_VOCABULARY) == "gpt2" else None
 
     def _count(self, what: str) -> int:
         if (count := self._number("Q")) > _MOST_ENTRIES:

@@ -186,14 +186,13 @@ def _named(inner: Any, names: Names, architecture: str) -> dict[str, str]:
     """The name in the file of each parameter. A tied output matrix is left out: llama.cpp then takes the embedding. Raises ShoalError."""
     known: dict[str, str] = {}
     for module, sources in names.items():
-        for source, target in zip(sources, _targets(module, sources), strict=True) if module != "layers" else ():
-            known[source.removeprefix("inner.")] = target
+        if module != "layers":
+            known |= {source.removeprefix("inner."): own for source, own in zip(sources, _targets(module, sources), strict=True)}
     layers, found, seen = names["layers"].removeprefix("inner."), dict[str, str](), set[int]()
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         module, _, kind = name.rpartition(".")
         layer, _, part = module.removeprefix(f"{layers}.").partition(".") if module.startswith(f"{layers}.") else ("", "", "")
-        target = known.get(part or module)
-        if target is None:
+        if (target := known.get(part or module)) is None:
             raise ShoalError(f"llama.cpp has no place for the tensor {name} of this {type(inner).__name__}")
         if id(parameter) not in seen or architecture == "gptneox":  # which needs both
             found[name] = f"blk.{layer}.{target}.{kind}" if part else f"{target}.{kind}"

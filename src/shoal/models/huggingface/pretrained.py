@@ -76,7 +76,7 @@ def check_layers(model: schema.HuggingFace, config: Any) -> None:
 
 def save(inner: Any, folder: Path) -> None:
     """Write a model, or the adapters of a model, as safetensors."""
-    with _quiet(str(folder)):
+    with quiet():
         inner.save_pretrained(str(folder), safe_serialization=True)
 
 
@@ -88,7 +88,7 @@ def _explained(setting: str, name: str) -> Iterator[None]:
     if missing := missing_path_hint(name):
         raise ShoalError(f"{setting}: {missing}; a folder with a model has {FILES}")
     try:
-        with _quiet(name):
+        with quiet(name):
             yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -101,12 +101,12 @@ def _explained(setting: str, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Silence the log of transformers; what matters becomes an error. A download still shows its progress."""
+def quiet(name: str | None = None) -> Iterator[None]:
+    """Silence the log of transformers; what matters becomes an error. A download of a model with this name still shows its progress."""
     logging = _transformers().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if Path(name).is_dir():
+    if name is None or Path(name).is_dir():
         logging.disable_progress_bar()
     try:
         yield

@@ -24,7 +24,7 @@ from shoal.models.transformer import Trunk
 from shoal.runs.export.gguf_file import gguf_package, write_gguf
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.checkpoint import Checkpoints, save_weights
-from shoal.runs.trained_model import TrainedModel, open_run
+from shoal.runs.trained_model import TrainedModel, open_model
 
 
 def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, transformers: bool = False) -> None:
@@ -34,7 +34,7 @@ def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bo
     `shoal generate`, or with `transformers` for transformers, where one of its models computes the same.
     """
     _refuse_full(folder)
-    trained = open_run(path, warn)
+    trained = open_model(path, warn)
     write = _write_adapters if adapters else _write_for_transformers if transformers else _write
     _appear(folder, lambda partial: write(trained, partial))
 
@@ -42,7 +42,7 @@ def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bo
 def export_gguf(path: str, file: Path, kind: str, warn: Callable[[str], None]) -> None:
     """Write a run's language model, with adapters merged, as a GGUF file with matrices of this type, of `GGUF_TYPES`. Raises ShoalError."""
     gguf_package()
-    trained = open_run(path, warn)
+    trained = open_model(path, warn)
     if trained.tokenizer is None:
         raise ShoalError(f"the model at {path} writes no text, and llama.cpp reads only language models")
     write_gguf(transformers_model(trained), trained.tokenizer, kind, file, Path(path).resolve().name, warn)

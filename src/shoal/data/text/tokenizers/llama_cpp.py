@@ -12,10 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shoal.data.text.tokenizers.files import TEMPLATE
 from shoal.data.text.tokenizers.for_transformers import library_form
 from shoal.data.text.tokenizers.interface import Tokenizer
-from shoal.data.text.tokenizers.library import token_named
 from shoal.errors import ShoalError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -24,7 +22,7 @@ _SPACE = "▁"
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _MERGE_THAT_NEVER_APPLIES = "<|endoftext|> <|endoftext|>"
-"""llama.cpp demands a list of merges, and the list of a GGUF file cannot be empty."""
+"""llama.cpp demands a list of merges that is not empty."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -52,6 +50,21 @@ WORD_RULES = {
     "qwen2": WordRule(_split(_WORDS % "")),
 }
 """By llama.cpp's name, `tokenizer.ggml.pre`."""
+_SAME_RULES = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), "qwen2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
+    **dict.fromkeys(("mpt", "olmo", "phi-2", "jina-es", "jina-de"), "gpt-2"),
+}
+"""Other names that llama.cpp has for these rules."""
+
+
+def with_word_rule(content: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The content of a tokenizer.json with the rule that llama.cpp calls by this name; None: the rule is not known."""
+    rule = WORD_RULES.get(_SAME_RULES.get(name, name))
+    if rule is None:
+        return None
+    return content | {"pre_tokenizer": rule.pre_tokenizer, "model": content["model"] | {"ignore_merges": rule.ignore_merges}}
 
 
 class LlamaCppVocabulary(NamedTuple):
@@ -79,7 +92,7 @@ def vocabulary_for_llama_cpp(tokenizer: Tokenizer, size: int) -> LlamaCppVocabul
     parts: dict[str, Any] = json.loads(content) if content is not None else {}
     if (parts.get("model") or {}).get("type") != "BPE" or tokenizer.vocab_size > size:
         raise _refusal(tokenizer, "it is no BPE vocabulary" if tokenizer.vocab_size <= size else "it has more ids than the model has rows")
-    model, config = parts["model"], _config(tokenizer)
+    model: dict[str, Any] = parts["model"]
     vocabulary: dict[str, int] = model["vocab"]
     added: list[dict[str, Any]] = parts.get("added_tokens") or []
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
@@ -95,11 +108,11 @@ def vocabulary_for_llama_cpp(tokenizer: Tokenizer, size: int) -> LlamaCppVocabul
         types=types,
         scores=_scores(tokens, vocabulary, merges) if pieces else None,
         merges=None if pieces else [" ".join(merge) for merge in merges] or [_MERGE_THAT_NEVER_APPLIES],
-        ids=_special_ids(tokenizer, config, tokens),
+        ids=_special_ids(tokenizer, tokens),
         add_bos=add_bos,
         add_eos=add_eos,
         add_space_prefix=prefix,
-        template=_template(tokenizer, config),
+        template=tokenizer.chat_templates.get("default"),
         notes=notes,
     )
 
@@ -152,9 +165,9 @@ def _sentence_pieces(
     steps = parts.get("normalizer") or {"type": "Sequence", "normalizers": []}
     steps = steps["normalizers"] if steps.get("type") == "Sequence" else [steps]
     before = parts.get("pre_tokenizer")
-    metaspace = isinstance(before, dict) and before.get("type") == "Metaspace"
-    if metaspace and before.get("replacement") == _SPACE and not before.get("split", True) and not steps:
-        prefix = before.get("prepend_scheme", "always") != "never"
+    metaspace = before if isinstance(before, dict) and before.get("type") == "Metaspace" else {}
+    if metaspace.get("replacement") == _SPACE and not metaspace.get("split", True) and not steps:
+        prefix = metaspace.get("prepend_scheme", "always") != "never"
     elif _splits_nothing(before) and steps in ([_PREPEND, _REPLACE], [_REPLACE]):
         prefix = _PREPEND in steps
     else:
@@ -188,7 +201,7 @@ def _tokens(
         tokens[number], types[number] = text, _BYTE if is_byte else _NORMAL
     for token in added:
         tokens[token["id"]], types[token["id"]] = token["content"], _CONTROL if token.get("special") else _USER_DEFINED
-    if unknown in vocabulary:
+    if unknown is not None and unknown in vocabulary:
         types[vocabulary[unknown]] = _UNKNOWN
     return tokens, types
 
@@ -212,10 +225,11 @@ def _added_around(tokenizer: Tokenizer, parts: Mapping[str, Any]) -> tuple[bool,
     return bool(opening), bool(ends) and "Sequence" not in ends[0]["single"][-1]
 
 
-def _special_ids(tokenizer: Tokenizer, config: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
+def _special_ids(tokenizer: Tokenizer, tokens: Sequence[str]) -> dict[str, int]:
     numbers = {text: number for number, text in enumerate(tokens)}
     named = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    found = {kind: numbers[text] for kind, key in named.items() if (text := token_named(dict(config), key)) in numbers}
+    special = tokenizer.special_tokens
+    found = {kind: numbers[text] for kind, key in named.items() if (text := special.get(key)) is not None and text in numbers}
     if tokenizer.eos_id is not None:
         found["eos"] = tokenizer.eos_id
     if tokenizer.opening:
@@ -223,18 +237,3 @@ def _special_ids(tokenizer: Tokenizer, config: Mapping[str, Any], tokens: Sequen
     if "eos" in found:
         found.setdefault("bos", found["eos"])  # llama.cpp assumes 11 otherwise
     return found
-
-
-def _config(tokenizer: Tokenizer) -> dict[str, Any]:
-    found = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
-    return found if isinstance(found, dict) else {}
-
-
-def _template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> str | None:
-    """The chat template that the tokenizer came with."""
-    if (file := tokenizer.files.get(TEMPLATE)) is not None:
-        return file.decode("utf-8", "replace")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None)
-    return source if isinstance(source, str) else None
