@@ -18,6 +18,7 @@ from shoal.engines.batch_weights import BatchWeights, length
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor, LossCheck
 from shoal.engines.optim import optimizers
 from shoal.engines.optim.learning_rate import learning_rate
+from shoal.engines.optim.user_optimizer import UserOptimizer
 from shoal.engines.phase_times import PhaseTimes
 from shoal.engines.precision.emulation import lower
 from shoal.engines.precision.fp8 import ScaleHistory
@@ -64,6 +65,10 @@ class Engine(ABC):
         self.kept = [one for player in task.players.values() for one in step_states(player)]
         for one in self.kept:
             one.total, one.rank, one.ranks = world.add_up, world.rank, world.size
+
+    def take_optimizer(self, own: UserOptimizer) -> None:
+        """Step with the optimizer of the user's program."""
+        raise ShoalError(f"optimizer= steps a whole model, and {type(self).__name__} cuts it: take the engine single or ddp")
 
     # --- what a subclass must implement --------------------------------------------------------------
 
@@ -289,12 +294,16 @@ class Engine(ABC):
         return rate * (self.health.learning_rate_scale if self.health else 1.0)
 
     def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
-        optimizer, rate = self.optimizers[name], self.rate(name, step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        optimizer = self.optimizers[name]
+        self._set_rates(name, step)
         if scaled:
             self.scaler.unscale_(optimizer)
         self._clip_and_step(name, metrics, scaled)
+
+    def _set_rates(self, name: str, step: float) -> None:
+        rate = self.rate(name, step)
+        for group in self.optimizers[name].param_groups:
+            group["lr"] = rate
 
     def _clip_and_step(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> None:
         if self._clip(name, metrics, scaled):

@@ -21,6 +21,7 @@ from shoal.engines.health import read_later
 from shoal.engines.optim import named_state, optimizers
 from shoal.engines.optim.adam_state import GradientClip
 from shoal.engines.optim.flat_adam import FlatAdam
+from shoal.engines.optim.user_optimizer import UserOptimizer, UserSteps
 from shoal.engines.precision import fp8
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -61,10 +62,21 @@ class SingleEngine(Engine):
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
+        self.own: UserSteps | None = None
+        """The optimizer of the user's program, if it passes one."""
         self._moves: dict[str, Tensor] = {}
         self._records = run.training.cuda_graph and learns
         self._recorder: PassRecorder | None = None
         """Made with the first step: a coordinator takes none."""
+
+    def take_optimizer(self, own: UserOptimizer) -> None:
+        if len(self.networks) > 1:
+            raise ShoalError(f"optimizer= steps one network, and this task trains {len(self.networks)}: set training.players")
+        ((name, network),) = self.networks.items()
+        network.drop_shadow()  # the optimizer was given the parameters themselves
+        self.own = own.make(network.network)
+        self.optimizers[name] = self.own.optimizer
+        self.chosen[name] = self.chosen[name].replace(name=type(self.own.optimizer).__name__, learning_rate=self.own.peaks[0])
 
     @property
     def vector(self) -> Tensor:
@@ -211,8 +223,16 @@ class SingleEngine(Engine):
             network.attach_gradients()
         return self.apply_own(step)
 
+    def _set_rates(self, name: str, step: float) -> None:
+        if self.own is None:
+            super()._set_rates(name, step)
+        else:
+            self.own.set_rates(self.settings.schedule, step, self.total_steps, self.health.learning_rate_scale if self.health else 1.0)
+
     def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
         super()._step_network(name, step, metrics, scaled)
+        if self.own is not None:
+            self.own.stepped()
         if not isinstance(self.optimizers[name], FlatAdam):
             self.networks[name].renew_shadow()
 
@@ -274,6 +294,14 @@ class SingleEngine(Engine):
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         own.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({} if self.own is None else {"scheduler": self.own.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.own is not None:
+            self.own.load_state_dict(state.get("scheduler", {}))
 
     def _moments(self, player: str) -> dict[str, Any]:
         return named_state.of_flat(self.optimizers[player], self.networks[player])

@@ -14,6 +14,7 @@ from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override
 from shoal.config.schema import Run
 from shoal.config.show import flat
 from shoal.config.trainer_config import TrainerConfig
+from shoal.engines.optim.user_optimizer import Optimizer, Scheduler, UserOptimizer
 from shoal.errors import ShoalError
 from shoal.runs.live_objects import LiveObjects, import_function
 from shoal.runs.monitoring.recorder import Reporter
@@ -101,6 +102,20 @@ def check_objects(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any
     live = tuple(name for name, part in parts.items() if part is not None and not _is_named(name, part, parts))
     objects = _live_objects(model, data, eval_data, collate, loss, metrics)
     return ProgramObjects(objects._replace(reward=None if _is_factory(reward) else reward), settings, live)
+
+
+def with_optimizer(own: ProgramObjects, optimizer: Any, scheduler: Any) -> ProgramObjects:
+    """The objects with an optimizer and a scheduler. Raises ArgumentError."""
+    for name, part in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if part is not None and not callable(part) and not isinstance(part, Optimizer | Scheduler):
+            raise ArgumentError(
+                name, f"an object of torch.optim, or a function of the {'model' if name == 'optimizer' else 'optimizer'}", part
+            )
+    if optimizer is None and scheduler is not None:
+        raise ArgumentError("scheduler", "effect with optimizer=: set training.schedule for the optimizer of the settings", scheduler)
+    if optimizer is None:
+        return own
+    return own._replace(given=own.given._replace(optimizer=UserOptimizer(optimizer, scheduler)), live=(*own.live, "optimizer"))
 
 
 def _is_named(name: str, part: Any, parts: Mapping[str, Any]) -> bool:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.config.derived_values import USER_KINDS
 from shoal.config.plugins import load as load_plugins
 from shoal.errors import ShoalError
 from shoal.launch.start import headline, start_run
 from shoal.launch.start_mode import StartMode, StartOptions, StartPlan, plan_start
-from shoal.python.arguments import Config, ProgramObjects, check_objects, check_workers, loader_of, overrides_of, reporters_of
+from shoal.python.arguments import (
+    Config,
+    ProgramObjects,
+    check_objects,
+    check_workers,
+    loader_of,
+    overrides_of,
+    reporters_of,
+    with_optimizer,
+)
 from shoal.python.result import Result, result_elsewhere, result_of
 from shoal.reporters.progress import progress_for
 from shoal.reporters.sinks import sinks_for
@@ -32,6 +43,8 @@ def train(
     loss: Callable[[nn.Module, Any], Any] | str | None = None,
     metrics: Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
     reward: Callable[..., float] | str | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     reporters: Iterable[Reporter] = (),
     workers: int | None = None,
     overrides: Iterable[str] = (),
@@ -43,20 +56,16 @@ def train(
     """Train, alone or with workers on this machine, and return the result.
 
     `config` is a file, a preset, a list of them, a dict of settings, a `TrainerConfig` or a `Run`; `overrides` are `path=value`, as on the
-    command line. `model`, `data` and `eval_data` replace those of the configuration: a torch.nn.Module, which is trained in place, and data
-    sets, lists of samples or other iterables. `collate(samples)` returns a batch, `loss(model, batch)` a scalar or a dict with `loss`;
-    `metrics` are functions of model and batch for held-out data; `reward(prompt, answer, **columns)` scores an answer, with the other
-    columns of the prompt's row (task ppo).
-
-    Each except `metrics` may be a name, `"module:function"`. Workers that need live objects are threads of this process; others are
+    command line. The other arguments replace parts of the configuration: see docs/python.md. `model`, `data`, `eval_data`, `collate`,
+    `loss` and `reward` may be names, `"module:function"`. Workers that need live objects are threads of this process; others are
     processes. The default strategy for several workers is syncps. `progress` prints on standard error what `shoal train` prints.
     `plugins` are files or modules (docs/extending.md). Raises ConfigError for wrong settings, ShoalError if the run cannot continue.
-    See docs/python.md.
     """
     _check_main()
     load_plugins(*map(str, plugins))
     check_workers(workers)
-    own, watching = check_objects(model, data, eval_data, collate, loss, metrics, reward), reporters_of(reporters)
+    own = with_optimizer(check_objects(model, data, eval_data, collate, loss, metrics, reward), optimizer, scheduler)
+    watching = reporters_of(reporters)
     load = loader_of(config, [*own.settings, *overrides_of(overrides)])
     plan = plan_start(load, StartOptions(str(run_dir) if run_dir is not None else None, resume, workers, default_workers=1, live=own.live))
     _check_fit(plan, own)
@@ -105,12 +114,22 @@ def _check_fit(plan: StartPlan, own: ProgramObjects) -> None:
         raise ShoalError(
             f"data= is your own, and a model of kind {run.model.kind} is made for data that settings describe: give model=, too"
         )
+    for argument, section, part in _own_steps(own):
+        if part is not None and any(path[:2] == ("training", section) for path in settings.history):
+            raise ShoalError(f"{argument}= and training.{section} are both given: leave one of them out")
     if run.model.kind in USER_KINDS and not settings.given("data.source.kind"):
         raise ShoalError("model= is your own, and nothing says what it learns from: give data=, or name data.source in the configuration")
     if own.given.eval is not None and source not in USER_KINDS and run.chosen_task.needs != "labels":
         raise ShoalError("eval_data= goes with data=: text that settings describe has held-out text of its own")
     if run.chosen_task.needs == "tokens" and run.model.kind in USER_KINDS and not settings.given("data.tokenizer"):
         raise ShoalError("data.tokenizer: name the tokenizer that your model was made for")
+
+
+def _own_steps(own: ProgramObjects) -> Iterator[tuple[str, str, Any]]:
+    """Argument, section of the settings that it replaces, and the part that the program passes."""
+    given = own.given.optimizer
+    yield "optimizer", "optimizer", given
+    yield "scheduler", "schedule", given and given.scheduler
 
 
 def _follow(plan: StartPlan, watching: list[Reporter]) -> Result:

@@ -97,16 +97,20 @@ def assemble(
     part = batch_share(run, rank, ranks)
     feed = feed_for_seat(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
-    engine = _engine(run, task, device, steps, world)
+    engine = _engine(run, task, device, steps, world, live)
     task.place_frozen(engine.hold)
     return RunParts(run, samples, engine, feed)
 
 
-def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World | None) -> Engine:
+def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World | None, live: LiveObjects) -> Engine:
     """The engine of a worker; without `world` one process computes, even where the workers of the run are several."""
     if world is not None or not run.engine.several_processes:
-        return build_engine(run, task, device, steps, world or World())
-    return SingleEngine(run, task, device, steps, learns=not task.learns_from_answers)
+        engine = build_engine(run, task, device, steps, world or World())
+    else:
+        engine = SingleEngine(run, task, device, steps, learns=not task.learns_from_answers)
+    if live.optimizer is not None:
+        engine.take_optimizer(live.optimizer)
+    return engine
 
 
 def _with_chat_time(run: Run, world: World | None) -> Run:
@@ -142,7 +146,7 @@ def _with_rollouts(
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
     reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
-    engine = _engine(run, task, device, steps, world)
+    engine = _engine(run, task, device, steps, world, live)
     reward = reward_for(run, live)
     policy = cast("PolicyGradient", task)  # the only task that learns from answers
     feed = RolloutFeed(run, policy, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)

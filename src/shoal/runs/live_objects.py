@@ -19,6 +19,7 @@ from shoal.config import Run
 from shoal.config.schema.data import FactoryData
 from shoal.config.schema.model import FactoryModel
 from shoal.data.user_data import Collate, UserSamples, UserStream, stack_samples
+from shoal.engines.optim.user_optimizer import UserOptimizer
 from shoal.errors import ShoalError, printable
 from shoal.models.huggingface.model import HuggingFace
 from shoal.tasks.user_task import LossFunction, Metric, UserTask, WithMetrics, named
@@ -34,6 +35,7 @@ class LiveObjects(NamedTuple):
     loss: LossFunction | None = None
     metrics: Mapping[str, Metric] | None = None
     reward: Callable[..., Any] | None = None
+    optimizer: UserOptimizer | None = None
 
     def copied(self) -> LiveObjects:
         """The same objects with a copy of the model, for one worker."""

@@ -48,6 +48,9 @@ def make(settings: Optimizer, parameters: list[torch.Tensor] | list[nn.Parameter
 
 def step(optimizer: torch.optim.Optimizer) -> None:
     """One step, without what torch wraps around it for compiled ones: that would import the compiler, too."""
+    if "step" in vars(optimizer):  # a scheduler of the user's program counts the steps
+        optimizer.step()
+        return
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
 

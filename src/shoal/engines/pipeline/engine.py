@@ -74,6 +74,8 @@ class PipelineEngine(SingleEngine):
         model.travel.send = self.links.send_ahead
         model.travel.share = self._of_last
 
+    take_optimizer = Engine.take_optimizer  # refuses: a stage has some of the layers
+
     # --- gradients ---------------------------------------------------------------------------------
 
     def micro_batches(self, batches: list[Batch]) -> list[Batch]:
