@@ -47,7 +47,7 @@ def compare(argv: list[str]) -> int:
         parser.error("name two runs at least")
     folders = [RunFolder(Path(name)) for name in arguments.runs]
     print(f"results\n{_lines([_row(folder.path) for folder in folders])}")
-    print(f"\nspeed, as half of the records have it\n{_lines([_speed(folder) for folder in folders])}")
+    print(f"\nspeed (medians of the records)\n{_lines([_speed(folder) for folder in folders])}")
     print(f"\nsettings that differ\n{_lines(_differences(folders)) or '  none'}")
     return _plot(folders, arguments.figure, arguments.by, Path(arguments.plot))
 
